@@ -35,10 +35,10 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from runner.backtest.read import read_curve
 from runner.config.compose import compose
 from runner.config.rules import judge_rules, remedy_rules, save_rules
 from runner.policy.decision.replay import Curve, Replay
+from runner.tools.backtest.read import read_curve
 
 APPLY, DISCARD, ROLLBACK = 0, 1, 2
 

@@ -23,11 +23,11 @@ from pathlib import Path
 
 import numpy as np
 
-from runner.backtest.column import FURTHER
-from runner.backtest.read import read_columns
-from runner.backtest.table import Names
 from runner.command.read import curve_of
-from runner.reading.read import read
+from runner.tools.backtest.column import FURTHER
+from runner.tools.backtest.read import read_columns
+from runner.tools.backtest.table import Names
+from runner.tools.reading.read import read
 from scripts.bench.process import ROOT, environment
 from tests.made_curves import HEALTHY, TROUBLED, healthy
 

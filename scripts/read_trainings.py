@@ -13,11 +13,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from runner.backtest.column import FURTHER
-from runner.backtest.read import read_columns
-from runner.backtest.table import Names
 from runner.command.read import curve_of
-from runner.reading.read import read
+from runner.tools.backtest.column import FURTHER
+from runner.tools.backtest.read import read_columns
+from runner.tools.backtest.table import Names
+from runner.tools.reading.read import read
 
 ROOT = Path(__file__).resolve().parent.parent
 ALIKE = (

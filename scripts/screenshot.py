@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from runner.report.page import page, read_runs
+from runner.tools.report.page import page, read_runs
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = (

@@ -1,7 +1,7 @@
 """Synthetic training curves: healthy ones of many kinds, and one for each signature.
 
 The shape is a power law down to a floor, as of language models; the noise of a batch has heavy
-tails and grows with the level. Nothing here knows the rules of runner/reading.
+tails and grows with the level. Nothing here knows the rules of runner/tools/reading.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.reading.curve import Curve
+from runner.tools.reading.curve import Curve
 
 Floats = NDArray[np.float64]
 

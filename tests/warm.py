@@ -45,7 +45,7 @@ _MODULES = ("runner", *_TORCHRUNS)
 # torch._dynamo comes with the first wrapper of FSDP2 or of an optimizer.
 _IMPORTS = (
     *("torch._dynamo", "numpy.ma", *_TORCHRUNS),
-    *("runner.__main__", "runner.session.session", "runner.report.page"),
+    *("runner.__main__", "runner.session.session", "runner.tools.report.page"),
 )
 # The optimizer's module brings torch._inductor: five seconds a rank.
 _IMPORTS_OF_ZERO = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from runner.backtest.read import Recording, read_curve
-from runner.backtest.table import Names
 from runner.command.arguments import Parser
 from runner.config.compose import compose
 from runner.config.rules import judge_rules, remedy_rules, save_rules
@@ -21,6 +19,8 @@ from runner.observe.bar import Bar
 from runner.policy.decision.replay import Decision, Replay
 from runner.system.error import ConfigError
 from runner.system.parsing import json_text
+from runner.tools.backtest.read import Recording, read_curve
+from runner.tools.backtest.table import Names
 
 _USAGE = """\
 python -m runner backtest FILE... [guard.key=value ...] [options]
@@ -106,7 +106,7 @@ def _refuse_other_keys(overrides: Sequence[str]) -> None:
 
 
 def _plot(recording: Recording, replay: Replay, name: str, number: int | None) -> None:
-    from runner.backtest.plot import plot
+    from runner.tools.backtest.plot import plot
 
     path = Path(name)
     if number is not None:

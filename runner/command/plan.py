@@ -8,12 +8,9 @@ it says instead what a rank's memory would have to hold.
 
 from __future__ import annotations
 
-import statistics
 import sys
-from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from itertools import chain
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,40 +18,32 @@ from rich.console import Console
 from rich.table import Table
 
 from runner.command.arguments import Parser
-from runner.observe.console import duration
 from runner.observe.journal import read_journal
-from runner.policy.retention.goodput import (
-    BYTES_PER_PARAMETER,
+from runner.policy.retention.interval import (
     LLAMA3_DAYS,
     LLAMA3_FAILURES,
     LLAMA3_NODES,
+    availability_interval,
+    node_mtbf_hours,
+)
+from runner.system.error import ConfigError
+from runner.system.parsing import json_text
+from runner.system.units import duration
+from runner.tools.goodput import (
+    BYTES_PER_PARAMETER,
     LLAMA3_PARAMETERS,
     Costs,
     Plan,
     Strategy,
-    availability_interval,
     daly_interval,
-    node_mtbf_hours,
     plan,
     share_in_memory,
     young_interval,
 )
-from runner.system.error import ConfigError
-from runner.system.json_lines import iter_lines
-from runner.system.parsing import json_text
+from runner.tools.measured_costs import Value, Values, measured
 
 _TIERS = {"sync": Strategy.synchronous, "async": Strategy.asynchronous, "ring": Strategy.ring}
 
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A number and its source."""
-
-    number: float
-    source: str
-
-
-Values = dict[str, Value]
 
 # Keys as the options spell them. The lower bound, and whether it is allowed itself.
 _BOUNDS = {
@@ -176,7 +165,7 @@ def _values(options: Any) -> Values:
     if options.preset:
         values |= _llama3()
     if options.run:
-        values |= measured(Path(options.run))
+        values |= _measured(Path(options.run))
     if options.params is not None:
         size = options.params * BYTES_PER_PARAMETER / 1e9
         values["state_gb"] = Value(size, f"{BYTES_PER_PARAMETER} bytes a parameter")
@@ -233,82 +222,15 @@ def _llama3() -> Values:
     }
 
 
-def measured(out: Path) -> Values:
-    """Numbers from a run's records, as far as it has them.
-
+def _measured(out: Path) -> Values:
+    """
     Raises:
         ConfigError: there is no run, or its journal is not one.
     """
     if not (out / "journal.jsonl").is_file():
         raise ConfigError(f"--run {out}: no journal.jsonl there, so it is not a run")
     journal, _ = read_journal(out / "journal.jsonl")
-    source = f"measured: {out}"
-    steps, saves, restarts = array("d"), array("d"), array("d")
-    time_of_step: dict[int, float] = {}
-    last_time = 0.0
-    for line in iter_lines(out / "metrics.jsonl"):
-        stalls, last_time = line.get("stalls", {}), float(line.get("time", 0.0))
-        _append(saves, stalls.get("checkpoint"))
-        _append(restarts, stalls.get("restart"))
-        if line["action"] == "apply":
-            steps.append(line["seconds"])
-            time_of_step[line["step"]] = last_time
-    sizes, writes = _ring(out, time_of_step)
-    numbers = {
-        "step_seconds": _median(steps),
-        "stall_seconds": _median(saves),
-        "save_seconds": _median(writes),
-        "restart_seconds": _median(restarts),
-        "state_gb": sizes[-1] / 1e9 if sizes else None,
-    }
-    values = {name: Value(number, source) for name, number in numbers.items() if number is not None}
-    if restarts:
-        values["detect_seconds"] = Value(0.0, f"{source}, within restart_seconds")
-    return values | _failures(journal, last_time, source)
-
-
-def _append(numbers: array[float], seconds: float | None) -> None:
-    if seconds:
-        numbers.append(seconds)
-
-
-def _median(numbers: Iterable[float]) -> float | None:
-    values = list(numbers)
-    return statistics.median(values) if values else None
-
-
-def _ring(out: Path, time_of_step: dict[int, float]) -> tuple[list[int], list[float]]:
-    """Bytes of the checkpoints, and seconds from their step's end to their commit marker."""
-    from runner.checkpoint.disk.directory import CheckpointDirectory
-
-    sizes, writes = [], []
-    entries, _ = (
-        CheckpointDirectory(out / "ring").entries() if (out / "ring").is_dir() else ([], [])
-    )
-    for entry in entries:
-        sizes.append(entry.num_bytes)
-        marker = entry.folder / "COMMITTED"
-        if entry.record.step in time_of_step and marker.exists():
-            seconds = marker.stat().st_mtime - time_of_step[entry.record.step]
-            if seconds > 0:  # else that step was done again since
-                writes.append(seconds)
-    return sizes, writes
-
-
-def _failures(journal: Sequence[dict[str, Any]], last: float, source: str) -> Values:
-    """The nodes of the newest start and, where something crashed, the time between failures."""
-    starts = [line for line in journal if line["kind"] == "start"]
-    crashes = sum(line["kind"] == "crash" for line in journal)
-    if not starts:
-        return {}
-    nodes = max(1, len(starts[-1]["detail"].get("hosts", {})))
-    values = {"nodes": Value(nodes, source)}
-    end = max(chain([last], (float(line["time"]) for line in journal)))
-    hours = (end - float(journal[0]["time"])) / 3600
-    if crashes and hours > 0:
-        crash_source = f"{source}, {crashes} crash{'es' if crashes > 1 else ''}"
-        values["mtbf_node_hours"] = Value(hours * nodes / crashes, crash_source)
-    return values
+    return measured(out, journal)
 
 
 def _costs(values: Values, *, mirrored: bool) -> Costs:

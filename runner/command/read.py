@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from runner.backtest import column
-from runner.backtest.read import Columns, read_columns
-from runner.backtest.table import Names
 from runner.command.arguments import Parser
 from runner.observe.bar import Bar
-from runner.reading.curve import CORPUS_ENTROPY, FURTHER, Curve
-from runner.reading.finding import SIGNATURES, Finding
-from runner.reading.read import LEAST_ROWS, read
+from runner.system.beside import add_options, stay_beside
 from runner.system.error import ConfigError
 from runner.system.parsing import json_text
+from runner.tools.backtest import column
+from runner.tools.backtest.read import Columns, read_columns
+from runner.tools.backtest.table import Names
+from runner.tools.reading.curve import CORPUS_ENTROPY, FURTHER, Curve
+from runner.tools.reading.finding import SIGNATURES, Finding
+from runner.tools.reading.own import curve_of_run
+from runner.tools.reading.read import LEAST_ROWS, read
 
 _USAGE = """\
 python -m runner read FILE... [options]
@@ -44,6 +48,8 @@ def read_command(arguments: Sequence[str]) -> int:
         ConfigError: a file or a column that cannot be used.
     """
     options = _parser().parse_args(arguments)
+    if stay_beside(options):
+        return _read_beside(options)
     if options.help or not options.files:
         if not options.help:
             raise ConfigError("read: no file given; see python -m runner read --help")
@@ -63,6 +69,14 @@ def read_command(arguments: Sequence[str]) -> int:
         if not options.json:
             text += "".join(f"\n  note: {note}" for note in columns.notes)
         sys.stdout.write(text + "\n")
+    return 0
+
+
+def _read_beside(options: argparse.Namespace) -> int:
+    """Read the metrics of the run that started this process, as far as ``--stop``."""
+    (file,) = options.files
+    curve = curve_of_run(Path(file), options.stop, _number(options.corpus_entropy))
+    sys.stdout.write(_json_line(file, curve, read(curve)) + "\n")
     return 0
 
 
@@ -95,6 +109,8 @@ def _parser() -> Parser:
         parser.add_argument(option)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("files", nargs="*")
+    parser.add_argument("--stop", type=int, help=argparse.SUPPRESS)
+    add_options(parser)
     return parser
 
 

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from runner.command.arguments import Parser
-from runner.explain.bundle import SAMPLES, bundles, read
 from runner.observe.bar import Bar
+from runner.run_dir.explanations import explanations, read_explanation
 from runner.run_dir.paths import RunDir
 from runner.system.error import ConfigError
 from runner.system.parsing import json_text
-
-_MOST_CHARACTERS = 2000  # of one text
+from runner.tools.replay_lines import incident_line, incident_lines, repeated_lines
 
 
 def replay_command(arguments: Sequence[str]) -> int:
@@ -32,7 +31,7 @@ def replay_command(arguments: Sequence[str]) -> int:
     run_dir = RunDir(Path(options.out))
     if not Path(options.out).is_dir():
         raise ConfigError(f"{options.out}: no such run directory")
-    numbers = bundles(run_dir.explanations, run_dir.incidents)
+    numbers = explanations(run_dir.explanations, run_dir.incidents)
     if not numbers:
         raise ConfigError(
             f"{run_dir.explanations}: has no evidence; a run leaves some for each bad step that it "
@@ -52,11 +51,11 @@ def replay_command(arguments: Sequence[str]) -> int:
         with Bar("reading", len(numbers), unit="incidents") as bar:
             lines = []
             for one in numbers:
-                lines.append(_line(one, _read(run_dir, one)))
+                lines.append(incident_line(one, _read(run_dir, one)))
                 bar.add(1)
         sys.stdout.write("".join(f"{line}\n" for line in lines))
         sys.stdout.write("\n")
-    sys.stdout.write("\n".join(_incident_lines(number, evidence, run_dir)) + "\n")
+    sys.stdout.write("\n".join(incident_lines(number, evidence, run_dir)) + "\n")
     return 0
 
 
@@ -69,91 +68,16 @@ def _replay_again(
 
     with tempfile.TemporaryDirectory(prefix="holdfast-replay-") as folder:
         step, finding = replay_again(run_dir, number, evidence, settings, Path(folder) / "copy")
-    recorded = evidence["finding"]
-    sys.stdout.write(f"incident {number}, step {evidence['step']}: {_text(recorded, 'cause')}\n")
-    sys.stdout.write(f"  then         {_text(recorded, 'why')}\n")
-    sys.stdout.write(f"  again        from the checkpoint of step {step}, in one process\n")
-    if finding is None:
-        sys.stdout.write(
-            "  here         the step is good: neither weights nor samples made it bad, but what "
-            "computed it then\n"
-        )
-        return 0
-    sys.stdout.write(f"  here         {_text(finding, 'cause')}: {_text(finding, 'why')}\n")
-    for name, label in (("positions", "samples"), ("ranks", "rank")):
-        if _list(finding, name):
-            named = ", ".join(map(str, _list(finding, name)[:64]))
-            sys.stdout.write(_shown(f"  {label:12} {named}") + "\n")
-    if finding.get("module"):
-        sys.stdout.write(f"  module       {_text(finding, 'module')}\n")
+    lines = repeated_lines(number, evidence, step, finding)
+    sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
 
 def _read(run_dir: RunDir, number: int) -> dict[str, Any]:
     try:
-        return read(run_dir.explanation(number))
+        return read_explanation(run_dir.explanation(number))
     except (ValueError, OSError, RecursionError) as error:
         raise ConfigError(f"incident {number} cannot be read: {error}") from None
-
-
-def _line(number: int, evidence: Mapping[str, Any]) -> str:
-    finding = evidence["finding"]
-    return f"{number:6d}  step {evidence['step']}: {_text(finding, 'cause')}"
-
-
-def _incident_lines(number: int, evidence: Mapping[str, Any], run_dir: RunDir) -> list[str]:
-    """Verdict, why, what was tried, and the probes."""
-    finding = evidence["finding"]
-    ranks = ", ".join(map(str, _list(finding, "ranks")))
-    hosts = ", ".join(map(str, _list(finding, "hosts")))
-    positions = _list(finding, "positions")
-    tried = "tested: not so" if finding.get("is_tried") is True else "not tested"
-    lines = [
-        f"incident {number}, step {evidence['step']}: {_text(finding, 'cause')}",
-        f"  why          {_text(finding, 'why')}",
-        f"  remedy       {_text(finding, 'remedy')}",
-        *([_shown(f"  rank         {ranks} on {hosts}")] if ranks else []),
-        *([_shown(f"  samples      {', '.join(map(str, positions[:64]))}")] if positions else []),
-        *([f"  module       {_text(finding, 'module')}"] if finding.get("module") else []),
-        *(
-            [f"  refuted if   {_text(finding, 'refutation')} ({tried})"]
-            if finding.get("refutation")
-            else []
-        ),
-        *(_shown(f"  not tried    {one}") for one in _list(finding, "not_tried")),
-        f"  cost         {_text(finding, 'steps')} computations of a step",
-        "",
-        "  probe                          loss    grad norm  NaN or Inf on",
-    ]
-    for name, probe in evidence["probes"].items():
-        if isinstance(probe, dict):
-            bad = ", ".join(map(str, _list(probe, "nonfinite_ranks")))
-            loss, norm = _number(probe.get("loss")), _number(probe.get("grad_norm"))
-            lines.append(f"  {_shown(name)[:26]:26} {loss:>10} {norm:>12}  {bad or '-'}")
-    return [*lines, "", f"samples: {run_dir.explanation(number) / SAMPLES}"]
-
-
-def _number(value: Any) -> str:
-    try:
-        return f"{value:.5g}" if isinstance(value, int | float) else "NaN or Inf"
-    except OverflowError:  # a whole number beyond any double
-        return "NaN or Inf"
-
-
-def _list(tree: Mapping[str, Any], name: str) -> list[Any]:
-    value = tree.get(name)
-    return value if isinstance(value, list) else []
-
-
-def _text(tree: Mapping[str, Any], name: str) -> str:
-    return _shown(str(tree.get(name, "")))
-
-
-def _shown(text: str) -> str:
-    """The text for a terminal: bounded, and without control characters."""
-    return "".join(
-        character if character.isprintable() else " " for character in text[:_MOST_CHARACTERS]
-    )
 
 
 def _parser() -> Parser:

@@ -6,27 +6,23 @@ that is running or has ended. Several runs are shown side by side.
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from runner.command.arguments import Parser
 from runner.observe.bar import Bar
-from runner.report.page import page, read_runs
-from runner.report.writer import NAME
+from runner.observe.page_writer import NAME
+from runner.system.beside import add_options, stay_beside
 from runner.system.error import ConfigError
 from runner.system.files import write_durably
-from runner.system.process import die_with_parent
+from runner.tools.report.page import page, read_runs
 
 
 def report_command(arguments: Sequence[str]) -> int:
     """Parse and run; returns the exit code."""
     options = _parser().parse_args(arguments)
-    if options.beside is not None:
-        os.nice(10)
-        die_with_parent(options.beside)
+    is_beside = stay_beside(options)
     outs = [Path(name) for name in options.out]
     target = Path(options.output) if options.output else outs[0] / NAME
     try:
@@ -35,7 +31,7 @@ def report_command(arguments: Sequence[str]) -> int:
         write_durably(target, text.encode())
     except OSError as error:
         raise ConfigError(f"report: {error}; choose another file with -o FILE") from None
-    if options.beside is None:
+    if not is_beside:
         sys.stdout.write(f"wrote {target} ({len(text.encode()) / 1024:,.0f} KiB)\n")
     return 0
 
@@ -44,5 +40,5 @@ def _parser() -> Parser:
     parser = Parser(prog="holdfast report", description=__doc__)
     parser.add_argument("out", nargs="+", help="a run's directory (out); several are compared")
     parser.add_argument("-o", "--output", metavar="FILE", help=f"default: {NAME} in the first OUT")
-    parser.add_argument("--beside", type=int, metavar="PID", help=argparse.SUPPRESS)
+    add_options(parser)
     return parser

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.live import Live
 
 from runner.command.arguments import Parser
-from runner.report.run import RunReader
-from runner.report.top import frame
 from runner.system.error import ConfigError
+from runner.tools.report.run import RunReader
+from runner.tools.report.top import frame
 
 
 def top_command(arguments: Sequence[str]) -> int:

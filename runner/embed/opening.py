@@ -30,11 +30,11 @@ from runner.health.preemption import StopLook
 from runner.health.rank_monitor import RankMonitor
 from runner.observe.backlog import Backlog
 from runner.observe.console import Console
-from runner.observe.goodput import Past
 from runner.observe.metrics import Metrics
 from runner.observe.throughput import Throughput
 from runner.policy.retention.records import Record, Tier
 from runner.run_dir.paths import RunDir, keep_for_owner
+from runner.run_dir.time_account import Past
 from runner.session import parts
 from runner.session.group import RankGroup
 from runner.session.opening import acquire_lease, open_journal, open_slots

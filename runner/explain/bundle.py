@@ -29,19 +29,18 @@ from runner.data.dataset import Dataset, Sample, describe
 from runner.data.draws import read_sample
 from runner.policy.decision.finding import Finding
 from runner.policy.decision.signals import Limits
-from runner.system.files import make_folder, read_bounded, write_durably, write_json
-from runner.system.parsing import parse_json, whole
+from runner.run_dir.explanations import INCIDENT, MOST_JSON, SAMPLES, VERSION, read_explanation
+from runner.system.files import make_folder, write_durably, write_json
 
-INCIDENT, BATCH, SAMPLES = "incident.json", "batch.safetensors", "samples.txt"
+BATCH = "batch.safetensors"
 LAYERS = "layers.json"
-_MOST_JSON, _MOST_TENSORS = 16 << 20, 40 << 20  # bytes; with the texts, less than 64 MiB in all
+_MOST_TENSORS = 40 << 20  # bytes; with the texts and MOST_JSON, less than 64 MiB in all
 _MOST_SUSPECTS = 64
 _MOST_LAYERS = 4096
 _LOUDEST = 8  # samples to list if there are no culprits
 _MOST_ROWS = 4096  # samples of a probe whose numbers are kept
 _EXCERPT = 400  # characters of a sample
 _GRAM = 8  # tokens
-_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +97,7 @@ class Bundles:
                 layers = dict(list(step_.finding.layers.items())[:_MOST_LAYERS])
                 write_json(folder / LAYERS, layers, most_bytes=_MOST_LAYERS * 1024)
             # Written last: a bundle without it is incomplete.
-            write_json(folder / INCIDENT, self._incident(step_, suspects), most_bytes=_MOST_JSON)
+            write_json(folder / INCIDENT, self._incident(step_, suspects), most_bytes=MOST_JSON)
         except OSError as error:
             self._say(f"warning: no evidence of step {step_.step} was written: {error}")
 
@@ -107,17 +106,17 @@ class Bundles:
         folder = self._folder / f"{number:06d}"
         self._check()
         try:
-            step_ = read(folder)
+            step_ = read_explanation(folder)
             probes = {name: _trimmed(probe) for name, probe in finding.numbers.items()}
             tree = step_ | {"finding": finding.to_json(), "probes": probes}
-            write_json(folder / INCIDENT, tree, most_bytes=_MOST_JSON)
+            write_json(folder / INCIDENT, tree, most_bytes=MOST_JSON)
         except (OSError, ValueError) as error:
             self._say(f"warning: the evidence in {folder} was not updated: {error}")
 
     def _incident(self, step_: ExplainedStep, suspects: Sequence[int]) -> dict[str, Any]:
         finding = step_.finding
         return {
-            "version": _VERSION,
+            "version": VERSION,
             "step": step_.step,
             "samples": [step_.plan.start, step_.plan.stop],
             "limits": {"loss": step_.limits.loss, "grad_norm": step_.limits.grad_norm},
@@ -143,32 +142,6 @@ class Bundles:
     def _names(self, step_: ExplainedStep, suspects: Sequence[int]) -> dict[int, str]:
         index_of = _indices(step_.plan)
         return {position: describe(self._dataset, index_of[position]) for position in suspects}
-
-
-def read(folder: Path) -> dict[str, Any]:
-    """Read what :meth:`Bundles.write` left in a folder.
-
-    Raises:
-        ValueError: it is not a bundle of this version.
-        OSError: it cannot be read, or is too large.
-    """
-    tree = parse_json(read_bounded(folder / INCIDENT, _MOST_JSON))
-    if not isinstance(tree, dict) or tree.get("version") != _VERSION:
-        raise ValueError(f"{folder / INCIDENT} is not evidence of version {_VERSION}")
-    finding = tree.get("finding")
-    if not isinstance(finding, dict) or not isinstance(tree.get("probes"), dict):
-        raise ValueError(f"{folder / INCIDENT} has no finding")
-    whole(tree.get("step"), "step")
-    return tree
-
-
-def bundles(*folders: Path) -> list[int]:
-    """The numbers of the bundles in ``OUT/explanations``, oldest first.
-
-    Takes several folders, because earlier releases wrote to ``OUT/incidents``.
-    """
-    names = {path.parent.name for folder in folders for path in folder.glob(f"*/{INCIDENT}")}
-    return sorted(int(name) for name in names if name.isascii() and name.isdigit())
 
 
 def _suspects(finding: Finding) -> list[int]:

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.policy.decision.history import WARNING, Incident
+from runner.system.units import duration
 
 _log = logging.getLogger(__name__)
 _WARNING = "warning: "
@@ -67,16 +68,6 @@ class Progress:
             *([f"held-out {self.eval_loss:.4f}"] if self.eval_loss is not None else []),
         ]
         return "  ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """4s, 3m07s, 2h05m."""
-    whole = int(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
 _BAR = 24

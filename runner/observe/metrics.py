@@ -26,9 +26,9 @@ class MetricsLine:
     ``loss_limit`` and ``norm_limit`` are what the gate would have let pass, None without a limit.
     ``time`` is the clock's at the line's writing, in seconds since the epoch. ``stalls`` tells
     what else the training thread spent since the line before: seconds by kind, one of
-    :data:`runner.observe.goodput.STALLS`, kinds without any left out; and ``discarded``, what a
-    step took that was given up for a sample that could not be read. ``columns`` are further numbers
-    by name, keys of their own in the file.
+    :data:`runner.run_dir.time_account.STALLS`, kinds without any left out; and ``discarded``, what
+    a step took that was given up for a sample that could not be read. ``columns`` are further
+    numbers by name, keys of their own in the file.
     """
 
     step: int

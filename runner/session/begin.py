@@ -17,12 +17,12 @@ from runner.engine.protocol import MicroStep
 from runner.fault.inject import FaultInjector
 from runner.health.device_check import check_devices
 from runner.observe.alert import CommandAlerts
-from runner.observe.goodput import Past
 from runner.observe.metrics import Metrics
+from runner.observe.page_writer import PageWriter
 from runner.policy.decision.history import Incident
 from runner.policy.decision.spike_frequency import SpikeScore
 from runner.policy.retention.records import Tier
-from runner.report.writer import PageWriter
+from runner.run_dir.time_account import Past
 from runner.session import parts
 from runner.session.actors import Watchers, make_actors, make_loop
 from runner.session.explaining import note_ended_starts
@@ -75,7 +75,7 @@ def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
         "opening the metrics",
         lambda: _reporter(opened, machinery, resumed, spent, all_columns, pages),
     )
-    _read_curve(opened, resumed, observers, reporter)
+    _read_curve(opened, observers, reporter)
     machinery.backlog.add(reporter.metrics_file)
     # After the reporter has cut the metrics, so that lost lines are journalled once.
     start = start_incident(
@@ -183,7 +183,9 @@ def _page_writer(opened: Opened) -> PageWriter | None:
     group, minutes = opened.group, opened.lease.config.track.report_minutes
     if not group.is_first or minutes is None:
         return None
-    return PageWriter(group.run_dir, every_seconds=60 * minutes, check=opened.lease.run_lease.check)
+    return PageWriter(
+        group.run_dir.out, every_seconds=60 * minutes, check=opened.lease.run_lease.check
+    )
 
 
 def _reporter(
@@ -224,17 +226,16 @@ def _reporter(
     )
 
 
-def _read_curve(opened: Opened, resumed: Resumed, observers: Observers, reporter: Reporter) -> None:
+def _read_curve(opened: Opened, observers: Observers, reporter: Reporter) -> None:
     """Have the run's own curve read at evaluations. Collective."""
-    group, config, written = opened.group, opened.lease.config, opened.written
+    config, written = opened.lease.config, opened.written
     if not (config.track.read and config.eval.every):
         return
-    past = iter_lines(group.run_dir.metrics, stop=resumed.metrics_bytes)
     reader = observers.together(
         CURVE,
         lambda: CurveReader(
             observers=observers,
-            past=past if group.is_first else (),
+            metrics=reporter.metrics_file,
             known=written.journal.history.incidents,
             total=config.steps,
             warmup=config.schedule.warmup,

@@ -20,9 +20,9 @@ from runner.model.blueprint import Blueprint
 from runner.observe.alert import CommandAlerts
 from runner.observe.backlog import Backlog
 from runner.observe.journal import Journal
+from runner.observe.page_writer import PageWriter
 from runner.observe.tracker import BackgroundTracker
 from runner.policy.decision.history import Incident
-from runner.report.writer import PageWriter
 from runner.run_dir.lease import RunLease
 from runner.session.group import RankGroup
 from runner.startup.restore import RemoteRun, RestoredRun, Restorer

@@ -9,9 +9,9 @@ from runner.config.schema import RunConfig
 from runner.config.validate import check
 from runner.distributed.env import RankEnv
 from runner.fault.spec import parse_faults
+from runner.observe.page_writer import PageWriter
 from runner.policy.decision.history import Incident
 from runner.policy.retention.records import on_disk
-from runner.report.writer import PageWriter
 from runner.run_dir.paths import keep_for_owner
 from runner.session import parts
 from runner.session.begin import begin

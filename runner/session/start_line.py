@@ -10,9 +10,9 @@ from typing import Any
 
 from runner.distributed.device import device_facts
 from runner.distributed.rendezvous import difference
-from runner.observe.goodput import Past, past
 from runner.policy.decision.history import Incident
 from runner.run_dir.build_info import ranks_on, versions
+from runner.run_dir.time_account import Past, past
 from runner.session.group import RankGroup
 from runner.session.phases import Lease
 from runner.startup.resume import Resumed

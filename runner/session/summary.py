@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from runner.observe.console import Console, duration
+from runner.observe.console import Console
 from runner.observe.journal import Journal
 from runner.run_dir.paths import RunDir
 from runner.system.files import write_json
 from runner.system.json_lines import iter_lines
 from runner.system.parsing import number_in
+from runner.system.units import duration
 from runner.train.state import TrainState
 
 
@@ -34,7 +35,7 @@ class Summary:
 
     ``goodput`` is the share of wall time since the first start, down time included, spent on steps
     that count in the result; ``time`` divides the wall time, in seconds by the kinds of
-    :data:`runner.observe.goodput.KINDS`.
+    :data:`runner.run_dir.time_account.KINDS`.
     """
 
     status: str
@@ -88,7 +89,7 @@ def sum_up(
     """Write the summary and print it; on rank 0 only.
 
     Args:
-        where_time_went: seconds by kind, see :mod:`runner.observe.goodput`.
+        where_time_went: seconds by kind, see :mod:`runner.run_dir.time_account`.
     """
     wall = sum(where_time_went.values())
     eval_loss = None

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoint.disk.directory import CheckpointDirectory, folder_name
+from runner.checkpoint.disk.directory import CheckpointDirectory
 from runner.checkpoint.jobs import LockstepQueue
 from runner.checkpoint.manifest import FileFacts, Manifest, by_kind
 from runner.checkpoint.remote.retrying_files import RemoteFault
@@ -34,7 +34,7 @@ from runner.distributed.agreement import Ranks
 from runner.distributed.slow_agreement import all_or_none_slowly
 from runner.observe.journal import read_journal
 from runner.policy.decision.history import History, Incident
-from runner.policy.retention.records import Record, State, resume_order
+from runner.policy.retention.records import Record, State, folder_name, resume_order
 from runner.run_dir.lease import RunLease
 from runner.run_dir.paths import RunDir, is_allowed, settings_differing
 from runner.system.error import CheckpointError, ConfigError, CorruptCheckpoint, RankError

@@ -11,3 +11,13 @@ def format_bytes(num_bytes: float) -> str:
             return f"{amount:.4g} {unit}"
         amount /= 1024
     return f"{amount:.1f} TiB"
+
+
+def duration(seconds: float) -> str:
+    """4s, 3m07s, 2h05m."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"

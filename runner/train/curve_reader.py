@@ -1,15 +1,17 @@
-"""Reads the run's own curve at each evaluation, and reports a signature when it first appears.
+"""Has the run's own curve read at evaluations, and reports a signature when it first appears.
 
-Rank 0 reads; all ranks add the same lines to their journals, because line numbers must be
-equal. The report is only information: no decision depends on it.
+A process beside rank 0 reads the metrics; its findings are collected at the next evaluation, or at
+the last step. All ranks add the same lines to their journals, because line numbers must be equal.
+The report is only information: no decision depends on it.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from array import array
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -19,26 +21,26 @@ from runner.data.draws import read_sample
 from runner.distributed.observers import Observers
 from runner.observe.metrics import MetricsLine
 from runner.policy.decision.history import Incident
-from runner.reading.curve import CORPUS_ENTROPY, HELD_OUT, LEARNING_RATE, Curve
-from runner.reading.finding import Finding
-from runner.reading.read import read
+from runner.system.beside import run_beside
+from runner.system.json_lines import LineFile
 
 KIND = "reading"
 CURVE = "curve"  # the observer
+_ENTROPY = "corpus_entropy"  # the column
 _LEAST_ROWS, _LEAST_SHARE = 100, 0.1  # rows, and share of the run, before the first report
 _GROWN = 1.1  # growth since the last reading: all readings cost as much as eleven of the last
-_MOST_ROWS = 200_000
+_LONGEST_SECONDS = 60.0
+_NICE = 10
 _IN_WARMUP = frozenset({"plateau", "rate_too_low"})  # signatures that a warm-up resembles
 _SAMPLES = 32
-_FIELDS = ("step", "loss", "grad_norm", "lr", "eval_loss")
 
 
 class CurveReader:
-    """The rows of the run's curve, and the signatures already reported.
+    """The signatures already reported, and the reading in progress.
 
     Args:
         observers: all ranks report what rank 0 finds.
-        past: lines of the metrics so far, on rank 0.
+        metrics: the file of the run's metrics, on rank 0.
         known: incidents of the journal; their reports are not repeated.
         total, warmup: length and warm-up of the run, in updates.
         dataset: for the loss of a model that knows only token frequencies.
@@ -49,7 +51,7 @@ class CurveReader:
         self,
         *,
         observers: Observers,
-        past: Iterable[Mapping[str, Any]],
+        metrics: LineFile | None,
         known: Iterable[Incident],
         total: int,
         warmup: int,
@@ -57,80 +59,87 @@ class CurveReader:
         report: Callable[[Incident], None],
     ) -> None:
         self._observers = observers
-        self._is_first = not observers.ranks.rank
+        self._metrics = metrics
         self._reported = {str(i.detail.get("signature")) for i in known if i.kind == KIND}
         self._total = total
         self._warmup = warmup
         self._dataset = dataset
         self._report = report
-        self._columns = {name: array("d") for name in _FIELDS}
-        self._thinning = 1
-        self._num_rows = 0
         self._next = _LEAST_ROWS
         self._entropy: float | None = None
-        for line in past:
-            if line.get("action") == "apply":
-                self._add([line.get(name) for name in _FIELDS])
+        self._begun: int | None = None  # the step whose reading is not collected yet
+        self._found: Future[list[dict[str, Any]]] = Future()
 
     def columns(self) -> dict[str, float]:
         """Metrics columns of each evaluation, which ``holdfast read`` also uses."""
-        if not self._is_first:
+        if self._metrics is None:
             return {}
         return self._observers.alone(CURVE, self._own_columns, {})
 
     def _own_columns(self) -> dict[str, float]:
         if self._entropy is None:
             self._entropy = unigram_entropy(self._dataset)
-        return {CORPUS_ENTROPY: round(self._entropy, 6)} if self._entropy > 0 else {}
+        return {_ENTROPY: round(self._entropy, 6)} if self._entropy > 0 else {}
 
     def applied(self, line: MetricsLine) -> None:
-        """Add one applied step; read the curve if it was evaluated and has grown enough.
+        """Collect a reading, and begin one if the step was evaluated and the curve has grown.
 
         Collective then.
         """
-        if self._is_first:
-            row = [line.step, line.loss, line.grad_norm, line.lr, line.eval_loss]
-            self._observers.alone(CURVE, lambda: self._add(row), None)
-        if line.eval_loss is None or line.step < max(self._next, _LEAST_SHARE * self._total):
+        is_last = line.step >= self._total
+        if line.eval_loss is None and not is_last:
             return
-        self._next = math.ceil(_GROWN * line.step)
-        self._observers.together(CURVE, lambda: self._read(line.step))
+        least = max(self._next, _LEAST_SHARE * self._total)
+        is_due = line.eval_loss is not None and line.step >= least
+        if is_due or self._begun is not None:
+            self._observers.together(CURVE, lambda: self._read(line.step, is_due, is_last))
 
-    def _read(self, step: int) -> None:
-        findings = [asdict(one) for one in read(self._curve())] if self._is_first else None
-        for finding in self._observers.ranks.from_first(findings):
-            self._report_once(Finding(**finding), step)
-
-    def _add(self, values: list[Any]) -> None:
-        self._num_rows += 1
-        if self._num_rows % self._thinning and values[-1] is None:
+    def _read(self, step: int, is_due: bool, is_last: bool) -> None:
+        self._collect()
+        if not is_due:
             return
-        for name, value in zip(_FIELDS, values, strict=True):
-            is_number = isinstance(value, int | float)
-            self._columns[name].append(float(value) if is_number else math.nan)
-        if len(self._columns["step"]) >= _MOST_ROWS:
-            self._thin()
+        self._next = math.ceil(_GROWN * step)
+        self._begun = step
+        if self._metrics is not None:
+            self._begin(self._metrics, 0 if is_last else _NICE)
+        if is_last:
+            self._collect()
 
-    def _thin(self) -> None:
-        """Drop every other row, except rows with a held-out loss."""
-        stays = np.isfinite(np.array(self._columns["eval_loss"]))
-        stays[::2] = True
-        self._columns = {
-            name: array("d", np.array(values)[stays]) for name, values in self._columns.items()
-        }
-        self._thinning *= 2
-
-    def _curve(self) -> Curve:
-        columns = {name: np.array(values) for name, values in self._columns.items()}
-        further = {LEARNING_RATE: columns["lr"], HELD_OUT: columns["eval_loss"]}
+    def _begin(self, metrics: LineFile, nice: int) -> None:
+        command = ["read", str(metrics.path), "--stop", str(metrics.num_bytes())]
+        command += ["--nice", str(nice)]
         if self._entropy:
-            further[CORPUS_ENTROPY] = np.full(len(columns["loss"]), self._entropy)
-        return Curve.of(columns["step"], columns["loss"], columns["grad_norm"], further)
+            command += ["--corpus-entropy", repr(self._entropy)]
+        future = self._found = Future()
 
-    def _report_once(self, finding: Finding, step: int) -> None:
-        signature = finding.signature
+        def work() -> None:
+            try:
+                output = run_beside(command, seconds=_LONGEST_SECONDS)
+                future.set_result(json.loads(output or b"{}")["signatures"])
+            except Exception as error:
+                future.set_exception(error)
+
+        threading.Thread(target=work, name=KIND, daemon=True).start()
+
+    def _collect(self) -> None:
+        step, self._begun = self._begun, None
+        if step is None:
+            return
+        for finding in self._observers.ranks.from_first(self._own_findings()):
+            self._report_once(finding, step)
+
+    def _own_findings(self) -> list[dict[str, Any]] | None:
+        if self._metrics is None:
+            return None
+        try:
+            return self._found.result()
+        except TimeoutError:  # a busy machine: the next reading sees as much
+            return []
+
+    def _report_once(self, finding: dict[str, Any], step: int) -> None:
+        signature = finding["signature"]
         is_early = signature in _IN_WARMUP and step < 2 * self._warmup
-        if signature in self._reported or finding.confidence == "low" or is_early:
+        if signature in self._reported or finding["confidence"] == "low" or is_early:
             return
         self._reported.add(signature)
         self._report(
@@ -138,12 +147,8 @@ class CurveReader:
                 kind=KIND,
                 step=step,
                 decision="only reported",
-                reason=f"{signature}: {finding.evidence}",
-                detail={
-                    "signature": signature,
-                    "try": finding.remedy,
-                    "confidence": finding.confidence,
-                },
+                reason=f"{signature}: {finding['evidence']}",
+                detail={name: finding[name] for name in ("signature", "try", "confidence")},
             )
         )
 

@@ -12,7 +12,6 @@ from typing import Protocol
 
 from runner.distributed.observers import Alone, unobserved
 from runner.observe.console import Console, Progress
-from runner.observe.goodput import Past
 from runner.observe.metrics import Metrics, MetricsLine
 from runner.observe.side_lines import RankTimes, RingLines
 from runner.observe.throughput import Pace, Throughput
@@ -21,6 +20,7 @@ from runner.policy.decision.history import History, Incident
 from runner.policy.decision.judge import Verdict
 from runner.policy.retention.records import Record, State
 from runner.policy.straggler import RankPace
+from runner.run_dir.time_account import Past
 from runner.system.json_lines import LineFile
 from runner.system.output import Loss
 from runner.train.state import TrainState
@@ -189,7 +189,7 @@ class Reporter:
 
     @contextmanager
     def stall(self, kind: str) -> Iterator[None]:
-        """Count the time inside as ``kind``, one of :data:`runner.observe.goodput.STALLS`."""
+        """Count the time inside as ``kind``, one of :data:`runner.run_dir.time_account.STALLS`."""
         began = time.monotonic()
         try:
             yield
@@ -197,7 +197,7 @@ class Reporter:
             self.stalled(kind, time.monotonic() - began)
 
     def stalled(self, kind: str, seconds: float) -> None:
-        """Count ``seconds`` as one of :data:`runner.observe.goodput.KINDS`."""
+        """Count ``seconds`` as one of :data:`runner.run_dir.time_account.KINDS`."""
         self._stalls[kind] = self._stalls.get(kind, 0.0) + seconds
 
     def undo(self, to_step: int) -> None:

@@ -57,7 +57,7 @@ class AutoInterval:
     Args:
         updates: the update at which this start resumes.
         from_first: collective; rank 0's JSON value.
-        spent: seconds by kind, see :mod:`runner.observe.goodput`.
+        spent: seconds by kind, see :mod:`runner.run_dir.time_account`.
         report: takes incidents, alike on every rank.
     """
 

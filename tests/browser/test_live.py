@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from runner.report.live import ADDRESS, server
 from runner.system.error import ConfigError
+from runner.tools.report.live import ADDRESS, server
 from tests.browser.conftest import Watched
 from tests.made_run import Made, incident
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from runner.command.plan import measured
-from runner.observe.goodput import KINDS, account
-from runner.report.run import RunReader
-from runner.report.state import run_status
+from runner.run_dir.time_account import KINDS, account
+from runner.tools.measured_costs import measured
+from runner.tools.report.run import RunReader
+from runner.tools.report.state import run_status
 from tests.run import finish, read_lines, train
 
 FAULTS = "faults=[poison@samples=700-790,kill@step=45,rank=1]"
@@ -65,7 +65,7 @@ def test_the_time_of_a_rollback_and_a_restart_is_accounted(tmp_path: Path) -> No
     assert run_status(reader).restarts == 1
     assert reader.fold.account.idle_seconds > idle
     # What plan --run takes from it.
-    found = {name: value.number for name, value in measured(out).items()}
+    found = {name: value.number for name, value in measured(out, journal).items()}
     assert found["nodes"] == 1 and found["mtbf_node_hours"] > 0
     assert 0 < found["stall_seconds"] < wall and 0 < found["save_seconds"] < wall
     assert found["restart_seconds"] > 0 and found["state_gb"] > 0

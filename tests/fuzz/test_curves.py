@@ -10,13 +10,13 @@ import pytest
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from runner.backtest.column import FURTHER
-from runner.backtest.read import read_columns, read_curve
-from runner.backtest.table import Names
 from runner.command.read import curve_of
 from runner.data.text import TextSource
-from runner.reading.read import read
 from runner.system.parsing import json_text
+from runner.tools.backtest.column import FURTHER
+from runner.tools.backtest.read import read_columns, read_curve
+from runner.tools.backtest.table import Names
+from runner.tools.reading.read import read
 from tests.fuzz.mutate import as_json, changed, damaged
 from tests.fuzz.test_parsers import often, slowly, try_all, watched
 from tests.stored import open_text

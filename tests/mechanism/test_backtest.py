@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from runner.__main__ import main
-from runner.backtest.read import read_curve
-from runner.backtest.table import Names
 from runner.system.error import ConfigError
+from runner.tools.backtest.read import read_curve
+from runner.tools.backtest.table import Names
 
 BAD = 150
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from runner.observe.console import Console, Progress, Working, duration
+from runner.observe.console import Console, Progress, Working
 from runner.policy.decision.history import Incident
 from runner.system import log
+from runner.system.units import duration
 
 PROGRESS = Progress(
     step=1,

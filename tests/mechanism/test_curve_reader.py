@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from runner.data.dataset import Sample
 from runner.observe.metrics import MetricsLine
 from runner.policy.decision.history import Incident
+from runner.system.json_lines import LineFile
 from runner.train.curve_reader import CurveReader, unigram_entropy
 from tests.made_curves import TROUBLED, Made, healthy
 from tests.observed import observers
@@ -30,80 +31,105 @@ class _Uniform:
         return Sample(tokens=tokens, segments=None)
 
 
-def _reader(told: list[Incident], known: list[Incident] | None = None, **settings: Any) -> Any:
-    return CurveReader(
-        observers=observers(),
-        past=settings.get("past", ()),
-        known=known or [],
-        total=settings.get("total", 1000),
-        warmup=settings.get("warmup", 10),
-        dataset=_Uniform(),  # type: ignore[arg-type]
-        report=told.append,
-    )
+class _Run:
+    """A run's metrics, and the incidents that its reader reports; each reading is a process."""
+
+    def __init__(self, path: Path, *, total: int = 1000, warmup: int = 10) -> None:
+        self.reported: list[Incident] = []
+        self.observers = observers(self.reported.append)
+        self._path, self._total, self._warmup = path, total, warmup
+        self.start()
+
+    def start(self) -> None:
+        """As a restart does: with the lines and incidents of before."""
+        length = self._path.stat().st_size if self._path.exists() else 0
+        self.file = LineFile(self._path, length=length)
+        self.reader = CurveReader(
+            observers=self.observers,
+            metrics=self.file,
+            known=self.reported,
+            total=self._total,
+            warmup=self._warmup,
+            dataset=_Uniform(),  # type: ignore[arg-type]
+            report=self.reported.append,
+        )
+
+    def take(self, lines: Iterable[MetricsLine]) -> None:
+        for line in lines:
+            self.file.append(line.to_json(), durably=False)
+            self.reader.applied(line)
 
 
-def _lines(made: Made, every: int = 50) -> list[MetricsLine]:
+def _lines(made: Made, every: int = 250) -> list[MetricsLine]:
     held_out = made.further.get("eval_loss")
-    found = []
+    lines = []
     for row in range(len(made.loss)):
         level = float(np.median(made.loss[max(0, row - 49) : row + 1]))
-        told = level if held_out is None else held_out[row]
-        is_due = np.isfinite(told) if held_out is not None else row % every == 0
-        found.append(
+        eval_loss = level if held_out is None else held_out[row]
+        is_due = (row + 1) % every == 0 if held_out is None else np.isfinite(eval_loss)
+        lines.append(
             MetricsLine(
                 step=row + 1, cursor=row, samples=(row, row + 1), loss=made.loss[row],
                 grad_norm=made.grad_norm[row], lr=made.further["lr"][row], tokens=1,
                 tokens_per_second=1.0, seconds=1.0, data_wait_seconds=0.0, verdict="clean",
-                action="apply", eval_loss=float(told) if is_due else None,
+                action="apply", eval_loss=float(eval_loss) if is_due else None,
             )
         )  # fmt: skip
-    return found
+    return lines
 
 
-def test_a_signature_is_told_once() -> None:
-    told: list[Incident] = []
-    reader = _reader(told)
+def test_a_signature_is_reported_once(tmp_path: Path) -> None:
     lines = _lines(TROUBLED["overfitting"](np.random.default_rng(1)))
-    for line in lines:
-        reader.applied(line)
-    (incident,) = told
+    run = _Run(tmp_path / "metrics.jsonl")
+    run.take(lines[: len(lines) // 2])
+    known = list(run.reported)
+    run.file.close()
+    # After a restart the journal has it, and the metrics of before are read.
+    run.start()
+    run.take(lines[len(lines) // 2 :])
+    (incident,) = run.reported
+    assert known in ([], [incident])
     assert incident.kind == "reading"
     assert incident.decision == "only reported"
     assert incident.detail["signature"] == "overfitting"
     assert incident.reason.startswith("overfitting: the held-out loss was lowest")
-    # After a restart the journal has it, and the metrics of before are read.
-    again = _reader(told, known=[incident], past=[line.to_json() for line in lines[:500]])
-    for line in lines[500:]:
-        again.applied(line)
-    assert told == [incident]
+    run.file.close()
+    run.start()
+    run.take(lines[-1:])
+    assert run.reported == [incident]
 
 
-def test_nothing_is_told_of_a_healthy_run_nor_of_its_warm_up() -> None:
-    told: list[Incident] = []
-    reader = _reader(told)
-    for line in _lines(healthy(np.random.default_rng(2), rows=1000, noise=0.05)):
-        reader.applied(line)
-    flat = TROUBLED["plateau"](np.random.default_rng(1))
-    reader = _reader(told, warmup=300)
-    for line in _lines(flat):
-        reader.applied(line)
-    assert told == []
+def test_nothing_is_reported_of_a_healthy_run_nor_of_its_warm_up(tmp_path: Path) -> None:
+    run = _Run(tmp_path / "healthy.jsonl")
+    run.take(_lines(healthy(np.random.default_rng(2), rows=1000, noise=0.05)))
+    flat = _Run(tmp_path / "flat.jsonl", warmup=300)
+    flat.take(_lines(TROUBLED["plateau"](np.random.default_rng(1))))
+    assert run.reported == flat.reported == []
 
 
-def test_rows_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.train.curve_reader._MOST_ROWS", 300)
-    told: list[Incident] = []
-    reader = _reader(told, total=3000)
-    for line in _lines(healthy(np.random.default_rng(2), rows=3000, noise=0.05)):
-        reader.applied(line)
-    assert 100 < len(reader._curve()) < 300
-    assert len(reader._curve().held_out) == 60
-    assert told == []
+def test_a_reading_is_collected_at_the_next_evaluation(tmp_path: Path) -> None:
+    lines = _lines(TROUBLED["plateau"](np.random.default_rng(1)), every=200)
+    run = _Run(tmp_path / "metrics.jsonl", total=len(lines))
+    run.take(lines[:399])
+    assert run.reported == []
+    run.take(lines[399:])
+    (incident,) = run.reported
+    assert incident.detail["signature"] == "plateau" and incident.step in (200, 400, 600, 800, 1000)
 
 
-def test_the_entropy_of_a_corpus() -> None:
+def test_a_reading_that_fails_is_an_observer_that_fails(tmp_path: Path) -> None:
+    run = _Run(tmp_path / "metrics.jsonl")
+    run.take(_lines(healthy(np.random.default_rng(2), rows=249, noise=0.05)))
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").mkdir()
+    run.take(_lines(healthy(np.random.default_rng(2), rows=1000, noise=0.05))[249:500])
+    (incident,) = run.reported
+    assert incident.kind == "observer" and "metrics.jsonl" in incident.reason
+
+
+def test_the_entropy_of_a_corpus(tmp_path: Path) -> None:
     assert unigram_entropy(_Uniform()) == pytest.approx(np.log(16), abs=0.005)  # type: ignore[arg-type]
-    reader = _reader([])
+    reader = _Run(tmp_path / "metrics.jsonl").reader
     assert reader.columns() == {"corpus_entropy": pytest.approx(np.log(16), abs=0.005)}
 
 

@@ -18,7 +18,7 @@ from runner.distributed.process_group import _require_own_gpus, start_group
 from runner.distributed.rendezvous import difference
 from runner.engine import zero
 from runner.launch import torchrun
-from runner.observe.goodput import past
+from runner.run_dir.time_account import past
 from runner.session.start_line import start_incident
 from runner.system.environment import variables
 from runner.system.error import ConfigError, StartError

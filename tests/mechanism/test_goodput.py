@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.observe.goodput import KINDS, account, past
+from runner.run_dir.time_account import KINDS, account, past
 
 
 def line(

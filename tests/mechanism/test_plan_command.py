@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from runner.__main__ import main
-from runner.command.plan import measured
 from runner.policy.decision.history import Incident
+from runner.tools.measured_costs import measured
 
 COMMAND = (
     "plan --nodes 64 --mtbf-node-hours 2000 --params 8e9 --step-seconds 4 --save-seconds 60 "
@@ -120,7 +120,7 @@ def test_what_a_run_measured(tmp_path: Path) -> None:
     for name, written in (("metrics", lines), ("journal", journal)):
         text = "".join(json.dumps(line) + "\n" for line in written)
         (tmp_path / f"{name}.jsonl").write_text(text)
-    found = {name: value.number for name, value in measured(tmp_path).items()}
+    found = {name: value.number for name, value in measured(tmp_path, journal).items()}
     assert found == {
         "nodes": 3,
         "mtbf_node_hours": 3.0,  # three nodes for two hours, two crashes

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from runner.__main__ import main
-from runner.reading.curve import Curve
-from runner.reading.finding import SIGNATURES
-from runner.reading.read import read
+from runner.tools.reading.curve import Curve
+from runner.tools.reading.finding import SIGNATURES
+from runner.tools.reading.read import read
 from tests.made_curves import HEALTHY, TROUBLED, healthy
 
 _SEEDS = range(4)

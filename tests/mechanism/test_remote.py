@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.checkpoint.disk.directory import CheckpointDirectory, folder_name
+from runner.checkpoint.disk.directory import CheckpointDirectory
 from runner.checkpoint.jobs import LockstepQueue
 from runner.checkpoint.manifest import FileFacts
 from runner.checkpoint.protocol import CheckpointMetadata, Identity, RingRules
@@ -29,7 +29,7 @@ from runner.config.compose import compose, to_yaml
 from runner.config.validate import check, url_problem
 from runner.observe.journal import read_journal
 from runner.policy.decision.history import Incident
-from runner.policy.retention.records import Record, State
+from runner.policy.retention.records import Record, State, folder_name
 from runner.run_dir.paths import RunDir
 from runner.startup.restore import RemoteRun, Restorer, is_lost, run_name
 from runner.system.error import CheckpointError, ConfigError, CorruptCheckpoint

@@ -13,7 +13,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -24,19 +23,18 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from runner.__main__ import main
-from runner.report import page as pages
-from runner.report.curve import script_json
-from runner.report.follow import Follower
-from runner.report.heat import ABOVE, ABOVE_COLOUR, NONE, Grid, picture
-from runner.report.incident import group_incidents, line_of
-from runner.report.markup import tag
-from runner.report.rows import Row, Thinned, row_of
-from runner.report.run import RunReader
-from runner.report.side_files import LayerFold, RingFold
-from runner.report.state import run_status, sentence
-from runner.report.writer import PageWriter
-from runner.run_dir.paths import RunDir
+from runner.observe.page_writer import PageWriter
 from runner.system.error import ConfigError
+from runner.tools.report import page as pages
+from runner.tools.report.curve import script_json
+from runner.tools.report.follow import Follower
+from runner.tools.report.heat import ABOVE, ABOVE_COLOUR, NONE, Grid, picture
+from runner.tools.report.incident import group_incidents, line_of
+from runner.tools.report.markup import tag
+from runner.tools.report.rows import Row, Thinned, row_of
+from runner.tools.report.run import RunReader
+from runner.tools.report.side_files import LayerFold, RingFold
+from runner.tools.report.state import run_status, sentence
 from tests.made_run import Made, checkpoint, incident
 
 SIDE = (
@@ -242,7 +240,7 @@ def until(is_so: Any, seconds: float = 60) -> None:
 
 def test_the_page_is_written_while_the_run_goes_on(tmp_path: Path) -> None:
     out = Made(steps=20, status=None).write(tmp_path / "run")
-    writer = PageWriter(RunDir(out), every_seconds=0.05)
+    writer = PageWriter(out, every_seconds=0.05)
     writer.begin()
     until((out / "report.html").exists)
     writer.finish(20)
@@ -255,7 +253,7 @@ def test_a_page_that_fails_is_a_loss_and_no_more(tmp_path: Path) -> None:
     out = Made(steps=20).write(tmp_path / "run")
     (out / "metrics.jsonl").unlink()
     (out / "metrics.jsonl").mkdir()
-    writer = PageWriter(RunDir(out), every_seconds=0.05)
+    writer = PageWriter(out, every_seconds=0.05)
     writer.begin()
     until(lambda: writer.loss is not None)
     writer.finish(20)
@@ -268,7 +266,7 @@ def test_an_owner_that_was_replaced_writes_no_page(tmp_path: Path) -> None:
     def check() -> None:
         raise ConfigError("another one owns it")
 
-    writer = PageWriter(RunDir(out), every_seconds=0, check=check)
+    writer = PageWriter(out, every_seconds=0, check=check)
     writer.finish(20)
     assert not (out / "report.html").exists()
     assert writer.loss is not None and "another one" in writer.loss.reason
@@ -278,12 +276,11 @@ def test_a_page_that_takes_long_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = Made(steps=20).write(tmp_path / "run")
-    writer = PageWriter(RunDir(out), every_seconds=0)
-    is_over = threading.Event()
-    monkeypatch.setattr(pages, "read_runs", lambda outs: is_over.wait())
-    writer.finish(0.2)
-    is_over.set()
-    assert writer.loss is not None and "longer than 0.2 s" in writer.loss.reason
+    writer = PageWriter(out, every_seconds=0)
+    monkeypatch.setattr("runner.system.beside._POLL_SECONDS", 0.01)
+    writer.finish(0.02)  # no interpreter starts so fast
+    assert writer.loss is not None and "longer than 0.02 s" in writer.loss.reason
+    assert [one.name for one in out.glob("report.html*")] == []
 
 
 # -- what is inside ------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A job that fails, event by event, on a clock: :mod:`runner.policy.retention.goodput` is held
+"""A job that fails, event by event, on a clock: :mod:`runner.tools.goodput` is held
 against it.
 
 It knows none of the formulas. It walks from snapshot to snapshot, remembers which are where and
@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from runner.policy.retention.goodput import Costs
+from runner.tools.goodput import Costs
 
 
 @dataclass

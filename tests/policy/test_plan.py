@@ -10,16 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.policy.retention.goodput import (
+from runner.policy.retention.interval import (
     LLAMA3_DAYS,
     LLAMA3_FAILURES,
     LLAMA3_NODES,
+    availability_interval,
+    node_mtbf_hours,
+)
+from runner.tools.goodput import (
     Costs,
     Strategy,
-    availability_interval,
     daly_interval,
     down_time,
-    node_mtbf_hours,
     one_tier_goodput,
     plan,
     ring_goodput,

@@ -13,14 +13,13 @@ import contextlib
 import errno
 import hashlib
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from runner.checkpoint.manifest import MOST_BYTES, Manifest, parse_manifest
-from runner.policy.retention.records import Record, State
+from runner.policy.retention.records import Record, State, folder_name, parse_name
 from runner.system.error import (
     CheckpointError,
     CorruptCheckpoint,
@@ -41,21 +40,10 @@ COMMITTED = "COMMITTED"
 CLEAN = "CLEAN"
 _MARKS = {State.clean: CLEAN, State.tainted: "TAINTED"}
 _SWEPT = "swept-"
-_NAME = re.compile(r"([0-9]{6,18})-step-([0-9]{8,18})")
 _MARKER_BYTES = 4096
 MOST_LISTINGS = 5  # of a ring from which a living run removes what is being read
 
 T = TypeVar("T")
-
-
-def folder_name(record: Record) -> str:
-    return f"{record.serial:06d}-step-{record.step:08d}"
-
-
-def parse_name(folder: str) -> tuple[int, int] | None:
-    """(serial, step) of a checkpoint's folder; None for any other folder."""
-    match = _NAME.fullmatch(folder)
-    return (int(match[1]), int(match[2])) if match else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +173,7 @@ class CheckpointDirectory:
             for folder in sorted(self.folder.iterdir())
             if folder.is_dir()
             and not (folder / COMMITTED).exists()
-            and (folder.name.startswith(("writing-", _SWEPT)) or _NAME.fullmatch(folder.name))
+            and (folder.name.startswith(("writing-", _SWEPT)) or parse_name(folder.name))
         ]
         self._check()  # after the listing, which has none of a newer one's
         for folder in torn:
@@ -215,7 +203,7 @@ class CheckpointDirectory:
         damaged: list[str] = []
         is_whole = True
         for folder in sorted(self.folder.iterdir()) if self.folder.is_dir() else []:
-            if _NAME.fullmatch(folder.name) and (folder / COMMITTED).exists():
+            if parse_name(folder.name) and (folder / COMMITTED).exists():
                 try:
                     entry = self.read(folder)
                     if entry.record.serial in by_serial:

@@ -37,8 +37,6 @@ from runner.checkpoint.disk.directory import (
     COMMITTED,
     MANIFEST,
     Entry,
-    folder_name,
-    parse_name,
 )
 from runner.checkpoint.manifest import MOST_BYTES, FileFacts, Manifest, parse_manifest
 from runner.checkpoint.remote.retrying_files import (
@@ -47,7 +45,7 @@ from runner.checkpoint.remote.retrying_files import (
     RemoteFiles,
     message_of,
 )
-from runner.policy.retention.records import Record, State
+from runner.policy.retention.records import Record, State, folder_name, parse_name
 from runner.system.error import CorruptCheckpoint
 from runner.system.files import file_digest
 from runner.system.parsing import json_text, whole

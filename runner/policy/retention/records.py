@@ -7,9 +7,12 @@ serial. ``committed``: complete. ``clean``: verified and followed by enough clea
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+
+_FOLDER = re.compile(r"([0-9]{6,18})-step-([0-9]{8,18})")
 
 
 class State(Enum):
@@ -45,6 +48,17 @@ class Reach:
 
     step: int
     cursor: int
+
+
+def folder_name(record: Record) -> str:
+    """The name of a checkpoint's folder."""
+    return f"{record.serial:06d}-step-{record.step:08d}"
+
+
+def parse_name(folder: str) -> tuple[int, int] | None:
+    """(serial, step) of a checkpoint's folder; None for any other folder."""
+    match = _FOLDER.fullmatch(folder)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def _by_use(record: Record) -> tuple[int, bool]:

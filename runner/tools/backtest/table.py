@@ -1,0 +1,201 @@
+"""Reads CSV and JSONL files as rows of (step, loss, grad norm), with further columns on request.
+
+A missing value is None; NaN and Inf stay, because they matter to the judge.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from runner.system.error import ConfigError
+from runner.tools.backtest import column
+
+Row = tuple[float | None, ...]  # step, loss, grad norm, and the columns of Names.further
+# Lines sampled for column names: the first lines of a log may lack the gradient norm.
+_LINES_FOR_NAMES = 1000
+Moved = Callable[[int, int], None]  # takes bytes that were read, and those of the file
+_ROWS_BETWEEN = 4096
+
+
+def nobody(done: int, total: int) -> None:
+    """For who need not be told how far it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """Column names from the command line, or None.
+
+    ``further`` are options of :data:`runner.tools.backtest.column.FURTHER`, each with the column's
+    name, if given.
+    """
+
+    step: str | None = None
+    loss: str | None = None
+    grad_norm: str | None = None
+    further: Mapping[str, str | None] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class Table:
+    """Rows in the order of the file, how many lines could not be read, and the first of those."""
+
+    rows: list[Row]
+    num_unreadable: int = 0
+    unreadable: str = ""
+    has_steps: bool = True
+    has_norms: bool = True
+
+
+def chosen(fields: list[str], names: Names, source: str) -> list[str | None]:
+    """The columns of step, loss (never None), grad norm and the further ones, in their order.
+
+    Raises:
+        ConfigError: there is no loss, or a configured column is missing.
+    """
+    loss = column.find(column.LOSS, fields, names.loss, source)
+    if loss is None:
+        raise column.missing(column.LOSS, fields, source)
+    step = column.find(column.STEP, fields, names.step, source)
+    norm = column.find(column.GRAD_NORM, fields, names.grad_norm, source)
+    further = [column.find(option, fields, name, source) for option, name in names.further.items()]
+    return [step, loss, norm, *further]
+
+
+def opened(path: Path, newline: str | None = None) -> TextIO:
+    """Open a text file, unpacked if its name ends in .gz, without a byte order mark."""
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", newline=newline, encoding="utf-8-sig", errors="replace")
+    return path.open(newline=newline, encoding="utf-8-sig", errors="replace")
+
+
+def _told(file: TextIO, path: Path, count: int, moved: Moved) -> None:
+    """Tell now and then how far the file is read."""
+    if count % _ROWS_BETWEEN == 0:
+        packed = file.buffer  # of a .gz the bytes as they lie on the disk
+        moved(getattr(packed, "fileobj", packed).tell(), path.stat().st_size)
+
+
+def read_csv(path: Path, names: Names, moved: Moved = nobody) -> Table:
+    """Read a CSV with a header; detects a tab or semicolon between columns."""
+    with opened(path, newline="") as file:
+        head = file.readline()
+        file.seek(0)
+        separator = max(",\t;", key=head.count)
+        lines = csv.reader(file, delimiter=separator)
+        fields = next(_readable(lines), None) or []
+        columns = chosen(fields, names, str(path))
+        places = [fields.index(name) if name is not None else None for name in columns]
+        table = _table(columns)
+        for count, line in enumerate(_readable(lines)):
+            _told(file, path, count, moved)
+            try:
+                table.rows.append(_numbers(line or [], places))
+            except (ValueError, IndexError):
+                table.num_unreadable += 1
+                table.unreadable = table.unreadable or separator.join(line or [])[:80]
+    return table
+
+
+def _readable(lines: Iterator[list[str]]) -> Iterator[list[str] | None]:
+    """Yield each line's cells; None for one that is not CSV, such as an unclosed quote."""
+    while True:
+        try:
+            yield next(lines)
+        except StopIteration:
+            return
+        except csv.Error:
+            yield None
+
+
+def _numbers(line: list[str], places: list[int | None]) -> Row:
+    return tuple(None if place is None else _number(line[place]) for place in places)
+
+
+def _table(columns: Sequence[str | None]) -> Table:
+    return Table(rows=[], has_steps=columns[0] is not None, has_norms=columns[2] is not None)
+
+
+def _number(text: str) -> float | None:
+    text = text.strip()
+    return float(text) if text and text not in ("null", "None", "-") else None
+
+
+def read_json(path: Path, names: Names, moved: Moved = nobody) -> Table:
+    """Read a JSON object a line, as our ``metrics.jsonl`` or a similar log; or one document.
+
+    A document is a list of objects, or an object whose ``log_history`` is one, as the trainer of
+    Hugging Face leaves in ``trainer_state.json``.
+
+    In ours null stands for a value that was not finite; elsewhere null means a missing value.
+    """
+    sample = [values for values, _ in zip(_objects(path), range(_LINES_FOR_NAMES), strict=False)]
+    fields = list(dict.fromkeys(name for values in sample for name in values or {}))
+    if not fields:
+        raise ConfigError(
+            f"{path}: no line of it is a JSON object, nor is it a list of objects or has one as "
+            "its log_history"
+        )
+    columns = chosen(fields, names, str(path))
+    is_ours = {"verdict", "action", "cursor"} <= set(fields)
+    table = _table(columns)
+    for values in _objects(path, moved):
+        if is_ours and values is not None and values.get("action") == "redo":
+            continue  # the redone step follows: this one never happened
+        try:
+            table.rows.append(_row(values, columns, is_ours))
+        except (ValueError, TypeError, OverflowError):
+            table.num_unreadable += 1
+    return table
+
+
+def _row(values: dict[str, Any] | None, columns: Sequence[str | None], is_ours: bool) -> Row:
+    if values is None:
+        raise ValueError("no object")
+    numbers: list[float | None] = []
+    for place, name in enumerate(columns):
+        value = None if name is None else values.get(name)
+        if value is None and is_ours and place in (1, 2) and name is not None:
+            value = math.nan
+        numbers.append(None if value is None else float(value))
+    return tuple(numbers)
+
+
+def _objects(path: Path, moved: Moved = nobody) -> Iterator[dict[str, Any] | None]:
+    """Yield each line's object; None for an invalid line, such as a torn last one."""
+    document = _document(path)
+    if document is not None:
+        yield from (values if isinstance(values, dict) else None for values in document)
+        return
+    with opened(path) as file:
+        for count, line in enumerate(file):
+            _told(file, path, count, moved)
+            if line.strip():
+                values = _parsed(line)
+                yield values if isinstance(values, dict) else None
+
+
+def _document(path: Path) -> list[Any] | None:
+    """The entries of a file that is one JSON document; None if it has an object a line."""
+    with opened(path) as file:
+        first = file.readline()
+        if isinstance(_parsed(first), dict) and "log_history" not in first:
+            return None
+        whole = _parsed(first + file.read())
+    if isinstance(whole, dict):
+        whole = whole.get("log_history")
+    return whole if isinstance(whole, list) else None
+
+
+def _parsed(text: str) -> Any:
+    """Parse a JSON value; None for invalid text, such as the torn last line of a crash."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

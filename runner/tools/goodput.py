@@ -1,0 +1,284 @@
+"""Models the cost of checkpoints and failures in a large run. Numbers only.
+
+Failures are a Poisson process over the whole job. A run alternates between work and stalls of the
+training thread; a failure loses the work since the last usable checkpoint, is detected, and the job
+restarts; failures also occur during a restart. Sources, by the names used below:
+
+Young 1974: J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17(9).
+Daly 2006: J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart
+dumps, Future Generation Computer Systems 22(3).
+Saxena 2024 and Llama 3 2024: see :mod:`runner.policy.retention.interval`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from runner.policy.retention.interval import Cause
+
+# FP32 weights and both moments of AdamW, as the ring keeps them.
+BYTES_PER_PARAMETER = 12
+
+_TOO_LARGE = 500.0  # largest exponent; such a run makes no progress
+_LONGEST = 20.0  # the best interval is at most this many times the time between failures
+LLAMA3_PARAMETERS = 405_000_000_000
+
+
+def share_in_memory(failures: Mapping[str, Cause], *, mirrored: bool) -> float:
+    """The share of failures after which every rank's memory snapshot can still be read.
+
+    With each snapshot mirrored to a peer on another node, that includes the loss of one node.
+    """
+    total = sum(cause.count for cause in failures.values())
+    survived = sum(cause.count for cause in failures.values() if mirrored or not cause.takes_node)
+    return survived / total
+
+
+def young_interval(save_seconds: float, mtbf_seconds: float) -> float:
+    """Optimal work between saves in seconds: sqrt(2 Ts Tf) (Young 1974)."""
+    return math.sqrt(2 * save_seconds * mtbf_seconds)
+
+
+def daly_interval(save_seconds: float, mtbf_seconds: float) -> float:
+    """Optimal work between saves in seconds, to higher order (Daly 2006).
+
+    sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d for d < 2M, else M.
+    """
+    if save_seconds >= 2 * mtbf_seconds:
+        return mtbf_seconds
+    ratio = save_seconds / (2 * mtbf_seconds)
+    series = 1 + math.sqrt(ratio) / 3 + ratio / 9
+    return young_interval(save_seconds, mtbf_seconds) * series - save_seconds
+
+
+class Strategy(Enum):
+    """How checkpoints are made."""
+
+    synchronous = "synchronous"  # training waits until the checkpoint is on disk
+    asynchronous = (
+        "asynchronous"  # training waits for a copy; the disk is written in the background
+    )
+    ring = "memory + disk ring"  # copies kept in host memory; every few of them written to disk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """A job, in seconds and bytes.
+
+    Args:
+        nodes: number of nodes; a failure of any of them stops the job.
+        mtbf_seconds: mean time between failures of the whole job.
+        step_seconds: one step without stalls.
+        save_seconds: writing a checkpoint to disk, all ranks at once.
+        stall_seconds: stall of the training thread for a copy to host memory.
+        restart_seconds: from a failure's detection to the first new step, from disk.
+        memory_restart_seconds: the same, from memory snapshots.
+        detect_seconds: from a failure to its detection.
+        state_bytes: size of a checkpoint.
+        memory_share: share of failures that memory snapshots survive, 0 to 1.
+        slots: number of memory snapshots kept.
+        mirrored: whether a peer on another node also keeps each snapshot.
+        disk_slots: number of checkpoints kept on disk.
+    """
+
+    nodes: int
+    mtbf_seconds: float
+    step_seconds: float
+    save_seconds: float
+    stall_seconds: float
+    restart_seconds: float
+    memory_restart_seconds: float
+    detect_seconds: float
+    state_bytes: float
+    memory_share: float
+    slots: int = 2
+    mirrored: bool = False
+    disk_slots: int = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The best plan with one strategy.
+
+    ``steps`` between snapshots, ``disk_steps`` between checkpoints on disk. On average a failure
+    loses ``lost_seconds`` of running, and ``down_seconds`` pass before the next step.
+    ``stall_share`` is the share of uptime spent in stalls; ``memory_bytes`` is host memory per
+    node.
+    """
+
+    strategy: Strategy
+    goodput: float
+    steps: int
+    disk_steps: int
+    lost_seconds: float
+    down_seconds: float
+    stall_share: float
+    memory_bytes: float
+
+
+def down_time(costs: Costs, restart_seconds: float) -> float:
+    """From a failure to the first new step in seconds, failures during the start included.
+
+    exp(R/M) (D + M) - M: the restart part of Daly 2006's complete model, with a detection D.
+    """
+    mtbf = costs.mtbf_seconds
+    power = restart_seconds / mtbf
+    if power > _TOO_LARGE:
+        return math.inf
+    return math.exp(power) * costs.detect_seconds + mtbf * math.expm1(power)
+
+
+def one_tier_goodput(
+    costs: Costs, *, steps: int, stall_seconds: float, lag_seconds: float
+) -> float:
+    """The share of wall time that counts, with one kind of checkpoint.
+
+    Daly 2006's complete model: a period of work w and stall s takes (M + D) exp(R/M)
+    (exp((w + s)/M) - 1) seconds on average. ``lag_seconds``, at most a period, pass until a
+    copy can be used; by the chain of periods that multiplies progress by exp(-lag/M), exactly.
+    """
+    mtbf = costs.mtbf_seconds
+    work = steps * costs.step_seconds
+    power = (work + stall_seconds) / mtbf
+    if power + costs.restart_seconds / mtbf > _TOO_LARGE:
+        return 0.0
+    down = math.exp(costs.restart_seconds / mtbf) * (mtbf + costs.detect_seconds)
+    return work * math.exp(-lag_seconds / mtbf) / (down * math.expm1(power))
+
+
+def ring_goodput(costs: Costs, *, steps: int, per_disk: int) -> float:
+    """The share of wall time that counts, with a ring in memory and on disk.
+
+    Every ``per_disk``-th snapshot in memory is written to disk in the background.
+
+    A failure goes back to the newest snapshot, or to disk if memory is lost as well. With E
+    the time to the end of a disk period from its i-th snapshot, E_i = a + b E_(i+1) + (1-b) E_0
+    and E_0 = a (b^-k - 1)/(1 - b). Losing memory while a checkpoint is being written costs one more
+    period; its probability is approximated by the rate of such failures times the write time.
+    """
+    mtbf, share = costs.mtbf_seconds, costs.memory_share
+    period = steps * costs.step_seconds + costs.stall_seconds
+    disk_down = down_time(costs, costs.restart_seconds)
+    restart = costs.memory_restart_seconds / mtbf
+    if period / mtbf > _TOO_LARGE or restart > _TOO_LARGE or math.isinf(disk_down):
+        return 0.0
+    fails, restart_fails = -math.expm1(-period / mtbf), -math.expm1(-restart)
+    # A failed start from memory begins again, or, if memory is lost, starts from disk.
+    attempts = 1 / (1 - restart_fails * share)
+    memory_down = (costs.detect_seconds + restart_fails * mtbf) * attempts
+    memory_lost = restart_fails * (1 - share) * attempts
+    to_disk = fails * (share * memory_lost + 1 - share)
+    spent = fails * (mtbf + share * memory_down) + to_disk * disk_down
+    stays = 1 - fails * share * (1 - memory_lost)
+    spent, falls = spent / stays, to_disk / stays
+    lag = math.exp(-(1 - share) * costs.save_seconds / mtbf)
+    if falls <= 0:  # the disk is never read, so any interval is equally good
+        return steps * costs.step_seconds / spent
+    work = per_disk * steps * costs.step_seconds
+    power = -per_disk * math.log1p(-falls)
+    if power > _TOO_LARGE:
+        return 0.0
+    return work * lag * falls / (spent * math.expm1(power))
+
+
+def plan(costs: Costs, strategy: Strategy) -> Plan:
+    """The intervals with the largest goodput, in whole steps.
+
+    No interval is shorter than its floors: the detection latency over the number of checkpoints
+    kept (Saxena 2024's floor, for a ring), and the background write time, since only one checkpoint
+    is written at a time.
+    """
+    if strategy is Strategy.ring:
+        return _ring_plan(costs)
+    waits = strategy is Strategy.synchronous
+    stall = costs.save_seconds if waits else costs.stall_seconds
+    lag = 0.0 if waits else costs.save_seconds
+    least = _least(costs, max(lag, costs.detect_seconds / costs.disk_slots) - stall)
+    steps = _argmax(
+        lambda n: one_tier_goodput(costs, steps=n, stall_seconds=stall, lag_seconds=lag),
+        least,
+        _most(costs, least),
+    )
+    period = steps * costs.step_seconds + stall
+    return Plan(
+        strategy=strategy,
+        goodput=one_tier_goodput(costs, steps=steps, stall_seconds=stall, lag_seconds=lag),
+        steps=steps,
+        disk_steps=steps,
+        lost_seconds=_lost(period, lag, costs.mtbf_seconds),
+        down_seconds=down_time(costs, costs.restart_seconds),
+        stall_share=stall / period,
+        memory_bytes=0.0 if waits else costs.state_bytes / costs.nodes,
+    )
+
+
+def _ring_plan(costs: Costs) -> Plan:
+    least = _least(costs, costs.detect_seconds / costs.slots - costs.stall_seconds)
+
+    def best_per_disk(steps: int) -> int:
+        period = steps * costs.step_seconds + costs.stall_seconds
+        low = max(1, math.ceil(costs.save_seconds / period))
+        high = max(low, math.ceil(_LONGEST * costs.mtbf_seconds / period))
+        return _argmax(lambda k: ring_goodput(costs, steps=steps, per_disk=k), low, high)
+
+    steps = _argmax(
+        lambda n: ring_goodput(costs, steps=n, per_disk=best_per_disk(n)),
+        least,
+        _most(costs, least),
+    )
+    per_disk = best_per_disk(steps)
+    share, mtbf = costs.memory_share, costs.mtbf_seconds
+    period = steps * costs.step_seconds + costs.stall_seconds
+    from_memory = _lost(period, 0.0, mtbf)
+    # Only failures that lose memory count in a disk period.
+    rare = mtbf / max(1 - share, 1e-12)
+    from_disk = _lost(per_disk * period, min(costs.save_seconds, per_disk * period), rare)
+    copies = costs.slots * (2 if costs.mirrored else 1)
+    return Plan(
+        strategy=Strategy.ring,
+        goodput=ring_goodput(costs, steps=steps, per_disk=per_disk),
+        steps=steps,
+        disk_steps=steps * per_disk,
+        lost_seconds=share * from_memory + (1 - share) * from_disk,
+        down_seconds=share * down_time(costs, costs.memory_restart_seconds)
+        + (1 - share) * down_time(costs, costs.restart_seconds),
+        stall_share=costs.stall_seconds / period,
+        memory_bytes=copies * costs.state_bytes / costs.nodes,
+    )
+
+
+def _least(costs: Costs, work_seconds: float) -> int:
+    return max(1, math.ceil(work_seconds / costs.step_seconds))
+
+
+def _most(costs: Costs, least: int) -> int:
+    return max(least, math.ceil(_LONGEST * costs.mtbf_seconds / costs.step_seconds))
+
+
+def _lost(period: float, lag: float, mtbf: float) -> float:
+    """Seconds since the newest usable checkpoint at a failure, on average.
+
+    The mean of an exponential time truncated at the period, plus a period if the copy at its start
+    could not be used yet.
+    """
+    power = period / mtbf
+    if power > _TOO_LARGE:
+        return math.inf
+    if power < 1e-6:  # the difference below would be rounding error
+        return period / 2 + lag
+    within = mtbf - period / math.expm1(power)
+    return within + period * -math.expm1(-lag / mtbf) / math.expm1(power)
+
+
+def _argmax(value: Callable[[int], float], low: int, high: int) -> int:
+    """The argument of the maximum of a function that first rises, then falls."""
+    while low < high:
+        middle = (low + high) // 2
+        if value(middle) < value(middle + 1):
+            low = middle + 1
+        else:
+            high = middle
+    return low

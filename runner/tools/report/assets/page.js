@@ -1,0 +1,698 @@
+"use strict";
+// Replaces the static curves by interactive ones, and follows a run in progress. Texts are inserted
+// as text, never as markup, except for markup that the live page's server made and escaped.
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const root = document.documentElement;
+  root.classList.add("js");
+  const css = (name) => getComputedStyle(root).getPropertyValue(name).trim();
+  const FONT = "12px system-ui, sans-serif";
+  const group = new Intl.NumberFormat("en-US");
+  const views = [];
+
+  // -- numbers -------------------------------------------------------------------------------
+
+  const sum = (differences) => {
+    let at = 0;
+    return differences.map((one) => (at += one));
+  };
+
+  function short(value) {
+    if (value === null || value === undefined) return "-";
+    if (value === 0) return "0";
+    const size = Math.abs(value);
+    if (size >= 1e4) {
+      for (const [unit, factor] of [["G", 1e9], ["M", 1e6], ["k", 1e3]]) {
+        if (size >= factor) return Number((value / factor).toPrecision(3)) + unit;
+      }
+    }
+    return size >= 1e-3 ? String(Number(value.toPrecision(4))) : Number(value.toPrecision(3)).toExponential();
+  }
+
+  // The last index whose value is not above the wanted one.
+  function place(sorted, wanted) {
+    let low = 0, high = sorted.length - 1;
+    while (low < high) {
+      const middle = (low + high + 1) >> 1;
+      if (sorted[middle] <= wanted) low = middle; else high = middle - 1;
+    }
+    return low;
+  }
+
+  // As in runner/tools/report/drawing.py: all values except outliers that would flatten the rest.
+  function bounds(values, isLog) {
+    const known = values.filter((v) => v !== null && (!isLog || v > 0)).map((v) => (isLog ? Math.log10(v) : v));
+    if (!known.length) return null;
+    known.sort((a, b) => a - b);
+    let low = known[0], high = known[known.length - 1];
+    const usual = known[Math.min(known.length - 1, Math.floor(0.98 * known.length))];
+    if (usual > low && high - low > 6 * (usual - low)) high = usual + (usual - low) * 0.5;
+    if (high <= low) {
+      const room = Math.max(1e-9, Math.abs(low) * 0.05);
+      low -= room; high += room;
+    }
+    const room = 0.05 * (high - low);
+    low = isLog || low - room > 0 || low <= 0 ? low - room : low;
+    high += room;
+    return isLog ? [10 ** low, 10 ** high] : [low, high];
+  }
+
+  // -- one run -------------------------------------------------------------------------------
+
+  const TITLES = { loss: "loss", grad_norm: "grad norm", lr: "lr", tokens_per_second: "tokens/s" };
+  const LIMITS = { loss: "loss_limit", grad_norm: "norm_limit" };
+  const COLUMNS = ["loss", "grad_norm", "lr", "tokens_per_second", "loss_limit", "norm_limit"];
+
+  class RunView {
+    constructor(section, told) {
+      this.section = section;
+      this.number = section.dataset.run;
+      this.charts = [];
+      this.whole = true;
+      this.take(told);
+      this.readout = section.querySelector(".readout");
+      this.readout.hidden = false;
+      this.addControls(section.querySelector(".controls"));
+      for (const figure of section.querySelectorAll("figure.chart")) this.addChart(figure);
+    }
+
+    take(told) {
+      this.generation = told.generation;
+      this.attempts = told.attempts;
+      this.attempt = sum(told.rows.attempt);
+      this.step = sum(told.rows.step);
+      this.columns = {};
+      for (const name of COLUMNS) this.columns[name] = told.rows[name];
+      this.odd = new Map(told.rows.odd.map(([at, action, verdict]) => [at, [action, verdict]]));
+      this.setMarks(told);
+    }
+
+    setMarks(told) {
+      this.evaluations = told.evaluations;
+      this.marks = told.marks;
+      this.ring = told.ring;
+    }
+
+    // New rows; the first one may be known already.
+    append(told) {
+      const attempts = sum(told.rows.attempt), steps = sum(told.rows.step);
+      const fresh = attempts.findIndex((one) => one > this.attempt[this.attempt.length - 1]);
+      if (fresh >= 0) {
+        const before = this.attempt.length;
+        for (const [at, action, verdict] of told.rows.odd) {
+          if (at >= fresh) this.odd.set(before + at - fresh, [action, verdict]);
+        }
+        this.attempt.push(...attempts.slice(fresh));
+        this.step.push(...steps.slice(fresh));
+        for (const name of COLUMNS) this.columns[name].push(...told.rows[name].slice(fresh));
+      }
+      this.attempts = told.attempts;
+      this.setMarks(told);
+    }
+
+    isApplied(at) {
+      const odd = this.odd.get(at);
+      return !odd || odd[0] === "apply";
+    }
+
+    applied(name) {
+      const values = this.columns[name];
+      return values.map((value, at) => (this.isApplied(at) ? value : null));
+    }
+
+    stepAt(attempt) {
+      const at = place(this.attempt, attempt);
+      const ahead = Math.max(0, Math.round(attempt) - this.attempt[at]);
+      return this.step[at] + Math.min(ahead, Math.max(0, (this.step[at + 1] ?? this.step[at]) - this.step[at]));
+    }
+
+    addControls(box) {
+      box.hidden = false;
+      const add = (words, act) => {
+        const button = document.createElement("button");
+        button.type = "button";
+        button.textContent = words;
+        button.addEventListener("click", act);
+        box.append(button);
+      };
+      const end = () => this.attempt[this.attempt.length - 1];
+      add("whole run", () => this.zoomOut());
+      if (end() > 1500) add("last 1,000", () => this.zoom(end() - 1000, end()));
+      add("closer", () => this.scale(0.5));
+      add("further", () => this.scale(2));
+      const hint = document.createElement("span");
+      hint.className = "note";
+      hint.textContent = "Drag to zoom. Keys on a chart: arrows, + and -, 0 for the whole run.";
+      box.append(hint);
+    }
+
+    range() {
+      const last = Math.max(1, this.attempt[this.attempt.length - 1]);
+      return [0, last];
+    }
+
+    zoomOut() {
+      this.zoom(...this.range());
+      this.whole = true;
+    }
+
+    zoom(from, to) {
+      const [first, last] = this.range();
+      const width = Math.max(4, to - from);
+      const min = Math.max(first, Math.min(from, last - Math.min(width, last - first)));
+      const max = Math.min(last, min + width);
+      this.whole = min <= first && max >= last;
+      this.setting = true;
+      for (const chart of this.charts) chart.setScale("x", { min, max });
+      this.setting = false;
+    }
+
+    scale(factor) {
+      const { min, max } = this.charts[0].scales.x;
+      const half = ((max - min) * factor) / 2;
+      this.zoom((min + max) / 2 - half, (min + max) / 2 + half);
+    }
+
+    addChart(figure) {
+      const name = figure.dataset.curve, isLog = name === "grad_norm";
+      const chart = new uPlot(this.options(figure, name, isLog), this.series(name), figure);
+      figure.classList.add("drawn");
+      figure.tabIndex = 0;
+      figure.setAttribute("role", "group");
+      figure.setAttribute("aria-label", `${TITLES[name]} over attempted steps`);
+      figure.addEventListener("keydown", (event) => this.key(event, chart));
+      figure.chart = chart;
+      this.charts.push(chart);
+      new ResizeObserver(() => {
+        const width = Math.floor(figure.clientWidth);
+        if (width > 0 && width !== chart.width) chart.setSize({ width, height: chart.height });
+      }).observe(figure);
+    }
+
+    series(name) {
+      return [this.attempt, this.applied(name)];
+    }
+
+    options(figure, name, isLog) {
+      const ink = () => css("--ink-2"), grid = () => css("--grid");
+      return {
+        width: Math.floor(figure.clientWidth) || 600,
+        height: name === "loss" ? 260 : name === "grad_norm" ? 210 : 150,
+        padding: [name === "loss" ? 26 : 10, 30, 0, 0], // the last label needs its half
+        legend: { show: false },
+        cursor: {
+          sync: { key: `run${this.number}` },
+          drag: { x: true, y: false },
+          points: { size: 8, fill: () => css("--blue"), stroke: () => css("--paper") },
+          y: false,
+        },
+        scales: {
+          x: { time: false, range: (u, min, max) => (min === max ? [min - 1, max + 1] : [min, max]) },
+          y: { distr: isLog ? 3 : 1, range: (u) => this.height(u, name, isLog) },
+        },
+        axes: [
+          {
+            font: FONT, stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid },
+            size: 32, space: 70, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7],
+            values: (u, splits) => splits.map((v) => group.format(this.stepAt(v))),
+          },
+          {
+            font: FONT, stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid },
+            size: 62, space: 28, values: (u, splits) => splits.map((v) => (v === null ? null : short(v))),
+            ...(isLog ? { filter: (u, splits) => filterLog(u, splits) } : {}),
+          },
+        ],
+        series: [{}, { stroke: () => css("--blue"), width: 1.4, gaps: (u) => this.gaps(u), points: { show: (u) => u.scales.x.max - u.scales.x.min < 60, size: 4, fill: () => css("--blue") } }],
+        hooks: {
+          drawClear: [(u) => this.drawBelow(u, name)],
+          draw: [(u) => this.drawAbove(u, name)],
+          setCursor: [(u) => this.point(u)],
+          setScale: [(u, key) => { if (key === "x" && !this.setting) this.zoom(u.scales.x.min, u.scales.x.max); }],
+        },
+      };
+    }
+
+    // The line spans a step that was not applied, and starts again after a rollback.
+    gaps(u) {
+      const found = [];
+      for (const mark of this.marks) {
+        if (mark.kind !== "rollback" || mark.back === null) continue;
+        let before = place(this.attempt, mark.attempt), after = before + 1;
+        while (before > 0 && !this.isApplied(before)) before--;
+        while (after < this.attempt.length - 1 && !this.isApplied(after)) after++;
+        if (after >= this.attempt.length) continue;
+        const at = (row) => Math.round(u.valToPos(this.attempt[row], "x", true));
+        found.push([at(before), at(after)]);
+      }
+      return found.sort((a, b) => a[0] - b[0]);
+    }
+
+    height(u, name, isLog) {
+      const min = u.scales.x.min ?? 0, max = u.scales.x.max ?? Infinity;
+      const from = Math.max(0, place(this.attempt, min)), to = place(this.attempt, max);
+      const seen = [];
+      for (let at = from; at <= to; at++) if (this.isApplied(at)) seen.push(this.columns[name][at]);
+      if (name === "loss") {
+        for (const [attempt, , value] of this.evaluations) if (attempt >= min && attempt <= max) seen.push(value);
+      }
+      return bounds(seen, isLog) ?? bounds(this.columns[name], isLog) ?? [0.1, 1];
+    }
+
+    // Behind the curve: the gate's limits, undone stretches, restarts.
+    drawBelow(u, name) {
+      const pen = u.ctx, { left, top, width, height } = u.bbox;
+      const ratio = devicePixelRatio;
+      pen.save();
+      pen.beginPath();
+      pen.rect(left, top, width, height);
+      pen.clip();
+      pen.fillStyle = css("--undone");
+      for (const mark of this.marks) {
+        if (mark.kind !== "rollback" || mark.back === null) continue;
+        const from = u.valToPos(mark.back, "x", true), to = u.valToPos(mark.attempt, "x", true);
+        pen.fillRect(from, top, Math.max(1, to - from), height);
+      }
+      const limit = this.columns[LIMITS[name]];
+      if (limit) this.drawLimit(u, limit);
+      for (const mark of this.marks) {
+        if (mark.kind === "rollback" || mark.kind === "redo") continue;
+        const x = Math.round(u.valToPos(mark.attempt, "x", true)) - ratio / 2;
+        pen.strokeStyle = css({ rebaseline: "--green", halt: "--red" }[mark.kind] ?? "--ink-2");
+        pen.lineWidth = (mark.kind === "halt" ? 3 : 1.5) * ratio;
+        pen.setLineDash(mark.kind === "halt" ? [] : mark.kind === "rebaseline" ? [2 * ratio, 3 * ratio] : [5 * ratio, 4 * ratio]);
+        pen.beginPath();
+        pen.moveTo(x, top);
+        pen.lineTo(x, top + height);
+        pen.stroke();
+      }
+      pen.restore();
+    }
+
+    drawLimit(u, limit) {
+      const pen = u.ctx, { left, top, width, height } = u.bbox;
+      const edge = new Path2D(), area = new Path2D();
+      let open = null, last = 0;
+      const close = () => {
+        if (open !== null) { area.lineTo(last, top); area.lineTo(open, top); area.closePath(); }
+        open = null;
+      };
+      for (let at = 0; at < limit.length; at++) {
+        if (limit[at] === null) { close(); continue; }
+        const x = u.valToPos(this.attempt[at], "x", true);
+        if (x < left - width || x > left + 2 * width) continue;
+        const y = Math.min(top + height, Math.max(top - 4, u.valToPos(limit[at], "y", true)));
+        if (open === null) { open = x; edge.moveTo(x, y); area.moveTo(x, y); } else { edge.lineTo(x, y); area.lineTo(x, y); }
+        last = x;
+      }
+      close();
+      pen.fillStyle = css("--limit");
+      pen.fill(area);
+      pen.strokeStyle = css("--limit-edge");
+      pen.lineWidth = devicePixelRatio;
+      pen.stroke(edge);
+    }
+
+    // In front of it: steps not applied, values off the scale, rollbacks, held-out losses.
+    drawAbove(u, name) {
+      const pen = u.ctx, { left, top, width, height } = u.bbox, ratio = devicePixelRatio;
+      pen.save();
+      pen.beginPath();
+      pen.rect(left - 6 * ratio, 0, width + 12 * ratio, top + height + 6 * ratio);
+      pen.clip();
+      if (name === "loss") { this.drawEvaluations(u); this.drawRing(u); }
+      if (LIMITS[name]) this.drawOdd(u, name);
+      this.drawHigh(u, name);
+      if (name === "loss") this.drawArcs(u);
+      pen.restore();
+    }
+
+    inside(u, x) {
+      return x >= u.bbox.left - 1 && x <= u.bbox.left + u.bbox.width + 1;
+    }
+
+    drawOdd(u, name) {
+      const pen = u.ctx, { top, height } = u.bbox, ratio = devicePixelRatio, arm = 4.5 * ratio;
+      for (const [at, [action]] of this.odd) {
+        if (action === "apply") continue;
+        const x = u.valToPos(this.attempt[at], "x", true), value = this.columns[name][at];
+        if (!this.inside(u, x)) continue;
+        const y = value === null ? top + arm : Math.max(top + arm, Math.min(top + height - arm, u.valToPos(value, "y", true)));
+        pen.strokeStyle = css(action === "redo" ? "--green" : "--red");
+        pen.lineWidth = ratio;
+        pen.globalAlpha = 0.45;
+        pen.beginPath(); pen.moveTo(x, top + height); pen.lineTo(x, y); pen.stroke();
+        pen.globalAlpha = 1;
+        pen.lineWidth = 2 * ratio;
+        pen.beginPath();
+        if (action === "redo") { // a circular arrow
+          pen.arc(x, y, arm, 0.9, 2 * Math.PI - 0.3);
+          pen.moveTo(x + arm + 1.5 * ratio, y - arm); pen.lineTo(x + arm, y - 0.5 * ratio); pen.lineTo(x + 0.5 * ratio, y - 2 * ratio);
+          pen.stroke();
+          continue;
+        }
+        pen.moveTo(x - arm, y - arm); pen.lineTo(x + arm, y + arm);
+        pen.moveTo(x - arm, y + arm); pen.lineTo(x + arm, y - arm);
+        pen.stroke();
+      }
+    }
+
+    // An applied value above the scale: an arrowhead at the edge, and the line goes up to it.
+    drawHigh(u, name) {
+      const pen = u.ctx, { top } = u.bbox, ratio = devicePixelRatio, high = u.scales.y.max;
+      pen.fillStyle = css("--blue");
+      let before = -Infinity;
+      for (let at = 0; at < this.attempt.length; at++) {
+        const value = this.columns[name][at];
+        if (value === null || value <= high || !this.isApplied(at)) continue;
+        const x = u.valToPos(this.attempt[at], "x", true);
+        if (!this.inside(u, x) || x - before < 9 * ratio) continue;
+        before = x;
+        pen.beginPath();
+        pen.moveTo(x, top - 7 * ratio); pen.lineTo(x + 5 * ratio, top + 2 * ratio); pen.lineTo(x - 5 * ratio, top + 2 * ratio);
+        pen.closePath(); pen.fill();
+      }
+    }
+
+    drawArcs(u) {
+      const pen = u.ctx, { left, width, top } = u.bbox, ratio = devicePixelRatio;
+      pen.strokeStyle = css("--purple");
+      pen.lineWidth = 2 * ratio;
+      for (const mark of this.marks) {
+        if (mark.kind !== "rollback" || mark.back === null) continue;
+        const from = u.valToPos(mark.attempt, "x", true), to = u.valToPos(mark.back, "x", true);
+        if (from < left || to > left + width) continue;
+        const y = top - 1 * ratio, up = Math.min(22 * ratio, 8 * ratio + (from - to) / 6);
+        pen.beginPath();
+        pen.moveTo(from, y);
+        pen.quadraticCurveTo((from + to) / 2, y - 2 * up, to, y);
+        pen.stroke();
+        const angle = Math.atan2(2 * up, (to - from) / 2), arm = 8 * ratio;
+        pen.beginPath();
+        pen.moveTo(to - arm * Math.cos(angle - 0.5), y - arm * Math.sin(angle - 0.5));
+        pen.lineTo(to, y);
+        pen.lineTo(to - arm * Math.cos(angle + 0.5), y - arm * Math.sin(angle + 0.5));
+        pen.stroke();
+      }
+    }
+
+    drawEvaluations(u) {
+      const pen = u.ctx, ratio = devicePixelRatio;
+      pen.strokeStyle = css("--orange");
+      pen.fillStyle = css("--paper");
+      pen.lineWidth = 1.6 * ratio;
+      let before = -Infinity;
+      pen.save();
+      pen.beginPath();
+      pen.rect(u.bbox.left, u.bbox.top, u.bbox.width, u.bbox.height);
+      pen.clip();
+      pen.beginPath();
+      this.evaluations.forEach(([attempt, , value], count) => {
+        const x = u.valToPos(attempt, "x", true), y = u.valToPos(value, "y", true);
+        if (count) pen.lineTo(x, y); else pen.moveTo(x, y);
+      });
+      pen.stroke();
+      pen.restore();
+      for (const [attempt, , value] of this.evaluations) {
+        const x = u.valToPos(attempt, "x", true), y = u.valToPos(value, "y", true);
+        if (!this.inside(u, x) || x - before < 10 * ratio || y < u.bbox.top || y > u.bbox.top + u.bbox.height) continue;
+        before = x;
+        pen.beginPath(); pen.arc(x, y, 3.6 * ratio, 0, 7); pen.fill(); pen.stroke();
+      }
+    }
+
+    drawRing(u) {
+      const pen = u.ctx, ratio = devicePixelRatio, base = u.bbox.top + u.bbox.height;
+      for (const one of this.ring) {
+        if (one.state === "tainted") continue;
+        const x = u.valToPos(one.attempt, "x", true);
+        if (!this.inside(u, x)) continue;
+        pen.fillStyle = css(one.state === "clean" ? "--green" : "--ink-2");
+        pen.beginPath();
+        pen.moveTo(x, base - 9 * ratio); pen.lineTo(x + 5 * ratio, base); pen.lineTo(x - 5 * ratio, base);
+        pen.closePath(); pen.fill();
+      }
+    }
+
+    point(u) {
+      const at = u.cursor.idx;
+      if (at === null || at === undefined || u.cursor.left < 0) return;
+      const words = [`step ${group.format(this.step[at])}`];
+      for (const name of Object.keys(TITLES)) {
+        const value = this.columns[name][at];
+        const told = name === "lr" && value === null && !this.isApplied(at) ? "" : value;
+        if (told !== "" && (value !== null || name === "loss" || name === "grad_norm")) {
+          words.push(`${TITLES[name]} ${value === null ? "not finite" : short(value)}`);
+        }
+      }
+      const limit = this.columns.loss_limit[at];
+      if (limit !== null) words.push(`limit ${short(limit)}`);
+      const near = this.evaluations.filter(([attempt]) => attempt <= this.attempt[at]).pop();
+      if (near) words.push(`held-out ${short(near[2])} (step ${group.format(near[1])})`);
+      const odd = this.odd.get(at);
+      if (odd) words.push(odd[0] === "apply" ? odd[1] : `${odd[0]}: ${odd[1]}`);
+      for (const mark of this.marks) {
+        if (mark.attempt === this.attempt[at]) words.push(mark.kind === "start" ? "restart" : `${mark.kind}: ${mark.words}`);
+      }
+      words.push(`attempt ${group.format(this.attempt[at] + 1)}`);
+      this.readout.textContent = words.join(" \u00b7 ");
+    }
+
+    key(event, chart) {
+      if (event.ctrlKey || event.altKey || event.metaKey) return;
+      const moves = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20, Home: -Infinity, End: Infinity };
+      if (event.key in moves) {
+        const { min, max } = chart.scales.x;
+        const first = place(this.attempt, min) + (this.attempt[place(this.attempt, min)] < min ? 1 : 0);
+        const last = place(this.attempt, max);
+        const now = chart.cursor.left >= 0 && chart.cursor.idx !== null ? chart.cursor.idx : first;
+        const at = Math.max(first, Math.min(last, now + moves[event.key]));
+        chart.setCursor({ left: chart.valToPos(this.attempt[at], "x"), top: 10 });
+      } else if (event.key === "+" || event.key === "=") this.scale(0.5);
+      else if (event.key === "-") this.scale(2);
+      else if (event.key === "0" || event.key === "Escape") this.zoomOut();
+      else return;
+      event.preventDefault();
+    }
+
+    redraw() {
+      for (const chart of this.charts) chart.redraw(false, true);
+    }
+
+    refresh() {
+      const names = this.charts.map((chart) => chart.root.parentElement.dataset.curve);
+      const { min, max } = this.charts[0].scales.x;
+      this.setting = true;
+      this.charts.forEach((chart, at) => {
+        const [first, last] = this.range();
+        chart.setData(this.series(names[at]), false);
+        chart.setScale("x", this.whole ? { min: first, max: last } : { min, max });
+      });
+      this.setting = false;
+    }
+  }
+
+  function filterLog(u, splits) {
+    const tens = splits.map((v) => (Math.abs(Math.log10(v) - Math.round(Math.log10(v))) < 1e-6 ? v : null));
+    const { min, max } = u.scales.y;
+    const seen = (values) => values.filter((v) => v !== null && v >= min && v <= max).length;
+    if (seen(tens) >= 2) return tens;
+    const few = splits.map((v) => ([1, 2, 5].includes(Number((v / 10 ** Math.floor(Math.log10(v) + 1e-9)).toPrecision(2))) ? v : null));
+    if (seen(few) >= 2) return few;
+    return splits.map((v) => (Math.abs(Number(v.toPrecision(1)) / v - 1) < 1e-6 ? v : null));
+  }
+
+  // -- several runs --------------------------------------------------------------------------
+
+  function drawCompared(told) {
+    const figure = document.querySelector("figure.compare");
+    if (!told || !figure) return;
+    const styles = [["--blue"], ["--orange", [7, 3]], ["--green", [2, 3]], ["--purple", [10, 3, 2, 3]], ["--red"], ["--sky", [7, 3]], ["--ink", [2, 3]], ["--ink-2", [10, 3, 2, 3]]];
+    const lines = told.lines.map((line) => [line.map((p) => p[0]), line.map((p) => p[1])]);
+    const readout = document.createElement("p");
+    readout.className = "readout";
+    readout.textContent = "Point at the chart to read its numbers.";
+    figure.before(readout);
+    const chart = new uPlot({
+      width: Math.floor(figure.clientWidth), height: 280, padding: [10, 30, 0, 0], legend: { show: false },
+      cursor: { drag: { x: true, y: false }, y: false },
+      scales: { x: { time: false }, y: { range: (u) => {
+        const min = u.scales.x.min ?? -Infinity, max = u.scales.x.max ?? Infinity;
+        const seen = told.lines.flatMap((line) => line.filter((p) => !(p[0] < min || p[0] > max)).map((p) => p[1]));
+        return bounds(seen, false) ?? [0, 1];
+      } } },
+      axes: [
+        { font: FONT, stroke: () => css("--ink-2"), grid: { stroke: () => css("--grid"), width: 1 }, ticks: { stroke: () => css("--grid") }, size: 32, space: 70, values: (u, s) => s.map((v) => group.format(v)) },
+        { font: FONT, stroke: () => css("--ink-2"), grid: { stroke: () => css("--grid"), width: 1 }, ticks: { stroke: () => css("--grid") }, size: 62, values: (u, s) => s.map(short) },
+      ],
+      series: [{}, ...lines.map((_, at) => {
+        const [colour, dash] = styles[at % styles.length];
+        return { label: told.names[at], stroke: () => css(colour), dash, width: 1.6, spanGaps: true, points: { show: false } };
+      })],
+      hooks: { setCursor: [(u) => {
+        if (u.cursor.left < 0) return;
+        const step = Math.round(u.posToVal(u.cursor.left, "x"));
+        const words = lines.map(([steps, losses], at) => `${told.names[at]} ${steps.length ? short(losses[place(steps, step)]) : "-"}`);
+        readout.textContent = [`step ${group.format(Math.max(0, step))}`, ...words].join(" \u00b7 ");
+      }] },
+    }, uPlot.join(lines), figure);
+    figure.classList.add("drawn");
+    new ResizeObserver(() => {
+      const width = Math.floor(figure.clientWidth);
+      if (width > 0 && width !== chart.width) chart.setSize({ width, height: 280 });
+    }).observe(figure);
+    figure.chart = chart;
+    views.push({ redraw: () => chart.redraw(false, true) });
+  }
+
+  // -- colours over time ---------------------------------------------------------------------
+
+  class HeatView {
+    constructor(figure) {
+      const told = JSON.parse(figure.dataset.heat);
+      this.told = told;
+      this.cells = Uint8Array.from(atob(told.cells), (one) => one.charCodeAt(0));
+      this.image = figure.querySelector(".cells");
+      this.row = this.column = -1;
+      this.line = document.createElement("p");
+      this.line.className = "told";
+      this.line.textContent = "Point at a cell to read it.";
+      figure.querySelector(".framed").before(this.line);
+      this.here = document.createElementNS("http://www.w3.org/2000/svg", "rect");
+      this.here.setAttribute("class", "here");
+      figure.tabIndex = 0;
+      figure.setAttribute("role", "group");
+      figure.setAttribute("aria-label", figure.querySelector("figcaption").textContent);
+      figure.querySelector(".plane").addEventListener("pointermove", (event) => this.point(event));
+      figure.addEventListener("keydown", (event) => this.key(event));
+    }
+
+    point(event) {
+      const box = this.image.getBoundingClientRect();
+      const across = (event.clientX - box.left) / box.width, down = (event.clientY - box.top) / box.height;
+      if (across < 0 || across >= 1 || down < 0 || down >= 1) return;
+      this.show(Math.floor(down * this.told.names.length), Math.floor(across * this.told.steps.length));
+    }
+
+    key(event) {
+      const moves = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
+      const move = moves[event.key];
+      if (!move || event.ctrlKey || event.altKey || event.metaKey) return;
+      event.preventDefault();
+      this.show(Math.max(0, this.row) + (this.row < 0 ? 0 : move[0]), Math.max(0, this.column) + (this.column < 0 ? 0 : move[1]));
+    }
+
+    show(row, column) {
+      const { names, steps, width: looks } = this.told;
+      this.row = Math.max(0, Math.min(names.length - 1, row));
+      this.column = Math.max(0, Math.min(steps.length - 1, column));
+      const when = `${looks > 1 ? "from step" : "step"} ${group.format(steps[this.column])}`;
+      this.line.textContent = [names[this.row], when, this.value(this.cells[this.row * steps.length + this.column])].join(" \u00b7 ");
+      const height = Number(this.image.getAttribute("height")) / names.length;
+      this.here.setAttribute("x", `${(100 * this.column) / steps.length}%`);
+      this.here.setAttribute("y", this.row * height);
+      this.here.setAttribute("width", `${Math.max(0.4, 100 / steps.length)}%`);
+      this.here.setAttribute("height", Math.max(3, height));
+      if (!this.here.parentNode) this.image.parentNode.append(this.here);
+    }
+
+    value(place) {
+      const { low, high, log } = this.told;
+      if (place === 0) return "not finite, or not measured";
+      if (place === 255) return `far above ${short(high)}`;
+      const share = (place - 1) / 253;
+      const value = log ? low * (high / low) ** share : low + share * (high - low);
+      const ends = place === 1 ? "at most " : place === 254 ? "at least " : "about ";
+      return ends + short(Number(value.toPrecision(2)));
+    }
+  }
+
+  // -- all together --------------------------------------------------------------------------
+
+  function listen(scope) {
+    for (const figure of scope.querySelectorAll("figure.heat")) new HeatView(figure);
+    for (const button of scope.querySelectorAll("button.zoom")) {
+      button.hidden = false;
+      button.addEventListener("click", () => {
+        const article = button.closest("article");
+        const section = article.querySelector("section.curves");
+        const view = views.find((one) => one.section === section);
+        if (!view) return;
+        const from = Number(button.dataset.from), to = Number(button.dataset.to);
+        const room = Math.max(20, 2 * (to - from));
+        view.zoom(from - room, to + room);
+        section.scrollIntoView({ block: "start" });
+        section.querySelector("figure.chart").focus({ preventScroll: true });
+      });
+    }
+  }
+
+  for (const section of document.querySelectorAll("section.curves")) {
+    views.push(new RunView(section, data.runs[Number(section.dataset.run)]));
+  }
+  drawCompared(data.compare);
+  listen(document);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => views.forEach((one) => one.redraw()));
+
+  // -- live ----------------------------------------------------------------------------------
+
+  const MOST_ROWS = 40000;
+
+  async function ask(view) {
+    const whole = !view || view.attempt.length > MOST_ROWS;
+    const after = whole ? -1 : view.attempt[view.attempt.length - 1];
+    const answer = await fetch(`news?after=${after}&generation=${view ? view.generation : -1}&known=${encodeURIComponent(known)}`, { cache: "no-store" });
+    if (!answer.ok) throw new Error(`${answer.status}`);
+    return answer.json();
+  }
+
+  // Updates the legend and the static drawings; the charts stay.
+  function renew(section, markup) {
+    const fresh = document.createElement("template");
+    fresh.innerHTML = markup;
+    for (const what of [".legend", ...Object.keys(TITLES).map((name) => `svg.still.${name}`)]) {
+      const old = section.querySelector(what), made = fresh.content.querySelector(what);
+      if (old && made) old.replaceWith(made);
+    }
+  }
+
+  let known = "";
+  async function follow(line) {
+    let view = views.find((one) => one.section);
+    const told = await ask(view);
+    known = told.known;
+    for (const [name, markup] of Object.entries(told.parts)) {
+      const part = document.querySelector(`[data-part="${name}"]`);
+      if (!part) continue;
+      if (name === "curves" && view) {
+        renew(view.section, markup);
+        continue;
+      }
+      const open = [...part.querySelectorAll("details")].map((one) => one.open);
+      part.innerHTML = markup; // made and escaped by runner.tools.report.markup
+      [...part.querySelectorAll("details")].forEach((one, at) => { one.open = open[at] ?? false; });
+      listen(part);
+    }
+    if (told.run) {
+      const section = document.querySelector("section.curves");
+      if (!view && section) {
+        view = new RunView(section, told.run);
+        views.push(view);
+      } else if (view) {
+        if (told.whole) view.take(told.run); else view.append(told.run);
+        view.refresh();
+      }
+    }
+    line.textContent = told.alive ? "live" : "live page of a run that is not in progress";
+  }
+
+  if (data.live) {
+    const line = document.querySelector(".live");
+    line.hidden = false;
+    line.textContent = "live";
+    const again = async () => {
+      try { await follow(line); } catch (error) { line.textContent = "the server of this page does not answer"; }
+      setTimeout(again, document.hidden ? 10000 : 1500);
+    };
+    setTimeout(again, 500);
+  }
+})();

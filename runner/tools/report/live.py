@@ -1,0 +1,200 @@
+"""The page of a run in progress, served only on this machine's loopback address.
+
+A browser gets the whole page once, and then every second or two what is new. The files are read
+incrementally, on request, and never written. A request whose Host header does not name this machine
+is refused: otherwise a foreign page in the same browser could read this one through a domain that
+resolves to 127.0.0.1 (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from runner.system.error import ConfigError
+from runner.system.parsing import json_text
+from runner.tools.report.curve import data_of, news_of
+from runner.tools.report.page import page, parts_of
+from runner.tools.report.rows import Row
+from runner.tools.report.run import RunReader
+
+ADDRESS = "127.0.0.1"
+_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
+_UPDATE_SECONDS = 0.5  # the files are not read more often, however many requests come
+_MOST_RECENT = 5000  # rows kept for incremental requests
+_IDLE_SECONDS = 30.0
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+class LiveRun:
+    """One run for any number of browsers; thread-safe."""
+
+    def __init__(self, run: RunReader, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run = run
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._recent: deque[Row] = deque(maxlen=_MOST_RECENT)
+        self._updated_at = -_UPDATE_SECONDS
+
+    def page(self) -> str:
+        """The whole document.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        with self._lock:
+            self._update()
+            return page([self._run], is_live=True)
+
+    def news(self, *, after: int, generation: int, known: str) -> dict[str, Any]:
+        """What is new since a browser's last request.
+
+        Args:
+            after: the newest attempt that the browser has; -1 for none.
+            generation: the generation of that attempt; see :attr:`RunReader.generation`.
+            known: the field ``known`` of the last answer.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        with self._lock:
+            self._update()
+            run = self._run
+            keys = dict(part.split(":", 1) for part in known.split(",") if ":" in part)
+            sections = {name: (key, markup) for name, key, markup in parts_of(run, 0)}
+            rows = self._rows_after(after) if generation == run.generation else None
+            update = None
+            if rows is None:
+                update = data_of(run) if len(run.fold.attempts) else None
+            elif rows or after >= 0:
+                update = news_of(run, rows)
+            return {
+                "alive": run.is_alive(),
+                "whole": rows is None,
+                "known": ",".join(f"{name}:{_short(key)}" for name, (key, _) in sections.items()),
+                "parts": {
+                    name: markup()
+                    for name, (key, markup) in sections.items()
+                    if keys.get(name) != _short(key)
+                },
+                "run": update,
+            }
+
+    def _update(self) -> None:
+        now = self._clock()
+        if now < self._updated_at + _UPDATE_SECONDS:
+            return
+        generation = self._run.generation
+        fresh = self._run.update()
+        if self._run.generation != generation:
+            self._recent.clear()
+        self._recent.extend(fresh)
+        self._updated_at = self._clock()
+
+    def _rows_after(self, after: int) -> list[Row] | None:
+        """The rows after an attempt; None if some are no longer kept."""
+        newest = len(self._run.fold.attempts) - 1
+        if after < 0 or after > newest or newest - after > len(self._recent):
+            return None
+        return [row for row in self._recent if row.attempt > after]
+
+
+def _short(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()[:12]
+
+
+def server(out: Path, port: int) -> ThreadingHTTPServer:
+    """A server that listens; the caller serves and closes it.
+
+    Raises:
+        ConfigError: there is no run in ``out``, or the port is taken.
+    """
+    live = LiveRun(RunReader(out))
+
+    class Handler(_Handler):
+        run = live
+
+    try:
+        http_server = ThreadingHTTPServer((ADDRESS, port), Handler)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"live: port {port} of {ADDRESS}: {error}; choose another with --port N, or any free "
+            "one with --port 0"
+        ) from None
+    http_server.daemon_threads = True
+    return http_server
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers GET requests only."""
+
+    run: LiveRun
+    protocol_version = "HTTP/1.1"
+    server_version = "holdfast"
+    sys_version = ""
+    timeout = _IDLE_SECONDS
+
+    def do_GET(self) -> None:
+        if not _is_own(self.headers.get_all("Host") or []):
+            self._send(403, "text/plain", "this page is only for a browser on this machine\n")
+            return
+        url = urlsplit(self.path)
+        try:
+            if url.path == "/":
+                self._send(200, "text/html", self.run.page())
+            elif url.path == "/news":
+                self._send(200, "application/json", json_text(self._news(url.query)))
+            else:
+                self._send(404, "text/plain", "not found: only / is served\n")
+        except OSError as error:
+            if not isinstance(error, ConnectionError | TimeoutError):
+                self._send(503, "text/plain", f"{error}\n")
+
+    def _news(self, query: str) -> dict[str, Any]:
+        query_fields = parse_qs(query[:4096])
+        return self.run.news(
+            after=_number(query_fields, "after"),
+            generation=_number(query_fields, "generation"),
+            known=query_fields.get("known", [""])[0],
+        )
+
+    def _send(self, code: int, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(code)
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not logged."""
+
+
+def _is_own(hosts: list[str]) -> bool:
+    """Whether the Host header names this machine; any port, because a tunnel may have another."""
+    if len(hosts) != 1:
+        return False
+    name, colon, port = hosts[0].rpartition(":")
+    if colon and port.isdigit():
+        return name.lower() in _HOSTS
+    return hosts[0].lower() in _HOSTS
+
+
+def _number(query_fields: dict[str, list[str]], name: str) -> int:
+    text = query_fields.get(name, ["-1"])[0]
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 18 else -1
