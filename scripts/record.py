@@ -1,6 +1,6 @@
 """Keeps what a command prints as a record that a page can refer to.
 
-    python -m scripts.record FILE.json -- python scripts/compare_judges.py --half all
+    python -m scripts.record FILE.json -- python -m scripts.explain_trials page
 
 The file has the command, date, commit, versions, machine, seconds, exit code and the lines of its
 standard output. Paths under the temporary directory and outside of this checkout are not hidden:

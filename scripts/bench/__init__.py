@@ -13,6 +13,7 @@ ours         the runner's side
 opponent/    the other sides, one file each, written as an expert would
 pair, alone, snapshot_ranks       what runs on the ranks
 compared     one pair as a row
-step, guard, layers, checkpoint, zero, snapshot, recovery, start, framework, memory, growth
-             the measurements: measure(plan) -> rows
+steps        the runner and another loop, in turns: step, guard, layers, checkpoint, zero
+loop, snapshot, recovery, start, memory
+             the other measurements: measure(plan) -> rows
 """

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from scripts.bench import machine
+from scripts.bench import machine, steps
 from scripts.bench.fair import refuse_measured
 from scripts.bench.plan import Plan
 from scripts.bench.process import ROOT, MeasureError
 from scripts.bench.provenance import head
 from scripts.bench.report import markdown
 
-# In the order in which they are run; each is a module with measure(plan) -> rows.
+# In the order in which they are run; a function of ``steps``, or a module with ``measure``.
 MEASUREMENTS = {
     "step": "step time with the guard against a bare loop, FSDP2 and DDP",
     "guard": "the guard on against off, and the noise alone",
@@ -33,12 +33,9 @@ MEASUREMENTS = {
     "snapshot": "how long training waits for a checkpoint",
     "recovery": "from a fault to training again, and steps lost",
     "start": "from the command to the first step",
-    "framework": "throughput against Lightning and Hugging Face",
     "memory": "peak memory",
-    "growth": "cost by parameters, ranks and bytes",
-    "tokenise": "a corpus into tokens: in batches once a node, against what was done before",
 }
-LONG = ("zero", "growth")  # left out by --quick unless named
+LONG = ("zero",)  # left out by --quick unless named
 
 
 def main() -> int:
@@ -87,7 +84,10 @@ def _measured(plan: Plan, name: str) -> dict[str, Any]:
     began, load = time.monotonic(), machine.load()
     rows, failed = [], []
     try:
-        rows = importlib.import_module(f"scripts.bench.{name}").measure(plan)
+        work = (
+            getattr(steps, name, None) or importlib.import_module(f"scripts.bench.{name}").measure
+        )
+        rows = work(plan)
     except MeasureError as error:
         failed.append(str(error))
         _say(f"  failed: {error}")

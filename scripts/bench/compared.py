@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from typing import Any
 
 from scripts.bench.plan import Plan
@@ -27,7 +26,6 @@ def compared(
     ranks: int | None = None,
     pair_options: tuple[str, ...] = (),
     aim: float | None = None,
-    python: str = sys.executable,
 ) -> Row:
     """Seconds per step of both, and the ratio over pairs of blocks, or of groups of blocks.
 
@@ -46,7 +44,6 @@ def compared(
         *plan.size,
         *settings,
         *plan.overrides,
-        python=python,
     )
     blocks = [(ours, theirs) for ours, theirs in result["pairs"]]
     row = Row(

@@ -34,58 +34,6 @@ CARRIED = frozenset(
 OWN = ("guard", "checkpoint", "watchdog", "debug", "preempt", "track", "resume", "explain")
 # Settings that the measurement sets itself.
 MEASURED = frozenset(["out", "parallel.kind", "parallel.shard_size", "parallel.max_ranks"])
-# Settings for which the opponents support one value.
-FIXED: dict[str, Any] = {
-    "steps": 1_000_000,
-    "model.dropout": 0.0,
-    "model.z_loss": 0.0,
-    "model.loss_fp32": True,
-    "model.loss_chunk_mib": 512.0,  # memory only; the opponents hold all logits
-    "model.frozen": [],
-    # The decoder's and the corpus' own keys are the ones that travel.
-    "model._target_": None,
-    "model.arguments": None,
-    "model.kind": "decoder",
-    "model.path": None,
-    "model.init": "weights",
-    "model.lora": None,
-    **{
-        f"compute.{name}": None
-        for name in ("precision", "compile", "recompute", "frozen", "loss_fp32")
-    },
-    "compute.deterministic": False,
-    "compute.document_attention": "auto",
-    "data._target_": None,
-    "data.messages": None,
-    "data.pack": None,
-    "data.arguments": None,
-    "data.sources": None,
-    "data.val_path": None,
-    "data.isolate_documents": False,
-    "data.skip": [],
-    "data.pin_memory": True,
-    "data.max_unreadable": 100,
-    "data.retry_seconds": 5.0,
-    "parallel.reduce_each_micro_batch": False,
-    "parallel.deepspeed": None,
-    "parallel.offload": "none",
-    "parallel.device": "auto",
-    "parallel.timeout_seconds": 600.0,
-    "parallel.start_seconds": 120.0,
-    "optim._target_": None,
-    "optim.arguments": None,
-    "optim.kind": "adamw",
-    "optim.momentum": 0.95,
-    "optim.groups": [],
-    "optim.ema": None,
-    "schedule._target_": None,
-    "schedule.arguments": None,
-    "schedule.kind": "cosine",
-    "schedule.decay": 0.2,
-    "eval.every": 0,
-    "eval.samples": 64,
-    "faults": [],
-}
 _NOT_GIVEN = ("out", "steps", "parallel")
 
 # Nats between the losses of one step on both sides, of the first one and of those that follow.
@@ -106,21 +54,21 @@ def refuse_measured(overrides: Sequence[str]) -> None:
             raise MeasureError(f"{text}: the benchmark sets {key} itself")
 
 
-def refuse_uneven(config: RunConfig) -> None:
+def refuse_uneven(config: RunConfig, plain: RunConfig) -> None:
     """
+    Args:
+        plain: the settings of a measurement without further ones.
+
     Raises:
-        MeasureError: settings that the runner would use, but not its opponents.
+        MeasureError: ``config`` has settings that the runner would use, but not its opponents.
     """
-    problems = []
+    usual, problems = flat(plain), []
+    if config.parallel.kind.value == "ddp":  # it keeps what is whole; so do the others
+        usual["parallel.reshard_after_forward"] = False
     for key, value in flat(config).items():
-        if key in CARRIED or key in MEASURED or key.partition(".")[0] in OWN:
-            continue
-        if key == "parallel.reshard_after_forward":  # ddp keeps what is whole; so do the others
-            fixed: Any = config.parallel.kind.value != "ddp"
-        else:
-            fixed = FIXED.get(key, "as it is by default")
-        if value != fixed:
-            problems.append(f"{key}={value}: the opponents know only {fixed}")
+        is_shared = key in CARRIED or key in MEASURED or key.partition(".")[0] in OWN
+        if not is_shared and value != usual.get(key):
+            problems.append(f"{key}={value}: the opponents know only {usual.get(key)}")
     if not config.optim.clip:
         problems.append("optim.clip=0: the opponents always clip")
     if problems:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.bench.framework import OPPONENTS, environment_python
 from scripts.bench.ours import make_task, settings
 from scripts.bench.plan import Plan
 from scripts.bench.process import MeasureError, descendants, finish, folder, running, torchrun
 from scripts.bench.ratio import paired
 from scripts.bench.report import Row
-from scripts.bench.step import AGAINST
+from scripts.bench.steps import AGAINST
 from scripts.bench.task import write_task
 
 _POLL_SECONDS = 0.1
@@ -35,16 +33,6 @@ def measure(plan: Plan) -> list[Row]:
     for kind in kinds:
         theirs = [_peak(plan, kind, f"bare-{kind}").trained for _ in range(rounds)]
         rows.append(_row(plan, kind, AGAINST[kind], ours[kind], theirs))
-    return rows if plan.quick else rows + _frameworks(plan, ours)
-
-
-def _frameworks(plan: Plan, ours: dict[str, list[float]]) -> list[Row]:
-    python = environment_python(plan)
-    rows = []
-    for opponent, label, kind in OPPONENTS:
-        rounds = len(ours[kind])
-        theirs = [_peak(plan, kind, opponent, python=python).trained for _ in range(rounds)]
-        rows.append(_row(plan, kind, label, ours[kind], theirs))
     return rows
 
 
@@ -78,9 +66,7 @@ class _Peak:
     trained: float
 
 
-def _peak(
-    plan: Plan, kind: str, opponent: str | None, *overrides: str, python: str = sys.executable
-) -> _Peak:
+def _peak(plan: Plan, kind: str, opponent: str | None, *overrides: str) -> _Peak:
     overrides = (f"parallel={kind}", *plan.size, *plan.overrides, *overrides)
     with folder() as own:
         log = own / "log"
@@ -88,7 +74,7 @@ def _peak(
             config = settings(own / "unused", overrides)
             write_task(make_task(config, own, steps=16), own / "task.json")
         named = [f"--folder={own}", f"--who={opponent or 'ours'}"]
-        command = torchrun(plan.ranks, "scripts.bench.alone", *named, *overrides, python=python)
+        command = torchrun(plan.ranks, "scripts.bench.alone", *named, *overrides)
         with running(command, log) as process:
             most = _watch(process)
             finish(process, log)

@@ -81,7 +81,7 @@ def make_task(
         MeasureError: it has settings that an opponent would not follow.
     """
     if is_shared:
-        refuse_uneven(config)
+        refuse_uneven(config, settings(folder, [f"parallel={config.parallel.kind.value}"]))
     dataset = parts.open_dataset(config)
     stream = parts.sample_stream(config, dataset)
     cursor, rows = 0, []

@@ -22,9 +22,9 @@ class MeasureError(Exception):
     """One measurement failed; the others continue."""
 
 
-def torchrun(ranks: int, module: str, *arguments: str, python: str = sys.executable) -> list[str]:
+def torchrun(ranks: int, module: str, *arguments: str) -> list[str]:
     """The command that runs ``module`` on this many ranks of this machine."""
-    launcher = [python, "-m", "torch.distributed.run", "--standalone"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return [*launcher, f"--nproc-per-node={ranks}", "-m", module, *arguments]
 
 
@@ -81,13 +81,11 @@ def run(command: Sequence[str], log: Path) -> None:
         finish(process, log)
 
 
-def on_ranks(
-    ranks: int, module: str, *arguments: str, python: str = sys.executable
-) -> dict[str, Any]:
+def on_ranks(ranks: int, module: str, *arguments: str) -> dict[str, Any]:
     """Run ``module`` on the ranks with ``--folder DIR``; returns DIR/result.json."""
     with folder() as own:
         log = own / "log"
-        command = torchrun(ranks, module, "--folder", str(own), *arguments, python=python)
+        command = torchrun(ranks, module, "--folder", str(own), *arguments)
         run(command, log)
         result: dict[str, Any] = json.loads((own / "result.json").read_text())
         return result

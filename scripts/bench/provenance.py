@@ -13,7 +13,7 @@ from typing import Any
 from scripts.bench import machine
 from scripts.bench.process import ROOT
 
-_PACKAGES = ("torch", "deepspeed", "numpy", "lightning", "accelerate", "transformers")
+_PACKAGES = ("torch", "deepspeed", "numpy")
 
 
 def head(command: Sequence[str]) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def _versions() -> dict[str, str]:
     for name in _PACKAGES:
         try:
             versions[name] = version(name)
-        except PackageNotFoundError:  # of .venv-bench: their versions stand in frameworks.txt
+        except PackageNotFoundError:
             continue
     return versions
 

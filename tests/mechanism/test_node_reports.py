@@ -27,7 +27,7 @@ from runner.health.rank_report import Report, write_report
 from runner.health.root_cause import RootCause, find_root_cause
 from runner.run_dir.lease import acquire
 from runner.run_dir.paths import RunDir
-from scripts.scale.reports import entries, report
+from tests.crash_reports import entries, report
 
 WORLD, A_NODE = 72, 8
 

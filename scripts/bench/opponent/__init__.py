@@ -1,8 +1,8 @@
 """What the runner is held against: each file is one loop, as a competent person writes it.
 
 Each has ``train(task, device, after_step)``: it trains until ``after_step(loss)`` is true. The
-process group exists already. Only ``bare`` is also a program of its own. A framework is imported
-when it is used: it lives in another environment.
+process group exists already. Only ``bare`` is also a program of its own. DeepSpeed is
+imported when it is used.
 """
 
 from __future__ import annotations
@@ -22,12 +22,6 @@ _KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "zero1": ("deepspeed", {"stage": 1}),
     "zero2": ("deepspeed", {"stage": 2}),
     "zero3": ("deepspeed", {"stage": 3}),
-    "fabric": ("fabric", {}),
-    "lightning": ("lightning_trainer", {}),
-    "accelerate": ("accelerate_loop", {}),
-    "accelerate-fsdp2": ("accelerate_loop", {"fsdp": True}),
-    "accelerate-fsdp2-bf16": ("accelerate_loop", {"fsdp": True, "reduce_dtype": torch.bfloat16}),
-    "hf-trainer": ("hf_trainer", {}),
 }
 NAMES = tuple(_KNOWN)
 
