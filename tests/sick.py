@@ -17,8 +17,10 @@ from torch.nn import functional as F
 
 from runner.distributed.observers import Observers
 from runner.engine.fsdp import FsdpEngine
+from runner.explain.repeated_steps import RepeatedSteps
 from runner.train.step import Stepper
 
+_IS_FIRST_START = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 _PATTERN = 7  # a token that one in eighty samples of the synthetic language has three times
 
 
@@ -29,7 +31,7 @@ class _Now:
     bad = frozenset[int]()
     how = ""
     since = 1 << 40
-    is_explained = False
+    observer = ""  # what looks at it now
 
     @classmethod
     def is_sick(cls, how: str) -> bool:
@@ -41,6 +43,9 @@ def _watch_steps() -> None:
     launch, accumulate, together = Stepper.launch, FsdpEngine.accumulate, Observers.together
 
     def launched(self: Any, plan: Any, ledger: Any, **more: Any) -> Any:
+        if _Now.how == "in begin" and _Now.step < plan.step == _Now.since and _IS_FIRST_START:
+            for shard in self._engine.shards():
+                shard.local.mul_(50 if shard.name.startswith("param/") else 1)
         _Now.step = max(_Now.step, plan.step)  # for good, also after a rollback
         return launch(self, plan, ledger, **more)
 
@@ -53,11 +58,17 @@ def _watch_steps() -> None:
         return sums
 
     def observed(self: Any, name: str, *arguments: Any, **more: Any) -> Any:
-        _Now.is_explained = name == "explain"
+        _Now.observer = name
         result = together(self, name, *arguments, **more)
-        _Now.is_explained = False
+        _Now.observer = ""
         return result
 
+    def begun(self: Any, *arguments: Any, **more: Any) -> Any:
+        _Now.observer = "begin"
+        return begin(self, *arguments, **more)
+
+    begin = RepeatedSteps.begin
+    setattr(RepeatedSteps, "begin", begun)  # noqa: B010
     setattr(Observers, "together", observed)  # noqa: B010
     setattr(Stepper, "launch", launched)  # noqa: B010
     setattr(FsdpEngine, "accumulate", accumulated)  # noqa: B010
@@ -91,7 +102,7 @@ class Block(nn.Module):
         self.dice = random.Random(0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if _Now.is_explained and _Now.is_sick("probe"):
+        if _Now.observer and _Now.is_sick(f"in {_Now.observer}"):
             raise RuntimeError("no probes on this device")
         weight = self.up.weight
         if torch.is_grad_enabled():

@@ -5,7 +5,8 @@ observer is left out from then on.
 
 An observer may exchange numbers between ranks. One that fails on a single rank must meet the others
 in their next exchange, so all exchanges of :class:`ObservedRanks` have one form. What an engine
-exchanges cannot be met: :meth:`ObservedRanks.ready` comes before it.
+exchanges cannot be met: :meth:`ObservedRanks.ready` comes before it. A rank that fails alone in
+there ends this start, and by its :class:`LastWords` the next one leaves the observer out.
 """
 
 from __future__ import annotations
@@ -32,6 +33,13 @@ class Alone(Protocol):
     """See :meth:`Observers.alone`."""
 
     def __call__(self, name: str, work: Callable[[], T], default: T, /) -> T: ...
+
+
+class LastWords(Protocol):
+    """Keeps why an observer failed on this rank for the next start, until the others know."""
+
+    def write(self, observer: str, step: int, error: Exception, why: str, /) -> None: ...
+    def remove(self) -> None: ...
 
 
 def unobserved(name: str, work: Callable[[], T], default: T, /) -> T:
@@ -72,11 +80,18 @@ class ObservedRanks(Ranks):
 
     Args:
         inject: called before each exchange; drills raise there.
+        note: called with what this rank has raised, and with None once all ranks know.
     """
 
-    def __init__(self, ranks: Ranks, inject: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        inject: Callable[[], None] = lambda: None,
+        note: Callable[[Exception | None], None] = lambda error: None,
+    ) -> None:
         self._ranks = ranks
         self._inject = inject
+        self._note = note
         self.rank = ranks.rank
         self.world_size = ranks.world_size
         self._depth = 0
@@ -114,9 +129,11 @@ class ObservedRanks(Ranks):
             except Exception as error:
                 _log.debug("an observer failed", exc_info=error)
                 why = _words(error)
+                self._note(error)
                 self._exchange({"depth": self._depth, "why": f"rank {self.rank}: {why}"})
                 raise AssertionError("a failed rank makes each exchange fail") from error
         except _FailedError as failed:
+            self._note(None)
             if failed.depth < self._depth:
                 raise
             return Failure(failed.why)
@@ -139,6 +156,7 @@ class Observers:
         report: receives a journal line on all ranks.
         recover: called after a failure, to drop what is left of a computation.
         inject: called with the name of the observer at work, and how many exchanges it has had.
+        last_words: see :class:`LastWords`.
     """
 
     def __init__(
@@ -148,8 +166,10 @@ class Observers:
         report: Callable[[Incident], None],
         recover: Callable[[], None] = lambda: None,
         inject: Callable[[str, int], None] = lambda name, num: None,
+        last_words: LastWords | None = None,
     ) -> None:
-        self.ranks = ObservedRanks(ranks, self._at_exchange)
+        self.ranks = ObservedRanks(ranks, self._at_exchange, self._note_failure)
+        self._last_words = last_words
         self._agreement = ranks
         self._report = report
         self._recover = recover
@@ -226,11 +246,15 @@ class Observers:
                 name, _joined([f"rank {rank}: {by_rank[rank][name]}" for rank in ranks])
             )
 
+    def leave_out(self, name: str) -> None:
+        """Leave an observer out from now on. All ranks call it."""
+        self._out.add(name)
+
     def _leave_out(self, name: str, why: str, *, stays: bool = False) -> None:
         if name in self._out:
             return
         if not stays:
-            self._out.add(name)
+            self.leave_out(name)
         self._report(
             Incident(
                 kind=OBSERVER,
@@ -240,6 +264,15 @@ class Observers:
                 detail={"observer": name},
             )
         )
+
+    def _note_failure(self, error: Exception | None) -> None:
+        if self._last_words is None:
+            return
+        if error is None:
+            self._last_words.remove()
+        else:
+            why = f"rank {self.ranks.rank}: {_words(error)}"
+            self._last_words.write(self._at_work, self.step, error, why)
 
     def _at_exchange(self) -> None:
         self._num_exchanges += 1

@@ -1,8 +1,8 @@
 """What the ranks computed with the weights of a checkpoint when all agreed.
 
-Between two ranks that differ no majority shows which is wrong. The weights of a checkpoint from
-before the difference do: the rank that no longer computes what both once computed with them is at
-fault.
+Between two ranks that differ, or two against two, no majority shows which are wrong. The weights of
+a checkpoint from before the difference do: those ranks are at fault that no longer compute what all
+once computed with them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 from runner.data.feed import MicroBatch
 from runner.explain.clean_weights import CleanWeights
 from runner.explain.same_batch import SameBatch
-from runner.policy.odd_ranks import ByRank, changed_rank, opinion_on
+from runner.policy.odd_ranks import ByRank, changed_ranks, opinion_on
 from runner.policy.retention.records import Record, State, on_disk
 
 _KEPT = 2  # the newest agreement's checkpoint may not be written yet
@@ -48,16 +48,17 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changed:
-    """``rank`` no longer computes what it did with the weights of ``step``; the others do."""
+    """``ranks`` no longer compute what they did with the weights of ``step``; the others do."""
 
-    rank: int
+    ranks: tuple[int, ...]
     step: int
 
     @property
     def sentence(self) -> str:
+        who = "it no longer gives" if len(self.ranks) == 1 else "they no longer give"
         return (
-            f"; with the weights of the checkpoint of step {self.step} it no longer gives the bits "
-            "on which all agreed then, and the others do"
+            f"; with the weights of the checkpoint of step {self.step} {who} the bits on which all "
+            "agreed then, and the others do"
         )
 
 
@@ -131,7 +132,7 @@ class AgreedNumbers:
                 on a sound device too, so they prove nothing.
 
         Returns:
-            None if not exactly one rank differs from what it computed then.
+            None if no rank differs from what it computed then, or all do.
         """
         loadable = self._on_disk(State.clean, State.committed)
         agreement = self._newest(loadable)
@@ -141,8 +142,8 @@ class AgreedNumbers:
         again = self._weights.compute(record, lambda: self._same.compute(agreement.batches))
         if again is None:
             return None
-        rank = changed_rank(agreement.by_rank, again, exactly=self._same.repeats_bits)
-        return None if rank is None else Changed(rank=rank, step=agreement.step)
+        ranks = changed_ranks(agreement.by_rank, again, exactly=self._same.repeats_bits)
+        return Changed(ranks=ranks, step=agreement.step) if ranks else None
 
     def _newest(self, records: Sequence[Record]) -> Agreement | None:
         """The newest agreement whose checkpoint is among them."""

@@ -29,6 +29,7 @@ from runner.system.error import LeaveError
 
 KIND = "audit"
 _REPEATS = 3  # computations before a rank is named
+_TIES = (2, 4)  # world sizes at which half of the ranks may differ from the others
 
 
 class Steps(Protocol):
@@ -36,6 +37,14 @@ class Steps(Protocol):
 
     @property
     def newest_plan(self) -> BatchPlan | None: ...
+
+
+class Replicas(Protocol):
+    """The part of :class:`runner.health.checks.ReplicaInspector` used here."""
+
+    @property
+    def distrust(self) -> Callable[[int], None]: ...
+    def look(self, step: int, good_step: int = 0) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +69,7 @@ class Auditor:
     Args:
         agreed: what the ranks agreed on, to tell which of two is wrong.
         report: receives incidents.
-        distrust: called with the last step at which all agreed: checkpoints of later steps must not
-            be used again.
+        replicas: compares the copies of the weights before a device is blamed.
     """
 
     def __init__(
@@ -74,7 +82,7 @@ class Auditor:
         rules: AuditRules,
         agreed: AgreedNumbers,
         report: Callable[[Incident], None],
-        distrust: Callable[[int], None],
+        replicas: Replicas,
     ) -> None:
         self._same = same
         self._steps = steps
@@ -83,7 +91,7 @@ class Auditor:
         self._rules = rules
         self._report = report
         self._agreed = agreed
-        self._distrust = distrust
+        self._replicas = replicas
         self._begun = self._good_step = 0
         self._known: set[tuple[int, ...]] = set()
 
@@ -100,18 +108,18 @@ class Auditor:
         return is_regular or self._is_start(updates) or self._is_for_checkpoint(updates)
 
     def _is_start(self, updates: int) -> bool:
-        """Whether two ranks compute with the weights of this start, because an audit will follow.
+        """Whether few ranks compute with the weights of this start, because an audit will follow.
 
         Not before the first step: it settles which micro-batches fit into memory.
         """
-        if self._ranks.world_size != 2 or self._agreed.newest_step is not None:
+        if self._ranks.world_size not in _TIES or self._agreed.newest_step is not None:
             return False
         return updates == self._begun + 1 and self._begun + self._rules.every <= self._rules.until
 
     def _is_for_checkpoint(self, updates: int) -> bool:
-        """Whether two ranks are compared where audits and checkpoints do not coincide."""
+        """Whether few ranks are compared where audits and checkpoints do not coincide."""
         newest = self._agreed.newest_step
-        if self._ranks.world_size != 2 or newest is None:
+        if self._ranks.world_size not in _TIES or newest is None:
             return False
         return updates - newest >= self._rules.every and self._agreed.is_saved(updates)
 
@@ -177,28 +185,32 @@ class Auditor:
                 step, ranks, f"{whose} different bits for one micro-batch once; repeated, all agree"
             )
             return
+        self._replicas.look(step, self._good_step)
         hosts = [str(host) for host in self._ranks.gather(self._rules.host)]
         before = None if len(ranks) == 1 else self._agreed.changed(batches)
-        if before is not None and before.rank in opinions[0].odd:
-            ranks = (before.rank,)
-        if len(ranks) != 1:
+        if before is not None and set(before.ranks) < set(opinions[0].odd):
+            ranks = before.ranks
+        if not ranks:
             words = dissent(computed[0], opinions[0], exactly=self._same.repeats_bits)
             self._report_once(step, opinions[0].odd, f"{words}; {good}")
             return
-        rank = ranks[0]
+        rank, is_one = ranks[0], len(ranks) == 1
         kinds = [kind for kind, _ in computed[0]]
-        other = next(r for r, kind in enumerate(kinds) if r != rank and kind == kinds[rank])
+        sound = [other for other in range(len(kinds)) if other not in ranks]
+        other = min(sound, key=lambda other: kinds[other] != kinds[rank])
+        who = " and ".join(f"{one} on {hosts[one]}" for one in ranks)
         reason = (
-            f"rank {rank} on {hosts[rank]} gives other bits than the others for the same "
-            f"micro-batch, {len(computed)} times of {len(computed)}"
+            f"rank{'' if is_one else 's'} {who} give{'s' if is_one else ''} other bits than the "
+            f"others for the same micro-batch, {len(computed)} times of {len(computed)}"
             f"{differing(where[rank], where[other], exactly=self._same.repeats_bits)}"
-            f"{before.sentence if before else ''}: its device silently computes wrongly; {good}"
+            f"{before.sentence if before else ''}: {'its device' if is_one else 'their devices'} "
+            f"silently compute{'s' if is_one else ''} wrongly; {good}"
         )
         if len(set(hosts)) == 1:
             self._report_once(step, ranks, reason)
             return
-        self._report(self._crash(step, rank, hosts[rank], reason))
-        self._distrust(self._good_step)
+        self._report(self._crash(step, ranks, hosts[rank], reason))
+        self._replicas.distrust(self._good_step)
         raise LeaveError(reason)
 
     def _report_once(self, step: int, ranks: tuple[int, ...], reason: str) -> None:
@@ -217,7 +229,7 @@ class Auditor:
             )
         )
 
-    def _crash(self, step: int, rank: int, host: str, reason: str) -> Incident:
+    def _crash(self, step: int, ranks: tuple[int, ...], host: str, reason: str) -> Incident:
         """The incident of a failed device: a supervisor excludes its host."""
         return Incident(
             kind="crash",
@@ -225,11 +237,11 @@ class Auditor:
             decision="restart without this host, from a checkpoint no later than step "
             f"{self._good_step}",
             reason=reason,
-            ranks=(rank,),
+            ranks=ranks,
             detail={
                 "incarnation": self._rules.incarnation,
                 "cause": HARDWARE,
-                "signature": f"audit: rank {rank}",
+                "signature": f"audit: rank {ranks[0]}",
                 "host": host,
                 "traceback": "",
             },

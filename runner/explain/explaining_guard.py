@@ -16,13 +16,13 @@ from runner.data.cursor import BatchPlan
 from runner.distributed.observers import Failure, Observers
 from runner.explain.bundle import Bundles, ExplainedStep
 from runner.explain.case import Case, Earlier, inconclusive
-from runner.explain.mark import ProbeMark
+from runner.explain.mark import ObserverNote
 from runner.explain.probe import Attempt
 from runner.explain.repeated_steps import RepeatedSteps
 from runner.explain.replay import Replay
 from runner.observe.journal import Journal
 from runner.policy.decision.finding import Cause, Finding, Remedy
-from runner.policy.decision.history import MIX, NUMERICS, STICKY, Incident, cause_of
+from runner.policy.decision.history import EXPLAIN, MIX, NUMERICS, STICKY, Incident, cause_of
 from runner.policy.decision.judge import Verdict
 from runner.policy.decision.signals import StepSignals
 from runner.policy.restart import HARDWARE
@@ -33,7 +33,6 @@ from runner.train.state import TrainState
 from runner.train.step import InFlightStep, StepInfo
 
 T = TypeVar("T")
-EXPLAIN = "explain"  # the observer
 # Limit on real repetitions of a step. A fault that persists is not transient, and data with ever
 # more culprits is a bad range, which the ladder skips whole.
 _MOST_REDONE = 4
@@ -94,7 +93,8 @@ class Evidence:
         observers: what fails in looking for the cause becomes "not tried".
         bundles: writes all numbers; on rank 0 only.
         incarnation: number of this start.
-        mark: notes the step that is explained.
+        mark: notes the step that is explained; ``later_mark`` the step of probes that follow a
+            rollback, or a return from one.
     """
 
     batch: Callable[[int], BatchPlan]
@@ -102,7 +102,8 @@ class Evidence:
     observers: Observers
     bundles: Bundles | None = None
     incarnation: int = 1
-    mark: ProbeMark = field(default_factory=partial(ProbeMark, None))
+    mark: ObserverNote = field(default_factory=partial(ObserverNote, None))
+    later_mark: ObserverNote = field(default_factory=partial(ObserverNote, None))
 
 
 class ExplainingGuard:
@@ -150,7 +151,7 @@ class ExplainingGuard:
         """
         repeated = self._repeated
         if repeated is not None and info.known is None and repeated.is_following:
-            self._look(lambda: repeated.follow(info, state))
+            self._follow(repeated, info, state)
         if not _is_to_explain(info):
             return self._guard.handle(info, state)
         finding = self._explained(info, state)
@@ -181,11 +182,34 @@ class ExplainingGuard:
         if self._repeated is not None and went_back and is_open and _reads_again(self._journal):
             # The checkpoint's limits: while the loss falls, the bad step's are lower.
             repeated, to_step = self._repeated, rollbacks[-1].to_step
-            self._look(lambda: repeated.begin(info, finding, state, to_step=to_step))
+            self._look(
+                lambda: repeated.begin(info, finding, state, to_step=to_step),
+                self._evidence.later_mark,
+                info.signals,
+            )
         return verdict
 
-    def _look(self, work: Callable[[], T]) -> T | Failure | None:
-        """Look for a cause; what fails is tried again at the next bad step. Collective."""
+    def _follow(self, repeated: RepeatedSteps, info: StepInfo, state: TrainState) -> None:
+        """Compare a recomputed step; the first that differs is looked into, unless that has ended
+        starts. Collective."""
+        compared = self._look(lambda: repeated.follow(info, state))
+        if callable(compared) and not self._journal.history.has_ended_starts(info.signals.step):
+            self._look(compared, self._evidence.later_mark, info.signals)
+
+    def _look(
+        self,
+        work: Callable[[], T],
+        mark: ObserverNote | None = None,
+        signals: StepSignals | None = None,
+    ) -> T | Failure | None:
+        """Look for a cause; what fails is tried again at the next bad step. Collective.
+
+        Args:
+            mark: for work that computes: notes the step of ``signals`` before it begins.
+        """
+        if mark is not None and signals is not None:
+            with mark.ended_after():
+                return self._look(partial(self._noted, work, mark, signals))
         result = self._observers.together(EXPLAIN, work, stays=True)
         if isinstance(result, Failure) and self._repeated is not None:
             self._repeated.stop()
@@ -222,22 +246,24 @@ class ExplainingGuard:
             earlier=self._earlier(info, state),
         )
         repeated = self._repeated
-        with self._reporter.stall("discarded"), self._evidence.mark.ended_after():
-            explained = self._look(lambda: self._noted(case, signals))
+        with self._reporter.stall("discarded"):
+            explained = self._look(lambda: self._replay.explain(case), self._evidence.mark, signals)
             finding = explained if isinstance(explained, Finding) else _not_explained(explained)
             if repeated is not None:
                 finding = repeated.blames_device(finding)
             if repeated is not None and came_again and finding.remedy is Remedy.go_back:
                 before, left = finding, self._rules.an_incident - finding.steps
-                rated = self._look(lambda: repeated.rate(info, state, before, most_steps=left))
+                rated = self._look(
+                    lambda: repeated.rate(info, state, before, most_steps=left),
+                    self._evidence.later_mark,
+                    signals,
+                )
                 finding = rated if isinstance(rated, Finding) else _not_rated(before, rated)
         return replace(finding, bundle=self._journal.num_lines)
 
-    def _noted(self, case: Case, signals: StepSignals) -> Finding:
-        self._observers.ranks.all_or_none(
-            "noting the step", lambda: self._evidence.mark.begin(signals)
-        )
-        return self._replay.explain(case)
+    def _noted(self, work: Callable[[], T], mark: ObserverNote, signals: StepSignals) -> T:
+        self._observers.ranks.all_or_none("noting the step", lambda: mark.begin(signals))
+        return work()
 
     def _earlier(self, info: StepInfo, state: TrainState) -> Earlier | None:
         """Computes with the weights of a clean checkpoint; None if loading it costs too much."""

@@ -1,18 +1,21 @@
-"""Notes on disk which step is being explained, so that its probes end no start for ever.
+"""Notes on disk for the next start, if this one ends in what only looks. Two kinds.
 
-A rank that fails alone between two collectives of an engine cannot meet the others: that start
-ends, and the next one meets the same bad step. One start may end there by chance, as by a kill,
-and must change nothing; after the second in a row the ladder decides on that step without probes.
+A rank that raises alone between two collectives of an engine cannot meet the others, so that start
+ends. The rank has left its last words: the next start leaves that observer out, and lets the ladder
+decide on a step that was being explained, without probes.
+
+A rank that dies in the probes of a step leaves no words. One start may end there by chance, as by a
+kill, and must change nothing; after the second in a row that step has no probes any more.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from runner.policy.decision.history import OBSERVER, Incident
+from runner.health.lost_peer import OWN, whose_fault
+from runner.policy.decision.history import ENDED_STARTS, EXPLAIN, OBSERVER, Incident
 from runner.policy.decision.signals import StepSignals
 from runner.system.error import LeaveError, Preempted
 from runner.system.files import read_bounded, write_json
@@ -22,21 +25,11 @@ _MOST_BYTES = 4096
 _MOST_STARTS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class _Note:
-    """``starts``: how many in a row have begun to explain this step, and not finished."""
-
-    step: int
-    start: int
-    stop: int
-    starts: int
-
-
-class ProbeMark:
-    """The note of one run directory.
+class ObserverNote:
+    """A journal line that the next start may have to write.
 
     Args:
-        path: the file; None on all ranks but 0, which neither read nor write.
+        path: the file; None for a rank without one, which neither reads nor writes.
         check: raises if another incarnation owns the directory.
     """
 
@@ -50,14 +43,17 @@ class ProbeMark:
         Raises:
             OSError: it cannot be written.
         """
-        if self._path is None:
-            return
-        before = self._read()
+        before = self.read()
         is_again = before is not None and before.step == signals.step
-        starts = 1 + (before.starts if before is not None and is_again else 0)
-        self._check()
-        note = _Note(signals.step, signals.start, signals.stop, starts)
-        write_json(self._path, asdict(note), indent=None)
+        starts = 1 + (before.detail[ENDED_STARTS] if before is not None and is_again else 0)
+        why = f"the {starts} starts before ended in it" if starts >= _MOST_STARTS else ""
+        self._write(_line(EXPLAIN, signals.step, why, starts, (signals.start, signals.stop)))
+
+    def write(self, observer: str, step: int, error: Exception, why: str) -> None:
+        """See :class:`runner.distributed.observers.LastWords`."""
+        if whose_fault(error) == OWN:  # it may only have lost contact with one that was killed
+            with contextlib.suppress(OSError):
+                self._write(_line(observer, step, f"{why}; the start before ended in it", 1))
 
     @contextlib.contextmanager
     def ended_after(self) -> Iterator[None]:
@@ -75,27 +71,33 @@ class ProbeMark:
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)
 
-    def incident(self) -> Incident | None:
-        """The journal's line if two starts in a row have ended in the probes of one step."""
-        note = self._read()
-        if note is None or note.starts < _MOST_STARTS:
-            return None
-        return Incident(
-            kind=OBSERVER,
-            step=note.step,
-            decision="the ladder decides on this step without probes",
-            reason=f"explaining step {note.step}: not tried: "
-            f"the {note.starts} starts before ended in it",
-            samples=(note.start, note.stop),
-            detail={"observer": "explain", "ended_starts": note.starts},
-        )
+    def _write(self, line: Incident) -> None:
+        if self._path is not None:
+            self._check()
+            write_json(self._path, line.to_json(), indent=None)
 
-    def _read(self) -> _Note | None:
+    def read(self) -> Incident | None:
+        """The note, without a reason if it decides nothing; None if there is none of ours."""
         if self._path is None:
             return None
         try:
-            tree = parse_json(read_bounded(self._path, _MOST_BYTES))
-            note = _Note(**tree)
-        except (OSError, ValueError, TypeError, RecursionError):
+            line = Incident.from_json(parse_json(read_bounded(self._path, _MOST_BYTES)))
+        except (OSError, ValueError, TypeError, LookupError, RecursionError):
             return None
-        return note if all(type(value) is int for value in asdict(note).values()) else None
+        return line if type(line.detail.get(ENDED_STARTS)) is int else None
+
+
+def _line(
+    observer: str, step: int, why: str, starts: int, samples: tuple[int, int] | None = None
+) -> Incident:
+    """``why``: empty if nothing is decided yet."""
+    is_step = observer == EXPLAIN
+    what = f"explaining step {step}" if is_step else observer
+    return Incident(
+        kind=OBSERVER,
+        step=step,
+        decision=f"{'the ladder decides on this step' if is_step else 'go on'} without it",
+        reason=f"{what}: not tried: {why}" if why else "",
+        samples=samples,
+        detail={"observer": observer, ENDED_STARTS: starts},
+    )

@@ -22,7 +22,7 @@ from runner.engine.protocol import Engine, LocalSums, MicroStep, Shard
 from runner.engine.randomness import same_randomness
 from runner.explain.module_watch import ModuleWatch, first_bad, largest_by_module
 from runner.explain.reading import Reading, Row, Share
-from runner.health.checks import checksum
+from runner.health.checks import differing_copies
 from runner.health.heartbeat import Heartbeat
 from runner.health.preemption import StopLook
 from runner.system.error import RankError
@@ -184,12 +184,7 @@ class Bench:
 
     def copies_differ(self) -> bool:
         """Whether copies of the same weights differ between ranks. Collective."""
-        group, tensors = self._engine.replicated()
-        pairs = {
-            (int(group_id), str(pairs))
-            for group_id, pairs in self._ranks.gather([group, checksum(tensors)])
-        }
-        return len(pairs) > len({group_id for group_id, _ in pairs})
+        return bool(differing_copies(self._engine, self._ranks))
 
     def strayed_weights(self) -> list[str]:
         """Parameters with one element far too large compared with all others. Collective."""

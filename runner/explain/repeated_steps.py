@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from runner.explain.bundle import Bundles
 from runner.explain.clean_weights import CleanWeights
@@ -104,20 +105,21 @@ class RepeatedSteps:
             fallback=None,
         )
 
-    def follow(self, info: StepInfo, state: TrainState) -> None:
-        """Compare the next attempted step."""
+    def follow(self, info: StepInfo, state: TrainState) -> Callable[[], None] | None:
+        """Compare the next attempted step; returns what is left to compute for a conclusion."""
         if self._comparison is None or info.unreadable or info.batch is None:
-            return
+            return None
         now = Recorded.of(info.signals, info.learning_rate)
         self._test_device(now)
         outcome = self._comparison.compare(now, gated=info.signals.gated)
         if outcome is None:
-            return
+            return None
         comparison, self._comparison = self._comparison, None
         if outcome is Outcome.repeated:
             state.came_again = comparison.bad
         elif outcome is Outcome.differs:
-            self._conclude(comparison.recorded[now.step], now)
+            return partial(self._conclude, comparison.recorded[now.step], now)
+        return None
 
     def _test_device(self, now: Recorded) -> None:
         """Blame a device, though none can be named, if neither weights nor samples can be at fault.

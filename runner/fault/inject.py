@@ -97,7 +97,7 @@ class FaultInjector:
                 _end(fault)
 
     def in_observer(self, name: str, call: int) -> None:
-        """Raise in what only looks, when a fault says so before this exchange of its."""
+        """End or freeze this rank in what only looks, when a fault says so before this exchange."""
         for fault in self._faults:
             is_due = fault.observer == name and fault.call == call
             if is_due and fault.is_due(self._step, self._rank) and self._fires_first_time(fault):

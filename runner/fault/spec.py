@@ -18,12 +18,11 @@
     kill@step=30,rank=0              SIGKILL
     abort@step=30,rank=0             SIGABRT, as a failed assertion in C++ gives
     raise@step=30,rank=0             an exception
-    raise@observer=explain,step=30,rank=0,call=2
-                                     an exception in what only looks, before its second exchange
-                                     with other ranks; 0: as it begins
     stop@step=30,rank=1              SIGSTOP: the whole process freezes
     hang@step=30,rank=1              the training thread stops moving
-        each with at=POINT: fetch (default), forward, backward, agree, apply, save, rollback
+        each with at=POINT: fetch (default), forward, backward, agree, apply, save, rollback;
+        or with observer=explain,call=2: in what only looks, before its second exchange with other
+        ranks; 0: as it begins
     skip_collective@step=30,rank=1   the rank leaves the step's all-reduce out
     other_collective@step=30,rank=1  it enters a broadcast instead
     other_shape@step=30,rank=1       it hands over one number more
@@ -85,8 +84,7 @@ ENDINGS = ("kill", "abort", "raise", "stop", "hang")
 LASTING = ("slow", "no_break", "sticky", "wrong", "wrong_grad", "oom", "overflow")
 POINTS = ("fetch", "forward", "backward", "agree", "apply", "save", "rollback")
 _OPTIONAL = {
-    **{kind: {"rank", "at"} for kind in ENDINGS},
-    "raise": {"rank", "at", "observer", "call"},
+    **{kind: {"rank", "at", "observer", "call"} for kind in ENDINGS},
     "spike": {"scale"},
     "poison": set[str](),
     "corrupt_checkpoint": set[str](),

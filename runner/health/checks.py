@@ -141,18 +141,20 @@ class ReplicaInspector:
         self._ranks = ranks
         self._engine = engine
         self._report = report
-        self._distrust = distrust
+        self.distrust = distrust
         self._next_serial = next_serial
         self._good_step = good_step
 
-    def look(self, step: int) -> None:
+    def look(self, step: int, good_step: int = 0) -> None:
         """
+        Args:
+            good_step: a step at which they were equal as well.
+
         Raises:
             LeaveError: copies differ; the ranks are named. All ranks raise it.
         """
-        copy, tensors = self._engine.replicated()
-        sums = self._ranks.gather([copy, checksum(tensors)])
-        odd = odd_ones([(int(group), str(value)) for group, value in sums])
+        odd = differing_copies(self._engine, self._ranks)
+        self._good_step = max(self._good_step, good_step)
         if not odd:
             self._good_step = step
             return
@@ -171,8 +173,15 @@ class ReplicaInspector:
                 detail={"good_step": self._good_step, "next_serial": self._next_serial()},
             )
         )
-        self._distrust(self._good_step)
+        self.distrust(self._good_step)
         raise LeaveError(reason)
+
+
+def differing_copies(engine: Engine, ranks: Ranks) -> list[int]:
+    """The ranks whose copy of replicated state differs: see :func:`odd_ones`. Collective."""
+    copy, tensors = engine.replicated()
+    sums = ranks.gather([copy, checksum(tensors)])
+    return odd_ones([(int(group), str(value)) for group, value in sums])
 
 
 def checksum(tensors: Sequence[torch.Tensor]) -> str:

@@ -87,14 +87,14 @@ def named(computed: Sequence[ByRank], opinions: Sequence[Opinion]) -> tuple[int,
     return tuple(unsteady) if len(unsteady) == 1 else ()
 
 
-def changed_rank(before: ByRank, again: ByRank, *, exactly: bool) -> int | None:
-    """The only rank whose numbers are no longer what they were; None if none or several changed."""
+def changed_ranks(before: ByRank, again: ByRank, *, exactly: bool) -> tuple[int, ...]:
+    """The ranks whose numbers are no longer what they were; empty if none or all changed."""
     changed = [
         rank
         for rank, (then, now) in enumerate(zip(before, again, strict=True))
         if not _alike(then[1], now[1], exactly=exactly)
     ]
-    return changed[0] if len(changed) == 1 else None
+    return tuple(changed) if len(changed) < len(before) else ()
 
 
 def differing(own: Mapping[str, Any], other: Mapping[str, Any], *, exactly: bool) -> str:

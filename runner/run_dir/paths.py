@@ -63,7 +63,6 @@ class RunDir:
         self.incidents = out / "incidents"
         self.explanations = out / "explanations"
         self.run_id = out / "run_id"
-        self.probe_mark = self.debug / "explaining.json"
         self.pretrained = out / "pretrained"
 
     def stored_summary(self) -> dict[str, Any] | None:
@@ -86,6 +85,10 @@ class RunDir:
         before = self.incident(number)
         folder = self.explanations / before.name
         return folder if folder.exists() or not before.exists() else before
+
+    def observer_note(self, name: str | int) -> Path:
+        """What a start leaves that ends in an observer; by rank, or what was explained."""
+        return self.debug / f"observer-{name}.json"
 
     def attempts(self, tracker: str) -> Path:
         """The file with the number of steps attempted so far, for a tracker."""

@@ -25,7 +25,7 @@ from runner.policy.retention.records import Tier
 from runner.run_dir.time_account import Past
 from runner.session import parts
 from runner.session.actors import Watchers, make_actors, make_loop
-from runner.session.explaining import note_ended_starts
+from runner.session.explaining import note_ended_starts, observer_note
 from runner.session.layers import SPIKES, Columns, make_layers, spike_score
 from runner.session.memory_line import memory_line
 from runner.session.optim import rules_matched
@@ -63,6 +63,7 @@ def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
         report=opened.written.report,
         recover=machinery.engine.recover,
         inject=machinery.faults.in_observer,
+        last_words=observer_note(opened, group.place.rank),
     )
     observers.step = resumed.step
     if is_to_train:
@@ -94,7 +95,7 @@ def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
         lambda line: observers.alone("resume check", lambda: check.applied(line), None)
     )
     opened.written.journal.add(start)
-    note_ended_starts(opened)
+    note_ended_starts(opened, observers)
     if lease.config.debug.check_devices:
         _check_devices(opened, machinery.faults, resumed.step)
     observers.together(

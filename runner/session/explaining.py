@@ -8,15 +8,16 @@ from runner.config.schema import GuardConfig
 from runner.data.cursor import Indices, SampleStream
 from runner.data.feed import named_samples
 from runner.data.mixture import MixtureOrder
+from runner.distributed.observers import Observers
 from runner.explain.bundle import Bundles
 from runner.explain.clean_weights import CleanWeights
 from runner.explain.explaining_guard import Evidence, ExplainingGuard, ExplainRules
-from runner.explain.mark import ProbeMark
+from runner.explain.mark import ObserverNote
 from runner.explain.probe import Bench
 from runner.explain.rate_probe import RateProbe
 from runner.explain.repeated_steps import RepeatedSteps
 from runner.explain.replay import Replay
-from runner.policy.decision.history import Incident
+from runner.policy.decision.history import EXPLAIN, Incident
 from runner.policy.decision.repeated_steps import Recorded, from_rows, recorded_in
 from runner.policy.decision.signals import StepSignals
 from runner.policy.decision.skip_ledger import Ledger
@@ -67,26 +68,35 @@ def explaining_guard(
             observers=actors.observers,
             bundles=bundles,
             incarnation=opened.lease.run_lease.number,
-            mark=_mark(opened),
+            mark=observer_note(opened, "explain"),
+            later_mark=observer_note(opened, "later"),
         ),
         repeated_steps=_repeated_steps(opened, machinery, actors, replay, bundles),
     )
 
 
-def note_ended_starts(opened: Opened) -> None:
-    """Journal the step whose probes have ended the starts before this one. Collective."""
-    group, mark = opened.group, _mark(opened)
-    own = mark.incident()
-    line = group.ranks.from_first(own.to_json() if own is not None else None)
-    if line is not None:
-        opened.written.report(Incident.from_json(line))
-        mark.remove()
-
-
-def _mark(opened: Opened) -> ProbeMark:
+def note_ended_starts(opened: Opened, observers: Observers) -> None:
+    """Leave out, and journal, what has ended the starts before this one. Collective."""
     group = opened.group
-    path = group.run_dir.probe_mark if group.is_first else None
-    return ProbeMark(path, opened.lease.run_lease.check)
+    paths = sorted(group.run_dir.debug.glob(group.run_dir.observer_note("*").name))
+    notes = [ObserverNote(path) for path in paths if group.is_first]
+    read = [(note, line) for note in notes if (line := note.read()) is not None]
+    ended = {line.detail["observer"]: line.to_json() for _, line in read if line.reason}
+    for name, line in group.ranks.from_first(ended).items():
+        opened.written.report(Incident.from_json(line))
+        if name != EXPLAIN:
+            observers.leave_out(name)
+    for note, line in read:
+        if line.detail["observer"] in ended:
+            note.remove()
+
+
+def observer_note(opened: Opened, name: str | int) -> ObserverNote:
+    """A note of this rank; those that have a name are rank 0's."""
+    group = opened.group
+    is_ours = group.is_first or isinstance(name, int)
+    path = group.run_dir.observer_note(name) if is_ours else None
+    return ObserverNote(path, opened.lease.run_lease.check)
 
 
 def _repeated_steps(

@@ -79,7 +79,7 @@ def inspections(opened: Opened, machinery: Machinery, resumed: Resumed, used: Pa
         good_step=resumed.step,
     )
 
-    result = observers.together(AUDIT, lambda: _auditor(opened, machinery, resumed, used))
+    result = observers.together(AUDIT, lambda: _auditor(opened, machinery, resumed, used, replicas))
     auditor = result if isinstance(result, Auditor) else None
 
     def is_audit_due(updates: int) -> bool:
@@ -102,7 +102,13 @@ def inspections(opened: Opened, machinery: Machinery, resumed: Resumed, used: Pa
     return Inspections(look=inspect_ranks, is_due=is_due)
 
 
-def _auditor(opened: Opened, machinery: Machinery, resumed: Resumed, used: Parts) -> Auditor | None:
+def _auditor(
+    opened: Opened,
+    machinery: Machinery,
+    resumed: Resumed,
+    used: Parts,
+    replicas: ReplicaInspector,
+) -> Auditor | None:
     """Make the audit for silent data corruption; None if it is off."""
     group, lease, ranks = opened.group, opened.lease, used.observers.ranks
     config, stop = lease.config, group.stop_look.through(ranks)
@@ -139,7 +145,7 @@ def _auditor(opened: Opened, machinery: Machinery, resumed: Resumed, used: Parts
             is_saved=used.saves.is_due_on_disk,
         ),
         report=opened.written.report,
-        distrust=machinery.ring.distrust_after,
+        replicas=replicas,
     )
     auditor.begin(resumed.step)
     return auditor

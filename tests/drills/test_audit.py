@@ -61,6 +61,34 @@ def test_a_silent_fault_in_the_gradient_of_one_weight_is_found_and_named(
     assert not hit.journal("discard")
 
 
+@pytest.mark.twin
+def test_a_copy_of_the_weights_that_differs_is_no_device(tmp_path: Path) -> None:
+    """The run goes back to before the last audit in which all agreed."""
+    words = (*SMALL, "parallel=ddp", "batch.global_size=12", "checkpoint.every=5")
+    words = (*words, "checkpoint.clean_after=3", f"debug.audit_every={EVERY}")
+    quiet = "debug.replica_check_every=0"
+    hit = train(
+        tmp_path / "hit", *words, quiet, "faults=[flip_bit@step=7,rank=1]", ranks=3, restarts=1
+    )
+    assert hit.code == 0 and not hit.journal("audit"), hit.tail
+    (line,) = hit.journal("replica_mismatch")
+    assert (line["step"], line["ranks"]) == (10, [1]) and "it was equal at step 5" in line["reason"]
+    assert hit.journal("start")[1]["step"] == 5, hit.tail
+    clean = train(tmp_path / "clean", *words, quiet, ranks=3)
+    assert hit.digest == clean.digest
+
+
+def test_of_four_ranks_two_that_differ_alike_are_named(tmp_path: Path) -> None:
+    """Two against two: the weights that all agreed on decide."""
+    words = (*SMALL, "batch.global_size=12", f"debug.audit_every={EVERY}")
+    wrong = "faults=['wrong@step=7,rank=1','wrong@step=7,rank=3']"
+    hit = train(tmp_path / "hit", *words, wrong, ranks=4)
+    assert hit.code == 0, hit.tail
+    (line,) = hit.journal("audit")
+    assert line["step"] == 10 and line["ranks"] == [1, 3], line
+    assert "they no longer give the bits on which all agreed then" in line["reason"]
+
+
 FULL = pytest.mark.full
 OFTEN = "checkpoint.clean_after=3"
 GRADIENT = "wrong_grad@step=7,module=blocks.0.ffn.down"

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from runner.run_dir.paths import RunDir
-from tests.run import TWO_LAYERS, Result, finish, train
+from tests.drills.compare import assert_same_end
+from tests.run import TWO_LAYERS, Result, finish, skip_override, train
 
 # Where each observer raises: the step, and before which of its exchanges between ranks.
 AT = {
@@ -112,19 +113,67 @@ def test_every_observer_is_in_the_drill() -> None:
     assert named == AT.keys()
 
 
-def test_a_probe_that_ends_two_starts_is_not_begun_again(tmp_path: Path) -> None:
-    """One rank raises between two gathers of parameters, where it can meet the others nowhere."""
-    hit = train(
-        tmp_path / "hit",
-        *("model._target_=tests.sick.Net", "model.how=probe", "model.bad=[1]", "model.since=13"),
-        *("guard.remedy=verdict", "eval.every=0", "steps=40", "parallel.timeout_seconds=5"),
-        "faults=[poison@samples=1030]",
-        restarts=2,
-    )
+ALONE = (
+    *("model._target_=tests.sick.Net", "model.bad=[1]", "guard.remedy=verdict", "eval.every=0"),
+    *("steps=40", "parallel.timeout_seconds=5", "checkpoint.every=5"),
+)
+SAID = "not tried: rank 1: RuntimeError: no probes on this device; the start before ended in it"
+
+
+@pytest.mark.twin
+def test_a_probe_that_raises_on_one_rank_alone_ends_one_start(tmp_path: Path) -> None:
+    """Between two gathers of parameters, where it can meet the others nowhere."""
+    told = ("model.how=in explain", "model.since=13", "faults=[poison@samples=1030]")
+    hit = train(tmp_path / "hit", *ALONE, *told, restarts=2)
     assert hit.code == 0 and hit.summary["status"] == "done", hit.tail
-    assert len(hit.journal("start")) == 3, hit.tail
+    assert len(hit.journal("start")) == 2, hit.tail
     (line,) = hit.journal("observer")
-    assert line["step"] == 32 and "the 2 starts before ended in it" in line["reason"], line
+    assert line["step"] == 32 and line["reason"] == f"explaining step 32: {SAID}"
     ((first, stop),) = hit.summary["skipped"]
     assert first <= 1030 < stop and len(hit.journal("discard")) == 1, hit.tail
-    assert not RunDir(hit.out).probe_mark.exists()
+    assert not [*RunDir(hit.out).debug.glob("*.json")]
+
+
+@pytest.mark.twin
+def test_an_audit_that_raises_on_one_rank_alone_is_left_out(tmp_path: Path) -> None:
+    told = ("model.how=in audit", "model.since=13", "debug.audit_every=7")
+    hit = train(tmp_path / "hit", *ALONE, *told, restarts=2)
+    assert hit.code == 0 and hit.summary["status"] == "done", hit.tail
+    assert len(hit.journal("start")) == 2, hit.tail
+    (line,) = hit.journal("observer")
+    assert line["step"] == 14 and line["reason"] == f"audit: {SAID}"
+
+
+@pytest.mark.full
+def test_a_probe_after_a_rollback_that_raises_on_one_rank_alone_ends_one_start(
+    tmp_path: Path,
+) -> None:
+    """Weights that were spoilt have it go back; what is known of them is computed after that."""
+    hit = train(tmp_path / "hit", *ALONE, "model.how=in begin", restarts=2)
+    assert hit.code == 0 and hit.summary["status"] == "done", hit.tail
+    assert len(hit.journal("start")) == 2 and hit.summary["skipped"] == [], hit.tail
+    (back,) = hit.journal("rollback")
+    assert (back["step"], back["detail"]["cause"]["remedy"]) == (33, "go back")
+    (line,) = hit.journal("observer")
+    assert line["step"] == 33 and line["reason"] == f"explaining step 33: {SAID}"
+
+
+@pytest.mark.parametrize(
+    ("fault", "step", "call"),
+    [
+        ("poison@samples=1030", 32, 3),
+        pytest.param("overflow@step=28-30,module=blocks.1.ffn", 28, 9, marks=pytest.mark.full),
+    ],
+)
+def test_a_kill_inside_an_explanation_changes_nothing(
+    tmp_path: Path, fault: str, step: int, call: int
+) -> None:
+    settings = ("guard.remedy=verdict", "checkpoint.every=5", TWO_LAYERS)
+    kill = f"kill@observer=explain,step={step},rank=1,call={call}"
+    hit = finish(tmp_path / "hit", *settings, f"faults=['{fault}','{kill}']", restarts=1)
+    assert hit.summary["restarts"] == 1 and not hit.journal("observer"), hit.tail
+    skipped = hit.summary["skipped"]
+    assert skipped == ([[1030, 1031]] if "poison" in fault else [])
+    told = skip_override(skipped) if skipped else f"faults=['{fault}']"
+    assert_same_end(hit, finish(tmp_path / "told", *settings, told))
+    assert not [*RunDir(hit.out).debug.glob("*.json")]

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from runner.explain import clean_weights
-from runner.explain.agreed_numbers import AgreedNumbers
+from runner.explain.agreed_numbers import AgreedNumbers, Changed
 from runner.explain.audit import Auditor, AuditRules
 from runner.explain.same_batch import OwnGradients, SameBatch
-from runner.policy.odd_ranks import Opinion, changed_rank, named, opinion_on
+from runner.policy.odd_ranks import Opinion, changed_ranks, named, opinion_on
 from runner.policy.retention.records import Record, State
 
 GOOD, BAD, WORSE = [1.0, 2.0], [1.0, 2.0000000001], [1.5, 2.0]
@@ -70,19 +70,20 @@ def test_who_is_named(rounds: list[tuple[list[float], ...]], ranks: tuple[int, .
 
 
 @pytest.mark.parametrize(
-    ("again", "rank"),
+    ("again", "ranks"),
     [
-        ((GOOD, BAD), 1),
-        ((WORSE, GOOD), 0),
-        ((GOOD, GOOD), None),
-        ((WORSE, WORSE), None),
-        ((BAD, WORSE), None),
+        ((GOOD, BAD), (1,)),
+        ((WORSE, GOOD), (0,)),
+        ((GOOD, GOOD), ()),
+        ((WORSE, WORSE), ()),
+        ((BAD, WORSE), ()),
+        ((BAD, GOOD, BAD, GOOD), (0, 2)),
     ],
 )
-def test_of_two_the_one_is_named_that_alone_has_changed(
-    again: tuple[list[float], ...], rank: int | None
+def test_those_are_named_that_have_changed_unless_all_have(
+    again: tuple[list[float], ...], ranks: tuple[int, ...]
 ) -> None:
-    assert changed_rank(told(GOOD, GOOD), told(*again), exactly=True) == rank
+    assert changed_ranks(told(*[GOOD] * len(again)), told(*again), exactly=True) == ranks
 
 
 class Ring:
@@ -129,7 +130,7 @@ def test_the_newest_agreement_whose_checkpoint_is_there_is_computed_again() -> N
     by_rank[1][1] = BAD
     changed = numbers.changed(batches)
     assert ring.loaded == [2, 2], "the checkpoint of step 30 is not on disk yet"
-    assert changed is not None and (changed.rank, changed.step) == (1, 10)
+    assert changed is not None and (changed.ranks, changed.step) == ((1,), 10)
     ring.records.append(Record(serial=4, step=30, cursor=30, state=State.committed))
     assert numbers.changed(batches) is not None and ring.loaded[-1] == 4
     other: Any = [SimpleNamespace(shape=[1, 8])]
@@ -207,17 +208,29 @@ def test_reading_samples_again_leaves_no_trace_in_any_generator() -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "good_step", "ranks", "words"),
+    ("numbers", "good_step", "ranks", "words", "changed"),
     [
-        ((GOOD, BAD), 5, (0, 1), "ranks 0 and 1 give different bits"),
-        ((GOOD, BAD, GOOD, BAD), 5, (0, 1, 2, 3), "ranks 0 = 2 and 1 = 3 give different bits"),
-        ((GOOD, BAD, BAD, GOOD, GOOD), 5, (1, 2), "ranks 1 = 2 give other bits than most"),
-        ((GOOD, BAD, GOOD), 5, (1,), "all ranks agreed at step 5"),
-        ((GOOD, BAD, GOOD), 0, (1,), "no audit since the start at step 0 found all ranks agreed"),
+        ((GOOD, BAD), 5, (0, 1), "ranks 0 and 1 give different bits", ()),
+        ((GOOD, BAD, GOOD, BAD), 5, (0, 1, 2, 3), "ranks 0 = 2 and 1 = 3 give different bits", ()),
+        (
+            *((GOOD, BAD, GOOD, BAD), 5, (1, 3)),
+            "ranks 1 on node0 and 3 on node0 give other bits than the others for the same "
+            "micro-batch, 3 times of 3; with the weights of the checkpoint of step 0 they no "
+            "longer give the bits on which all agreed then, and the others do: their devices "
+            "silently compute wrongly; all ranks agreed at step 5",
+            (1, 3),
+        ),
+        ((GOOD, BAD, BAD, GOOD, GOOD), 5, (1, 2), "ranks 1 = 2 give other bits than most", ()),
+        ((GOOD, BAD, GOOD), 5, (1,), "all ranks agreed at step 5", ()),
+        ((GOOD, BAD, GOOD), 0, (1,), "no audit since the start at step 0 found all ranks", ()),
     ],
 )
 def test_what_an_audit_says(
-    numbers: tuple[list[float], ...], good_step: int, ranks: tuple[int, ...], words: str
+    numbers: tuple[list[float], ...],
+    good_step: int,
+    ranks: tuple[int, ...],
+    words: str,
+    changed: tuple[int, ...],
 ) -> None:
     one: Any = SimpleNamespace
     reports: list[Any] = []
@@ -227,9 +240,12 @@ def test_what_an_audit_says(
         ranks=one(gather=lambda value: [value] * len(numbers)),
         heart=one(),
         rules=AuditRules(every=5, until=100, host="node0", incarnation=1),
-        agreed=one(changed=lambda batches: None, keep_from_before=lambda step: None),
+        agreed=one(
+            changed=lambda batches: Changed(ranks=changed, step=0) if changed else None,
+            keep_from_before=lambda step: None,
+        ),
         report=reports.append,
-        distrust=lambda step: None,
+        replicas=one(look=lambda step, good_step: None),
     )
     auditor.begin(0)
     auditor._good_step = good_step
@@ -266,7 +282,7 @@ def test_audits_take_the_samples_of_each_rank_in_turn() -> None:
         rules=AuditRules(every=5, until=100, host="", incarnation=1),
         agreed=one(newest_step=None),
         report=lambda incident: None,
-        distrust=lambda step: None,
+        replicas=one(),
     )
     for updates in range(5, 35, 5):
         auditor.look(updates)

@@ -17,6 +17,8 @@ from runner.policy.retention.records import Record
 from runner.policy.schedule import RateCut
 
 OBSERVER = "observer"
+EXPLAIN = "explain"  # the observer
+ENDED_STARTS = "ended_starts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +209,10 @@ class History:
     def has_ended_starts(self, step: int) -> bool:
         """Whether the probes of this step have ended starts, so that it has none any more."""
         return any(
-            one.kind == OBSERVER and one.step == step and "ended_starts" in one.detail
+            one.kind == OBSERVER
+            and one.step == step
+            and one.detail["observer"] == EXPLAIN
+            and ENDED_STARTS in one.detail
             for one in self.incidents
         )
 
