@@ -1,6 +1,6 @@
 """The state of a user's loop as shards of the ring: staging, exchange between ranks, assembly.
 
-The checkpoint's ``train_state`` has dtype, shape and sharding of each tensor by name, so that a
+The checkpoint's ``train_state`` has type, shape and sharding of each tensor by name, so that a
 checkpoint can be loaded before the tensors exist. If several ranks hold the same values, each saves
 a part, and they exchange the parts at a load.
 """
@@ -16,19 +16,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from runner.checkpoint.dtypes import ITEM_SIZES
 from runner.distributed.agreement import Ranks
+from runner.embed import lanes
 from runner.embed.codec import dtype_of
-from runner.embed.fp32_encoding import decode, encode, lanes_per_element
 from runner.embed.geometry import Geometry, geometry, local
 
-_BUCKET = 1 << 24  # lanes that ranks exchange at a time
+_BUCKET_BYTES = 1 << 26  # that ranks exchange at a time
 
 
 @dataclass(slots=True)
 class TensorSlice:
-    """This rank's slice of one tensor, as FP32 lanes for the ring.
+    """This rank's slice of one tensor, in the type in which the ring stores its elements.
 
-    ``read`` returns the slice of the live tensor; ``staged`` holds lanes that are being loaded.
+    ``read`` returns the slice of the live tensor; ``staged`` holds elements that are being loaded.
+    Of types that the ring does not know (complex, rare FP8) each element takes ``width`` elements
+    of ``element_type``.
     """
 
     name: str
@@ -36,30 +39,65 @@ class TensorSlice:
     start: int
     geometry: Geometry
     dtype: torch.dtype
+    element_type: torch.dtype
+    width: int
+    is_old: bool
     read: Callable[[], torch.Tensor] | None = None
     staged: torch.Tensor | None = None
-    element_type: torch.dtype = torch.float32  # of ``local``
 
     @property
     def local(self) -> torch.Tensor:
-        """FP32 1-D: the lanes that this rank saves or loads."""
-        width = lanes_per_element(self.dtype)
-        first, size = (number * width for number in self.geometry.own)
+        """1-D, of ``element_type``: what this rank saves or loads."""
+        first, size = (number * self.width for number in self.geometry.own)
         if self.staged is not None:
             return self.staged[first : first + size]
         assert self.read is not None
-        return encode(self.read())[first : first + size]
+        return self.read().contiguous().reshape(-1).view(self.element_type)[first : first + size]
+
+    def stage(self) -> None:
+        """Allocate memory for a load."""
+        self.staged = torch.zeros(self.geometry.count * self.width, dtype=self.element_type)
+
+    def loaded(self) -> torch.Tensor:
+        """1-D, of ``dtype``: the elements that were loaded."""
+        assert self.staged is not None
+        if self.is_old:
+            return lanes.decode(self.staged, self.dtype)
+        return self.staged.view(self.dtype)
+
+    def entry(self, like: str | None, home: str) -> list[Any]:
+        """Of this tensor in a checkpoint's ``train_state``.
+
+        Args:
+            like: name of the tensor that is sharded alike; None: not sharded.
+            home: what :func:`home_of` returns, or another mark.
+        """
+        return [str(self.dtype).removeprefix("torch."), list(self.geometry.shape), like, home]
 
 
-def tensor_slice(name: str, dtype: torch.dtype, where: Geometry) -> TensorSlice:
-    width = lanes_per_element(dtype)
-    first, _ = where.own
+def tensor_slice(
+    name: str, dtype: torch.dtype, where: Geometry, *, is_old: bool = False
+) -> TensorSlice:
+    """
+    Args:
+        is_old: the checkpoint is from before elements were stored in their own type.
+    """
+    element_type, width = dtype, 1
+    if is_old:
+        element_type, width = torch.float32, lanes.lanes_per_element(dtype)
+    elif dtype.is_complex:
+        element_type, width = dtype.to_real(), 2
+    elif str(dtype).removeprefix("torch.") not in ITEM_SIZES:
+        element_type, width = torch.uint8, dtype.itemsize
     return TensorSlice(
         name=name,
         shape=where.shape if width == 1 else (*where.shape, width),
-        start=(where.start + first) * width,
+        start=(where.start + where.own[0]) * width,
         geometry=where,
         dtype=dtype,
+        element_type=element_type,
+        width=width,
+        is_old=is_old,
     )
 
 
@@ -119,9 +157,9 @@ class StagedState:
         self._loading, self._stored_tensors = {}, dict(tensors)
         for name, (dtype, shape, like, home) in sorted(tensors.items()):
             where = self._geometry_for(name, shape, like, home)
-            slice_ = tensor_slice(name, dtype_of(dtype), where)
-            slice_.staged = torch.zeros(where.count * lanes_per_element(slice_.dtype))
-            self._loading[name] = slice_
+            is_old = lanes.is_type_of_lanes(dtype)
+            self._loading[name] = tensor_slice(name, dtype_of(dtype), where, is_old=is_old)
+            self._loading[name].stage()
         self._slices = list(self._loading.values())
 
     def _geometry_for(
@@ -143,40 +181,30 @@ class StagedState:
 
     def finish_load(self, update_counts: Mapping[str, int]) -> None:
         """Exchange the parts that the ranks have read. Collective."""
-        bucket: list[TensorSlice] = []
-        groups: dict[int, dist.ProcessGroup | None] = {}
-        for slice_ in self._loading.values():
-            groups[id(slice_.geometry.group)] = slice_.geometry.group
-        for key, group in groups.items():
-            lanes = 0
-            for slice_ in self._loading.values():
-                if slice_.geometry.copies > 1 and id(slice_.geometry.group) == key:
-                    bucket.append(slice_)
-                    lanes += slice_.geometry.count * lanes_per_element(slice_.dtype)
-                    if lanes >= _BUCKET:
+        shared = [one for one in self._loading.values() if one.geometry.copies > 1]
+        for group in {id(one.geometry.group): one.geometry.group for one in shared}.values():
+            bucket: list[torch.Tensor] = []
+            for slice_ in shared:
+                if slice_.geometry.group is group and slice_.staged is not None:
+                    bucket.append(slice_.staged.view(torch.uint8))
+                    if sum(map(len, bucket)) >= _BUCKET_BYTES:
                         self._exchange(bucket, group)
-                        bucket, lanes = [], 0
+                        bucket = []
             self._exchange(bucket, group)
-            bucket = []
 
-    def _exchange(self, slices: Sequence[TensorSlice], group: dist.ProcessGroup | None) -> None:
-        if not slices:
+    def _exchange(self, parts: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+        """Each byte comes from one rank and is 0 on the others."""
+        if not parts:
             return
-        staged = [place.staged for place in slices if place.staged is not None]
-        # Summed as integers, because 0.0 + -0.0 would lose the sign.
-        packed = torch.cat([lanes.view(torch.int32) for lanes in staged]).to(self.device)
+        packed = torch.cat(list(parts)).to(self.device)
         dist.all_reduce(packed, group=group)
-        packed = packed.cpu()
-        offset = 0
-        for lanes in staged:
-            lanes.copy_(packed[offset : offset + len(lanes)].view(torch.float32))
-            offset += len(lanes)
+        for part, summed in zip(parts, torch.split(packed.cpu(), [*map(len, parts)]), strict=True):
+            part.copy_(summed)
 
     def _loaded(self, name: str, like: torch.Tensor | None) -> torch.Tensor:
         """A new tensor with the loaded values: of the stored shape, or sharded like ``like``."""
-        place, (_, shape, _, home) = self._loading[name], self._stored_tensors[name]
-        assert place.staged is not None
-        values = decode(place.staged, place.dtype)
+        _, shape, _, home = self._stored_tensors[name]
+        values = self._loading[name].loaded()
         if like is not None:
             own = local(like)
             values = values.to(own.device).view(own.shape)
@@ -195,10 +223,8 @@ class StagedState:
         return values.view(tuple(shape)).to(device)
 
     def _fill(self, live: torch.Tensor, name: str) -> None:
-        place = self._loading[name]
-        assert place.staged is not None
         own = local(live)
-        own.copy_(decode(place.staged, place.dtype).view(own.shape))
+        own.copy_(self._loading[name].loaded().view(own.shape))
 
 
 def home_of(tensor: torch.Tensor) -> str:

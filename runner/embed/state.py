@@ -17,9 +17,9 @@ from runner.distributed.agreement import Ranks
 from runner.embed.buffers import Buffers
 from runner.embed.codec import dtype_of, inline, outline, pack, unpack
 from runner.embed.extra_state import ExtraState
-from runner.embed.fp32_encoding import encode
 from runner.embed.geometry import Geometry, local
 from runner.embed.groups import Modes, ParameterGroups
+from runner.embed.lanes import encode
 from runner.embed.single_process import SingleProcessRanks
 from runner.embed.staged_state import StagedState, TensorSlice, home_of, tensor_slice
 from runner.engine.modes import reshard
@@ -142,7 +142,7 @@ class LoopState(StagedState):
             slice_ = tensor_slice(name, tensor.dtype, self._where(tensor, name, like))
             slice_.read = lambda: local(tensor)
             slices[name] = slice_
-            tensors[name] = [str(tensor.dtype), list(slice_.geometry.shape), like, home_of(tensor)]
+            tensors[name] = slice_.entry(like, home_of(tensor))
 
         for name, parameter in self.parameters.items():
             if parameter.numel():  # the ring cannot hold an empty tensor
@@ -150,7 +150,7 @@ class LoopState(StagedState):
         for name in self._changing_buffers():
             slice_ = self._buffer_slice(name, self._ranks.rank, self._ranks.world_size)
             slices[slice_.name] = slice_
-            tensors[slice_.name] = [str(slice_.dtype), list(slice_.geometry.shape), None, "buffer"]
+            tensors[slice_.name] = slice_.entry(None, "buffer")
         captured: dict[str, Any] = {
             "optimizers": [self._pack_optimizer(n, add) for n in range(len(self.optimizers))],
             "tensors": dict(sorted(tensors.items())),

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from runner.distributed.agreement import Ranks
-from runner.embed.codec import inline, outline, pack, unpack
-from runner.embed.fp32_encoding import decode, encode
+from runner.embed.codec import dtype_of, inline, outline, pack, unpack
 from runner.embed.geometry import Geometry, local
+from runner.embed.lanes import encode
 from runner.embed.staged_state import StagedState, TensorSlice, home_of, tensor_slice
 from runner.system.error import CheckpointError, ConfigError
 from runner.system.parsing import json_text
@@ -69,7 +69,7 @@ class TreeState(StagedState):
             )
             slices[name] = self._slice(name, tensor)
             home = _OWN if name in self._differing else home_of(tensor)
-            entries[name] = [str(tensor.dtype), list(slices[name].geometry.shape), like, home]
+            entries[name] = slices[name].entry(like, home)
         self._set_slices(slices)
         by_rank = self._ranks.gather(own_parts)
         if all(one == by_rank[0] for one in by_rank):
@@ -201,7 +201,7 @@ class TreeState(StagedState):
         self._read()
         for name, tensor in self._live.items():
             stored = self._stored_tensors.get(name)
-            if stored is not None and stored[0] != str(tensor.dtype):
+            if stored is not None and dtype_of(stored[0]) != tensor.dtype:
                 raise CheckpointError(
                     f"{name!r} is {stored[0]} in the checkpoint and became {tensor.dtype} when it "
                     "was loaded, which changes its values; build it with the same type "
@@ -215,9 +215,8 @@ class TreeState(StagedState):
         _, shape, like, home = self._stored_tensors[name]
         if home != _OWN:
             return self._loaded(name, self._sharded_like(name, shape, like))
-        staged, live = self._loading[name].staged, self._live.get(name)
-        assert staged is not None
-        tensor = decode(staged, self._loading[name].dtype).view(tuple(shape[1:]))
+        live = self._live.get(name)
+        tensor = self._loading[name].loaded().view(tuple(shape[1:]))
         return tensor if live is None else tensor.to(live.device)
 
     # -- digest ---------------------------------------------------------------------------
