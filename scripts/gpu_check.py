@@ -33,7 +33,7 @@ import torch
 from runner.distributed.debug import is_nccl
 from runner.distributed.device import cuda_problem, driver_version
 from runner.run_dir.build_info import code_digest
-from runner.train.host_numbers import HostNumbers
+from runner.train.agreed_step import HostNumbers
 from scripts.bench.provenance import commit
 
 ROOT = Path(__file__).parents[1]

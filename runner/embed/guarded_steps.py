@@ -18,7 +18,6 @@ import torch
 
 from runner.checkpoint.memory.tier import NO_MEMORY
 from runner.config.rules import remedy_rules
-from runner.embed.agreed import AgreedStep
 from runner.embed.gate import DeviceGate, HostSide
 from runner.embed.measure import Measurer
 from runner.embed.opening import OpenRun, memory_for
@@ -32,11 +31,11 @@ from runner.run_dir.build_info import code_digest
 from runner.session import parts
 from runner.startup.shared_memory import memory_every
 from runner.system.error import ConfigError
+from runner.train.agreed_step import CLOSED, GRAD_NORM, AgreedStep, RankReport, StepInfo
 from runner.train.checkpoints import Checkpoints, Preemption, Proofs, SaveSchedule
 from runner.train.final_proof import LastProof
 from runner.train.guard import Guard as StepGuard
 from runner.train.recovery import Recovery
-from runner.train.step import StepInfo
 
 _AT_ONCE = 4  # steps of a start whose numbers are never read late: they show what changes
 
@@ -54,12 +53,9 @@ class _Unread:
     """A step that the device has decided on and the host has not; with what it is undone by."""
 
     agreed: AgreedStep
+    began: float
     randomness: Randomness | None
     host_side: HostSide
-
-    @property
-    def stop(self) -> int:
-        return self.agreed.batches[1]
 
 
 class GuardedSteps:
@@ -130,7 +126,7 @@ class GuardedSteps:
 
     def next_number(self) -> int:
         """The number of the next batch that is not skipped."""
-        position = self._state.cursor if self._unread is None else self._unread.stop
+        position = self._state.cursor if self._unread is None else self._unread.agreed.batch.stop
         position = position if self._stop is None else self._stop
         return next(iter(self._history.ledger.allowed(position)))[0]
 
@@ -204,15 +200,14 @@ class GuardedSteps:
         if self._may_read_late():
             self._hold_back(agreed)
             return True
-        info = self._measurer.read(agreed)
-        self._note(info)
+        info = self._read(agreed, self._began)
         if self.undoes_refused and self._scalers.is_overflow(info.signals):
-            self._measurer.clip(agreed.grad_norm)
+            self._measurer.clip(agreed.numbers[GRAD_NORM])
             self._overflow = info
             return True
         verdict = self._judge_step(info)
         if verdict is not None:
-            self._measurer.clip(agreed.grad_norm)
+            self._measurer.clip(agreed.numbers[GRAD_NORM])
             self.pending = (info, verdict)
             return True
         if not self.has_rolled_back:
@@ -238,34 +233,40 @@ class GuardedSteps:
         return True
 
     def _launched(self, loss: torch.Tensor | float, tokens: int, stop: int) -> AgreedStep:
-        run, state = self._run, self._state
-        last_serial = self._history.rollbacks[-1].serial if self._history.rollbacks else 0
+        run, state, rollbacks = self._run, self._state, self._history.rollbacks
         step, batches = state.updates + 1, (self._start, stop)
         run.group.heart.enter("agree")
+        decisions = [
+            self._history.num_discarded,
+            len(rollbacks),
+            rollbacks[-1].serial if rollbacks else 0,
+        ]
         return self._measurer.launch(
             loss,
             step=step,
             batches=batches,
-            limits=state.baseline.limits if run.config.guard.enabled else None,
-            identity={
-                "step": step,
-                "batches": list(batches),
-                "config": run.lease.config_digest,
-                "code": self._code,
-                "decisions": [
-                    self._history.num_discarded,
-                    len(self._history.rollbacks),
-                    last_serial,
-                ],
-            },
-            flags=(run.group.stop.is_set, run.backlog.look(), tokens, self.reads_draw),
-            progress=run.ring.progress(),
-            began=self._began,
+            tokens=tokens,
+            bounds=state.baseline.bounds if run.config.guard.enabled else None,
+            report=RankReport(
+                identity={
+                    "step": step,
+                    "batches": list(batches),
+                    "config": run.lease.config_digest,
+                    "code": self._code,
+                    "decisions": decisions,
+                },
+                progress=run.ring.progress(),
+                stop=run.group.stop.is_set,
+                keeps_lines=run.backlog.look(),
+            ),
+            draws=self.reads_draw,
         )
 
-    def _note(self, info: StepInfo) -> None:
+    def _read(self, agreed: AgreedStep, began: float) -> StepInfo:
+        info = replace(self._measurer.read(agreed), seconds=time.monotonic() - began)
         self._guard.note_lines(info)
         self._checkpoints.apply_progress(info, self._state)
+        return info
 
     def _judge_step(self, info: StepInfo) -> Verdict | None:
         num_rollbacks = len(self._history.rollbacks)
@@ -302,10 +303,11 @@ class GuardedSteps:
     def _hold_back(self, agreed: AgreedStep) -> None:
         """Have the device apply the update or not."""
         assert self._gate is not None
-        self._measurer.clip(agreed.grad_norm)
-        self._gate.closed = agreed.closed
+        self._measurer.clip(agreed.numbers[GRAD_NORM])
+        self._gate.closed = agreed.numbers[CLOSED].float()
         self._unread = _Unread(
             agreed=agreed,
+            began=self._began,
             randomness=self._randomness,
             host_side=HostSide(self._sharded.optimizers, self._carried.schedulers),
         )
@@ -316,8 +318,7 @@ class GuardedSteps:
         unread, self._unread = self._unread, None
         assert unread is not None and self._gate is not None
         self._gate.closed = None
-        info = self._measurer.read(unread.agreed)
-        self._note(info)
+        info = self._read(unread.agreed, unread.began)
         self._is_asked_to_stop = self._is_asked_to_stop or info.stop_requested
         verdict = self._judge_step(info)
         if verdict is not None:

@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
-from runner.checkpoint.jobs import JobProgress
 from runner.data.cursor import BatchPlan
-from runner.distributed.agreement import FINGERPRINT_SIZE, Ranks
-from runner.embed.agreed import AgreedStep, on_device
+from runner.distributed.agreement import Ranks
 from runner.embed.geometry import local
 from runner.embed.loop_order import LoopOrder
 from runner.embed.state import LoopState
-from runner.policy.decision.signals import Limits, StepSignals
+from runner.policy.decision.signals import Bounds
 from runner.system.error import ConfigError
-from runner.train.gate import is_within
-from runner.train.host_numbers import HostNumbers
-from runner.train.step import StepInfo, Suspect
+from runner.train.agreed_step import (
+    GRAD_SQUARE,
+    LOSS,
+    AgreedStep,
+    RankReport,
+    StepInfo,
+    Suspect,
+    on_device,
+)
+from runner.train.gate import is_closed
 
-_LOSS, _GRAD_SQUARE, _NONFINITE, _STOP, _KEPT, _TOKENS, _DRAWN = range(7)
-_FINGERPRINT = 7
-_JOBS = _FINGERPRINT + FINGERPRINT_SIZE
-_OWN = -4  # behind the ring's jobs: this rank's loss, the mean, the norm, the gate
 _TWO = 2
 _NUM_LOUDEST = 3
 _CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -100,20 +98,20 @@ class Measurer:
         *,
         step: int,
         batches: tuple[int, int],
-        limits: Limits | None,
-        identity: Mapping[str, Any],
-        flags: tuple[bool, bool, int, bool],
-        progress: JobProgress,
-        began: float,
+        tokens: int,
+        bounds: Bounds | None,
+        report: RankReport,
+        draws: bool = False,
     ) -> AgreedStep:
         """Agree on the step's numbers, and decide on the device: one all-reduce. Collective.
 
         Nothing here waits for the device where the loss is on it.
 
         Args:
-            limits: None lets every step be applied.
-            flags: whether a stop is asked for, whether lines cannot be written, the number of
-                tokens in this rank's batch, and whether reading it drew random numbers.
+            step: number of the update.
+            tokens: in this rank's batch.
+            bounds: None lets every step be applied.
+            draws: whether reading this rank's batches drew random numbers.
         """
         ranks, device = self._ranks, self._state.compute_device
         value = self._loss_of_step(loss, batches)
@@ -124,24 +122,15 @@ class Measurer:
                 self._order.require_alike(self._plain_square)
         is_bad = (~torch.isfinite(value)) | (~torch.isfinite(square))
         own = torch.stack([value, square, is_bad.double()])
-        rest = [*map(float, flags), *ranks.fingerprint(identity)]
-        packed = torch.cat([own, on_device([*rest, *progress.counts], device)])
+        gate_before = 0.0  # not compared between ranks
+        rest = [float(tokens), gate_before, *report.numbers(ranks), float(draws)]
+        packed = torch.cat([own, on_device(rest, device)])
         ranks.all_reduce(packed)
-        mean, norm = packed[_LOSS] / ranks.world_size, packed[_GRAD_SQUARE].sqrt()
-        closed = torch.zeros((), dtype=torch.float32, device=device)
-        if limits is not None:
-            closed = (~(is_within(limits, mean, norm) & (packed[_NONFINITE] == 0))).float()
+        mean, norm = packed[LOSS] / ranks.world_size, packed[GRAD_SQUARE].sqrt()
+        closed = is_closed(packed, mean, norm, bounds)
         decided = torch.stack([value, mean, norm, closed.double()])
-        return AgreedStep(
-            step=step,
-            batches=batches,
-            numbers=HostNumbers(torch.cat([packed, decided])),
-            grad_norm=norm,
-            closed=closed,
-            identity=identity,
-            jobs=progress.jobs,
-            began=began,
-        )
+        numbers = torch.cat([packed, decided])
+        return AgreedStep(step=step, batch=plan_of(*batches), report=report, numbers=numbers)
 
     def read(self, agreed: AgreedStep) -> StepInfo:
         """Read the numbers of a step, in the order of launching.
@@ -149,30 +138,11 @@ class Measurer:
         Raises:
             RankError: a rank stands elsewhere than the others.
         """
-        numbers = agreed.numbers.read()
-        own, mean, norm, closed = numbers[_OWN:]
+        info, (drawn, own) = agreed.read(self._ranks)
         # By the loss alone: a gradient that was reduced is everybody's.
         self._own = (math.isfinite(own), own)
-        self.reads_draw = self.reads_draw or numbers[_DRAWN] > 0
-        self._ranks.require_alike(numbers[_FINGERPRINT:_JOBS], agreed.identity)
-        return StepInfo(
-            signals=StepSignals(
-                step=agreed.step,
-                start=agreed.batches[0],
-                stop=agreed.batches[1],
-                loss=mean,
-                grad_norm=norm,
-                tokens=int(numbers[_TOKENS]),
-                nonfinite_ranks=int(numbers[_NONFINITE]),
-                gated=closed > 0,
-            ),
-            batch=plan_of(*agreed.batches),
-            stop_requested=numbers[_STOP] > 0,
-            keeps_lines=numbers[_KEPT] > 0,
-            jobs=agreed.jobs,
-            job_counts=tuple(numbers[_JOBS:_OWN]),
-            seconds=time.monotonic() - agreed.began,
-        )
+        self.reads_draw = self.reads_draw or drawn > 0
+        return info
 
     def _loss_of_step(self, loss: torch.Tensor | float, batches: tuple[int, int]) -> torch.Tensor:
         """The mean over this rank's batches that it was told of."""

@@ -27,10 +27,11 @@ from runner.policy.decision.judge import Verdict
 from runner.policy.decision.signals import StepSignals
 from runner.policy.restart import HARDWARE
 from runner.system.error import LeaveError
+from runner.train.agreed_step import StepInfo
 from runner.train.guard import Guard
 from runner.train.report import Reporter
 from runner.train.state import TrainState
-from runner.train.step import InFlightStep, StepInfo
+from runner.train.step import InFlightStep
 
 T = TypeVar("T")
 # Limit on real repetitions of a step. A fault that persists is not transient, and data with ever

@@ -21,8 +21,8 @@ from runner.policy.decision.history import Incident
 from runner.policy.decision.repeated_steps import Outcome, Recorded, StepComparison
 from runner.policy.decision.signals import Limits, StepSignals
 from runner.policy.retention.records import Record
+from runner.train.agreed_step import StepInfo
 from runner.train.state import TrainState
-from runner.train.step import StepInfo
 
 _NOT_RATE = "a lower rate does not pass the bad step, or other samples at the same rate pass it too"
 

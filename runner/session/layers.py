@@ -16,9 +16,9 @@ from runner.policy.decision.spike_frequency import SpikeScore
 from runner.session.phases import Machinery, Opened
 from runner.startup.resume import Resumed
 from runner.system.json_lines import LineFile, iter_lines, step_of, tail
+from runner.train.agreed_step import StepInfo
 from runner.train.layers import LayerLog, LayerPlaces, LayerTable, LayerWatch, UpdateRules
 from runner.train.source_columns import SourceColumns
-from runner.train.step import StepInfo
 
 SPIKES = "spike score"  # the observer
 _TAIL_BYTES = 4 << 20  # of a file's end, enough for the latest measurements

@@ -17,13 +17,13 @@ from runner.observe.backlog import Backlog
 from runner.observe.journal import Journal
 from runner.policy.decision.ladder import RemedyRules
 from runner.system.error import Preempted, SaveError
+from runner.train.agreed_step import StepInfo
 from runner.train.best import BestCheckpoint
 from runner.train.corpus_check import CorpusCheck
 from runner.train.final_proof import LastProof
 from runner.train.report import Reporter
 from runner.train.save_schedule import SaveTimes
 from runner.train.state import TrainState, reach_of
-from runner.train.step import StepInfo
 
 _LAST_TRIES = 2  # attempts if the end state is damaged when read back
 

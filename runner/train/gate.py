@@ -11,7 +11,7 @@ import sys
 import torch
 
 from runner.policy.decision.signals import Bounds, Limits
-from runner.train.packed import CLOSED, LOSS_PER_TOKEN, NONFINITE, STOP, UNREADABLE
+from runner.train.agreed_step import CLOSED, LOSS_PER_TOKEN, NONFINITE, STOP, UNREADABLE
 
 _LARGEST = sys.float_info.max
 
@@ -20,26 +20,25 @@ def is_closed(
     packed: torch.Tensor,
     loss: torch.Tensor,
     norm: torch.Tensor,
-    bounds: Bounds,
+    bounds: Bounds | None,
     *,
-    is_guarded: bool,
-    before: torch.Tensor | None,
+    before: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """True where the update must not be applied; a bool scalar on the device.
 
     The limits are kernel arguments, so that nothing is copied.
 
     Args:
-        packed: FP64, the sums of :mod:`runner.train.packed`.
+        packed: FP64, the sums of :mod:`runner.train.agreed_step`.
         loss, norm: FP64 scalars on the device: loss per token, gradient norm before clipping.
-        is_guarded: False applies every step whose samples could be read.
+        bounds: None applies every step whose samples could be read.
         before: the previous step's numbers, if the host has not read them. The gate stays closed if
             that step was not applied, or carries a stop request.
     """
     closed = packed[UNREADABLE] > 0
     if before is not None:
         closed = closed | (before[CLOSED] > 0) | (before[STOP] > 0)
-    if not is_guarded:
+    if bounds is None:
         return closed
     bounded = is_within(bounds.usual, loss, norm)
     if before is not None:

@@ -14,10 +14,10 @@ from runner.policy.decision.history import GO_BACK, MIX, RATE, STATE, STICKY, ma
 from runner.policy.decision.judge import Kind, Verdict
 from runner.policy.decision.ladder import Apply, Discard, Halt, Rebaseline, RemedyRules, Replayed
 from runner.system.error import Halted
+from runner.train.agreed_step import StepInfo
 from runner.train.recovery import Recovery
 from runner.train.report import Reporter
 from runner.train.state import TrainState
-from runner.train.step import StepInfo
 
 # Proven causes that lie in no sample.
 _NOT_DATA = (STICKY, STATE, RATE)

@@ -27,9 +27,9 @@ from runner.policy.decision.ladder import Discard, Halt, Rebaseline, RemedyRules
 from runner.policy.decision.unreadable import GiveUp, decide
 from runner.policy.retention.records import Tier
 from runner.system.error import DataError, RankError
+from runner.train.agreed_step import StepInfo, Suspect
 from runner.train.report import Reporter
 from runner.train.state import TrainState, reach_of
-from runner.train.step import StepInfo, Suspect
 
 # The new level comes from samples that such a run never reads.
 _ONLY_UNGUARDED = (

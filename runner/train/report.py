@@ -23,8 +23,8 @@ from runner.policy.straggler import RankPace
 from runner.run_dir.time_account import Past
 from runner.system.json_lines import LineFile
 from runner.system.output import Loss
+from runner.train.agreed_step import StepInfo
 from runner.train.state import TrainState
-from runner.train.step import StepInfo
 
 
 class Records(Protocol):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from runner.data.mixture import MixtureOrder
-from runner.train.step import StepInfo
+from runner.train.agreed_step import StepInfo
 
 
 class SourceColumns:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,30 +28,25 @@ from runner.data.mixture import MixtureOrder
 from runner.distributed.agreement import Ranks
 from runner.engine.protocol import Engine, LocalSums, MicroStep
 from runner.health.heartbeat import Heartbeat
-from runner.policy.decision.history import Incident
 from runner.policy.decision.signals import Bounds, StepSignals
 from runner.policy.decision.skip_ledger import Ledger
 from runner.policy.decision.unreadable import Unreadable
 from runner.system.error import RankError
-from runner.train.gate import is_closed
-from runner.train.host_numbers import HostNumbers
-from runner.train.layers import LayerWatch, Measured
-from runner.train.packed import (
-    CLOSED,
-    FINGERPRINT,
+from runner.train.agreed_step import (
     GATES,
-    GRAD_NORM,
     GRAD_SQUARE,
-    JOBS,
-    KEPT,
     LOSS,
-    LOSS_PER_TOKEN,
-    NONFINITE,
-    OBSERVERS,
-    STOP,
     TOKENS,
     UNREADABLE,
+    AgreedStep,
+    HostNumbers,
+    RankReport,
+    StepInfo,
+    Suspect,
+    on_device,
 )
+from runner.train.gate import is_closed
+from runner.train.layers import LayerWatch, Measured
 from runner.train.source_losses import SourceLosses
 
 _CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
@@ -58,51 +54,6 @@ _MAX_SUSPECTS = 8  # of one rank
 _NUM_LOUDEST = 3
 _REMEMBERED = 256  # steps whose durations are kept
 LookedAt = Callable[[Sequence[MicroStep]], Sequence[MicroStep]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepInfo:
-    """The result of one attempted step, equal on all ranks except for the seconds.
-
-    Args:
-        batch: the computed batch; None if nothing was computed.
-        known: the discard that a restart repeats from the journal without computing.
-        stop_requested: whether any rank received a stop request.
-        keeps_lines: whether rank 0 keeps lines in memory because it cannot write a file.
-        observer_failed: whether what only looks has failed on some rank.
-        learning_rate: the rate of its plan.
-        jobs: the ring's jobs that ``job_counts`` (sums of :attr:`JobProgress.counts`) describe.
-        source_sums: for each source of a mixture, its summed loss and number of terms.
-        cause: the cause of a bad step found by replays, see
-            :meth:`runner.policy.decision.finding.Finding.to_json`; None without replays.
-        unreadable: samples that could not be read. If any, the step was not applied, and its other
-            numbers are meaningless.
-        shares: number of samples assigned to each rank; given with ``unreadable``.
-        measured: measurements inside the model, at this step or, on CUDA, an earlier one.
-    """
-
-    signals: StepSignals
-    batch: BatchPlan | None = None
-    known: Incident | None = None
-    stop_requested: bool = False
-    keeps_lines: bool = False
-    observer_failed: bool = False
-    jobs: Sequence[int] = ()
-    job_counts: tuple[float, ...] = ()
-    learning_rate: float = 0.0
-    source_sums: tuple[tuple[float, float], ...] = ()
-    seconds: float = 0.0
-    wait_seconds: float = 0.0
-    unreadable: tuple[Unreadable, ...] = ()
-    shares: tuple[int, ...] = ()
-    cause: Mapping[str, Any] | None = None
-    measured: Measured | None = None
-
-    @property
-    def noted_cause(self) -> Mapping[str, Any]:
-        """The cause, also of a step known from the journal; empty without replays."""
-        known = None if self.known is None else self.known.detail.get("cause")
-        return self.cause or (known if isinstance(known, Mapping) else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,39 +78,16 @@ class StepPlan:
     observer_failed: bool = False
 
 
-class InFlightStep:
-    """A launched step whose numbers the host has not read.
+@dataclass(kw_only=True)
+class InFlightStep(AgreedStep):
+    """A launched step; ``seconds``: of the host, for the launch; ``layers``: this rank's sums."""
 
-    ``numbers`` FP64 on the device: the agreed vector, then loss, grad norm and the gate.
-    ``withheld``: why the engine itself skipped an update that the gate let through, else None.
-    """
-
-    def __init__(
-        self,
-        *,
-        plan: StepPlan,
-        fetched: RankBatch,
-        identity: dict[str, Any],
-        sums: LocalSums,
-        seeds: tuple[int, ...],
-        numbers: torch.Tensor,
-        withheld: str | None,
-        seconds: float,
-    ) -> None:
-        self.plan = plan
-        self.fetched = fetched
-        self.identity = identity
-        self.sums = sums
-        self.seeds = seeds
-        self.numbers = numbers
-        self.withheld = withheld
-        self.seconds = seconds  # host seconds for the launch
-        self.layers: torch.Tensor | None = None  # this rank's part of the layer measurements
-        self._on_host = HostNumbers(numbers)
-
-    def on_host(self) -> list[float]:
-        """The numbers on the host. Waits until the device has finished this step."""
-        return self._on_host.read()
+    plan: StepPlan
+    fetched: RankBatch
+    sums: LocalSums
+    seeds: tuple[int, ...]
+    seconds: float
+    layers: torch.Tensor | None
 
 
 class _LateNumbers:
@@ -179,16 +107,6 @@ class _LateNumbers:
             tokens=self._signals.tokens,
             grad_norm=self._signals.grad_norm,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Suspect:
-    """A suspicious sequence, and why."""
-
-    rank: int
-    position: int
-    name: str
-    is_finite: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +153,9 @@ class Stepper:
         self._layers: LayerWatch | None = None
         self._late_layers: _LateNumbers | None = None
         self._engine = engine
-        self._sources = SourceLosses(rules.mixture, feed.own_positions, self._on_device)
+        self._sources = SourceLosses(
+            rules.mixture, feed.own_positions, partial(on_device, device=engine.device)
+        )
         self._feed = feed
         self._dataset = dataset
         self._ranks = ranks
@@ -305,29 +225,36 @@ class Stepper:
         sums = self._accumulate(works, is_wide=plan.is_wide)
         if watch:
             watch.before()
-        identity = self._identity(plan, fetched)
-        own = [
-            float(plan.stop),
-            float(fetched.failure is not None or bool(fetched.unreadable)),
-            float(plan.keeps_lines),
-            float(plan.observer_failed),
-            *self._ranks.fingerprint(identity),
-            *plan.progress.counts,
-        ]
-        numbers, withheld = self._agree_and_apply(sums, own, plan, after)
+        report = RankReport(
+            identity={
+                "step": plan.step,
+                "samples": [plan.batch.start, plan.batch.stop],
+                "config": self._rules.config_digest,
+                "code": self._rules.code,
+                "decisions": plan.decisions,
+                "shapes": [batch.shape for batch in fetched.micro_batches],
+            },
+            progress=plan.progress,
+            stop=plan.stop,
+            is_unreadable=fetched.failure is not None or bool(fetched.unreadable),
+            keeps_lines=plan.keeps_lines,
+            observer_failed=plan.observer_failed,
+        )
+        numbers, withheld = self._agree_and_apply(sums, report, plan, after)
         layers = watch.after() if watch else None
-        launched = InFlightStep(
-            plan=plan,
-            fetched=fetched,
-            identity=identity,
-            sums=sums,
-            seeds=tuple(work.seed for work in works),
+        return InFlightStep(
+            step=plan.step,
+            batch=plan.batch,
+            report=report,
             numbers=numbers,
             withheld=withheld,
+            plan=plan,
+            fetched=fetched,
+            sums=sums,
+            seeds=tuple(work.seed for work in works),
             seconds=time.monotonic() - began,
+            layers=layers,
         )
-        launched.layers = layers
-        return launched
 
     def read(self, step: InFlightStep) -> StepInfo:
         """Read the numbers of a launched step, in the order of launching.
@@ -336,31 +263,23 @@ class Stepper:
             RankError: a rank's loader failed, or a rank is at another step than the others.
         """
         began = time.monotonic()
-        self._heart.enter("read", step=step.plan.step)
+        self._heart.enter("read", step=step.step)
         numbers = step.on_host()
         seconds = step.seconds + time.monotonic() - began
         self._step_seconds.append(seconds)
         self._newest = step
-        self._ranks.require_alike(numbers[FINGERPRINT:JOBS], step.identity)
-        self._require_one_gate(numbers[GATES], step.plan.step)
+        info, sources = step.read(self._ranks)
+        self._require_one_gate(numbers[GATES], step.step)
         unreadable, shares = self._gather_unreadable(numbers, step)
-        signals = _signals(numbers, step)
-        sources = JOBS + len(step.plan.progress.counts)
-        return StepInfo(
-            signals=signals,
-            batch=step.plan.batch,
+        return replace(
+            info,
             learning_rate=step.plan.learning_rate,
-            jobs=step.plan.progress.jobs,
-            stop_requested=numbers[STOP] > 0,
-            keeps_lines=numbers[KEPT] > 0,
-            observer_failed=numbers[OBSERVERS] > 0,
-            job_counts=tuple(numbers[JOBS:sources]),
-            source_sums=self._sources.read(numbers[sources:LOSS_PER_TOKEN]),
+            source_sums=self._sources.read(sources),
             seconds=seconds,
             wait_seconds=step.fetched.wait_seconds,
             unreadable=unreadable,
             shares=shares,
-            measured=self._measured(step, signals),
+            measured=self._measured(step, info.signals),
         )
 
     def _measured(self, step: InFlightStep, signals: StepSignals) -> Measured | None:
@@ -428,18 +347,8 @@ class Stepper:
         self._ranks.all_or_none("building the model in a wider precision", twin.open)
         return self._engine.accumulate_wider(self._looked_at(works))
 
-    def _identity(self, plan: StepPlan, fetched: RankBatch) -> dict[str, Any]:
-        return {
-            "step": plan.step,
-            "samples": [plan.batch.start, plan.batch.stop],
-            "config": self._rules.config_digest,
-            "code": self._rules.code,
-            "decisions": plan.decisions,
-            "shapes": [batch.shape for batch in fetched.micro_batches],
-        }
-
     def _agree_and_apply(
-        self, sums: LocalSums, own: list[float], plan: StepPlan, after: InFlightStep | None
+        self, sums: LocalSums, report: RankReport, plan: StepPlan, after: InFlightStep | None
     ) -> tuple[torch.Tensor, str | None]:
         """Agree, gate and apply; see :class:`InFlightStep`. Does not wait for the device."""
         self._heart.enter("agree")
@@ -449,7 +358,7 @@ class Stepper:
         packed = torch.cat(
             [
                 torch.stack(computed),
-                self._on_device(own),
+                on_device(report.numbers(self._ranks), self._engine.device),
                 *self._sources.packed(plan.batch, sums.sequences),
             ]
         )
@@ -458,8 +367,8 @@ class Stepper:
         loss = packed[LOSS] / tokens
         norm = packed[GRAD_SQUARE].sqrt() / tokens
         before = None if after is None else after.numbers
-        guarded = self._rules.guarded
-        closed = is_closed(packed, loss, norm, plan.bounds, is_guarded=guarded, before=before)
+        bounds = plan.bounds if self._rules.guarded else None
+        closed = is_closed(packed, loss, norm, bounds, before=before)
         scale = tokens
         if self._rules.clip > 0:
             scale = tokens * ((norm + _CLIP_EPS) / self._rules.clip).clamp(min=1.0)
@@ -471,14 +380,6 @@ class Stepper:
         self._gate_before = closed.double()
         # With loss and norm, so that the judge sees the same bits as the gate.
         return torch.cat([packed, torch.stack([loss, norm, self._gate_before])]), withheld
-
-    def _on_device(self, numbers: list[float]) -> torch.Tensor:
-        device = self._engine.device
-        if device.type != "cuda":
-            return torch.tensor(numbers, dtype=torch.float64, device=device)
-        # Only a copy from pinned memory does not wait.
-        pinned = torch.tensor(numbers, dtype=torch.float64, pin_memory=True)
-        return pinned.to(device, non_blocking=True)
 
     def _gather_unreadable(
         self, numbers: Sequence[float], step: InFlightStep
@@ -532,18 +433,3 @@ class Stepper:
                 rows.append([position, finite, loss if finite else 0.0])
         rows.sort(key=lambda row: (row[1], -row[2]))
         return rows[:_MAX_SUSPECTS]
-
-
-def _signals(numbers: Sequence[float], step: InFlightStep) -> StepSignals:
-    plan = step.plan.batch
-    return StepSignals(
-        step=step.plan.step,
-        start=plan.start,
-        stop=plan.stop,
-        loss=numbers[LOSS_PER_TOKEN],
-        grad_norm=numbers[GRAD_NORM],
-        tokens=int(numbers[TOKENS]),
-        nonfinite_ranks=int(numbers[NONFINITE]),
-        gated=numbers[CLOSED] > 0 or step.withheld is not None,
-        withheld=step.withheld,
-    )

@@ -18,8 +18,9 @@ from runner.observe.journal import Journal
 from runner.policy.decision.history import Incident, discarded_signals
 from runner.policy.decision.signals import Bounds
 from runner.policy.schedule import Rates, cut_factor
+from runner.train.agreed_step import StepInfo
 from runner.train.state import TrainState
-from runner.train.step import InFlightStep, StepInfo, Stepper, StepPlan
+from runner.train.step import InFlightStep, Stepper, StepPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

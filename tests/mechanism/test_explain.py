@@ -53,8 +53,8 @@ from runner.session import parts
 from runner.session.final_digest import collect_digest
 from runner.system.error import ConfigError, RankError
 from runner.system.json_lines import LineFile, read_lines
+from runner.train.agreed_step import StepInfo
 from runner.train.state import TrainState
-from runner.train.step import StepInfo
 from tests.observed import observers
 from tests.policy.steps import attempted, judge_rules, remedy_rules
 

@@ -20,7 +20,7 @@ from runner.health.heartbeat import Heartbeat
 from runner.policy.decision.signals import Bounds, Limits
 from runner.policy.decision.skip_ledger import Ledger
 from runner.system.error import RankError
-from runner.train.packed import FINGERPRINT
+from runner.train.agreed_step import FINGERPRINT
 from runner.train.step import Stepper, StepPlan, StepRules
 from tests.mechanism.test_late import BATCH, Batches, Names, OneNumber, Story
 

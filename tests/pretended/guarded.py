@@ -28,7 +28,8 @@ from runner.embed.measure import Measurer
 from runner.embed.single_process import SingleProcessRanks
 from runner.embed.state import LoopState
 from runner.embed.tree import TreeState
-from runner.policy.decision.signals import Limits
+from runner.policy.decision.signals import Bounds, Limits
+from runner.train.agreed_step import CLOSED, GRAD_NORM, RankReport
 from tests.pretended.device import Event
 from tests.pretended.trace import Trace
 
@@ -54,6 +55,7 @@ def waits(variant: str) -> dict[str, Any]:
         measurer = Measurer(LoopState([model], [optimizer], ranks, GPU), ranks, clip=1.0)
         gate = DeviceGate([optimizer])
         batch = torch.ones(4, 8, device=GPU)
+        limits = Limits(loss=10.0, grad_norm=10.0)
         for number in range(STEPS):
             loss = model(batch).square().mean()
             loss.backward()
@@ -62,21 +64,24 @@ def waits(variant: str) -> dict[str, Any]:
                 loss,
                 step=number + 1,
                 batches=(number, number + 1),
-                limits=Limits(loss=10.0, grad_norm=10.0),
-                identity={"step": number},
-                flags=(False, False, 0, False),
-                progress=JobProgress(counts=(0.0, 0.0), jobs=(0,)),
-                began=0.0,
+                tokens=0,
+                bounds=Bounds(usual=limits, after_high=limits),
+                report=RankReport(
+                    identity={"step": number},
+                    progress=JobProgress(counts=(0.0, 0.0), jobs=(0,)),
+                    stop=False,
+                    keeps_lines=False,
+                ),
             )
             if variant == "at once":
-                agreed.numbers.read()
-            measurer.clip(agreed.grad_norm)
-            gate.closed = agreed.closed
+                agreed.on_host()
+            measurer.clip(agreed.numbers[GRAD_NORM])
+            gate.closed = agreed.numbers[CLOSED].float()
             HostSide([optimizer], [scheduler])
             optimizer.step()
             scheduler.step()
         found = {"waits": list(trace.waits), "copies": sum(dict(trace.copies).values())}
-        agreed.numbers.read()
+        agreed.on_host()
     return {**found, "races": sorted(set(trace.races)), "spins": sorted(set(trace.spins))}
 
 

@@ -1,0 +1,193 @@
+"""A step's numbers: one vector that is packed, summed over all ranks once a step, and read.
+
+A rank packs ``LOSS`` to ``JOBS``, the progress of the ring's jobs, and what its loop adds. The gate
+and the judge read the sums, to which the device appends ``LOSS_PER_TOKEN``, ``GRAD_NORM`` and
+``CLOSED``, so that both see the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from runner.checkpoint.jobs import JobProgress
+from runner.data.cursor import BatchPlan
+from runner.distributed.agreement import FINGERPRINT_SIZE, Ranks
+from runner.policy.decision.history import Incident
+from runner.policy.decision.signals import StepSignals
+from runner.policy.decision.unreadable import Unreadable
+from runner.train.layers import Measured
+
+LOSS, GRAD_SQUARE, NONFINITE, TOKENS, GATES, STOP, UNREADABLE, KEPT, OBSERVERS = range(9)
+FINGERPRINT = 9
+JOBS = FINGERPRINT + FINGERPRINT_SIZE  # two counts per background queue: done, failed
+LOSS_PER_TOKEN, GRAD_NORM, CLOSED = range(-3, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInfo:
+    """The result of one attempted step, equal on all ranks except for the seconds.
+
+    Args:
+        batch: the computed batch; None if nothing was computed.
+        known: the discard that a restart repeats from the journal without computing.
+        stop_requested: whether any rank received a stop request.
+        keeps_lines: whether rank 0 keeps lines in memory because it cannot write a file.
+        observer_failed: whether what only looks has failed on some rank.
+        learning_rate: the rate of its plan.
+        jobs: the ring's jobs that ``job_counts`` (sums of :attr:`JobProgress.counts`) describe.
+        source_sums: for each source of a mixture, its summed loss and number of terms.
+        cause: the cause of a bad step found by replays, see
+            :meth:`runner.policy.decision.finding.Finding.to_json`; None without replays.
+        unreadable: samples that could not be read. If any, the step was not applied, and its other
+            numbers are meaningless.
+        shares: number of samples assigned to each rank; given with ``unreadable``.
+        measured: measurements inside the model, at this step or, on CUDA, an earlier one.
+    """
+
+    signals: StepSignals
+    batch: BatchPlan | None = None
+    known: Incident | None = None
+    stop_requested: bool = False
+    keeps_lines: bool = False
+    observer_failed: bool = False
+    jobs: Sequence[int] = ()
+    job_counts: tuple[float, ...] = ()
+    learning_rate: float = 0.0
+    source_sums: tuple[tuple[float, float], ...] = ()
+    seconds: float = 0.0
+    wait_seconds: float = 0.0
+    unreadable: tuple[Unreadable, ...] = ()
+    shares: tuple[int, ...] = ()
+    cause: Mapping[str, Any] | None = None
+    measured: Measured | None = None
+
+    @property
+    def noted_cause(self) -> Mapping[str, Any]:
+        """The cause, also of a step known from the journal; empty without replays."""
+        known = None if self.known is None else self.known.detail.get("cause")
+        return self.cause or (known if isinstance(known, Mapping) else {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspect:
+    """A suspicious sequence, and why."""
+
+    rank: int
+    position: int
+    name: str
+    is_finite: bool
+
+
+class HostNumbers:
+    """A tensor that is copied to the host; nothing waits for it until it is read.
+
+    Args:
+        numbers: a vector on the device; on a CPU it is read as it is.
+    """
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self._on_host = numbers
+        self._arrived: torch.cuda.Event | None = None
+        if numbers.is_cuda:
+            self._on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._on_host.copy_(numbers, non_blocking=True)
+            # Blocking: waiting leaves the core to hashing threads.
+            self._arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    def read(self) -> list[float]:
+        """The numbers. Waits until the device has finished what they depend on."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return [float(value) for value in self._on_host.tolist()]
+
+
+def on_device(numbers: Sequence[float], device: torch.device) -> torch.Tensor:
+    """FP64 on ``device``, without waiting for it."""
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=torch.float64, device=device)
+    # Only a copy from pinned memory does not wait.
+    pinned = torch.tensor(numbers, dtype=torch.float64, pin_memory=True)
+    return pinned.to(device, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """What a rank tells the others with a step, beside its sums.
+
+    Args:
+        identity: what must be alike on all ranks.
+        progress: of the ring's jobs.
+    """
+
+    identity: Mapping[str, Any]
+    progress: JobProgress
+    stop: bool
+    keeps_lines: bool
+    is_unreadable: bool = False
+    observer_failed: bool = False
+
+    def numbers(self, ranks: Ranks) -> list[float]:
+        """As packed from ``STOP`` on."""
+        flags = (self.stop, self.is_unreadable, self.keeps_lines, self.observer_failed)
+        return [*map(float, flags), *ranks.fingerprint(self.identity), *self.progress.counts]
+
+
+@dataclass(kw_only=True)
+class AgreedStep:
+    """A step that the ranks agreed on and the gate decided on; the host has not read its numbers.
+
+    Args:
+        step: number of the update that it makes.
+        report: this rank's.
+        numbers: FP64 on the device: the sums, then loss, gradient norm and gate.
+        withheld: why the engine itself skipped an update that the gate let through.
+    """
+
+    step: int
+    batch: BatchPlan
+    report: RankReport
+    numbers: torch.Tensor
+    withheld: str | None = None
+
+    def __post_init__(self) -> None:
+        self._on_host = HostNumbers(self.numbers)
+
+    def on_host(self) -> list[float]:
+        """The numbers on the host. Waits until the device has finished this step."""
+        return self._on_host.read()
+
+    def read(self, ranks: Ranks) -> tuple[StepInfo, list[float]]:
+        """Read the numbers, in the order of launching; also the sums of what the loop has added.
+
+        Raises:
+            RankError: a rank stands elsewhere than the others.
+        """
+        numbers = self.on_host()
+        ranks.require_alike(numbers[FINGERPRINT:JOBS], self.report.identity)
+        added = JOBS + len(self.report.progress.counts)
+        signals = StepSignals(
+            step=self.step,
+            start=self.batch.start,
+            stop=self.batch.stop,
+            loss=numbers[LOSS_PER_TOKEN],
+            grad_norm=numbers[GRAD_NORM],
+            tokens=int(numbers[TOKENS]),
+            nonfinite_ranks=int(numbers[NONFINITE]),
+            gated=numbers[CLOSED] > 0 or self.withheld is not None,
+            withheld=self.withheld,
+        )
+        info = StepInfo(
+            signals=signals,
+            batch=self.batch,
+            stop_requested=numbers[STOP] > 0,
+            keeps_lines=numbers[KEPT] > 0,
+            observer_failed=numbers[OBSERVERS] > 0,
+            jobs=self.report.progress.jobs,
+            job_counts=tuple(numbers[JOBS:added]),
+        )
+        return info, numbers[added:LOSS_PER_TOKEN]
