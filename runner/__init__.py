@@ -10,15 +10,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from runner.embed.guard import Guard as Guard
+    from runner.embed.data.sampler import Sampler as Sampler
+    from runner.embed.loop.guard import Guard as Guard
     from runner.embed.ring import Ring as Ring
-    from runner.embed.sampler import Sampler as Sampler
     from runner.system.version import __version__ as __version__
 
 _PUBLIC = {
-    "Guard": "runner.embed.guard",
+    "Guard": "runner.embed.loop.guard",
     "Ring": "runner.embed.ring",
-    "Sampler": "runner.embed.sampler",
+    "Sampler": "runner.embed.data.sampler",
     "__version__": "runner.system.version",
 }
 __all__ = ["Guard", "Ring", "Sampler", "__version__"]

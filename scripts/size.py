@@ -27,9 +27,9 @@ ALLOWED_GROWTH = 300
 # tests/mechanism/test_core.py compares it with what real processes have imported.
 CORE = (
     "runner.__main__",
-    "runner.embed.guard",
+    "runner.embed.loop.guard",
     "runner.embed.ring",
-    "runner.embed.sampler",
+    "runner.embed.data.sampler",
 )
 CORE_PACKAGES = ("runner.integrations",)
 

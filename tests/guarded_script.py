@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 from runner import Guard, Sampler
 from runner.checkpoint.state_digest import state_digest
 from runner.distributed.agreement import Ranks
-from runner.embed.state import LoopState
+from runner.embed.state.loop_state import LoopState
 
 NUM, DIM = 48, 8
 BAD = (6, 20, 29, 30, 31)

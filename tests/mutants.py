@@ -424,7 +424,7 @@ MUTANTS = (
     ),
     Mutant(
         "Ring: a small tensor that begins to differ between ranks later",
-        "runner/embed/tree.py",
+        "runner/embed/state/object_state.py",
         "(size > _SMALL and name in self._compared)",
         "name in self._compared",
         "tests/mechanism/test_ring_alone.py",
@@ -432,7 +432,7 @@ MUTANTS = (
     ),
     Mutant(
         "Guard, sync=False: extra state of the step before is not put back",
-        "runner/embed/state.py",
+        "runner/embed/state/loop_state.py",
         "self.extra.restore_older()",
         "self.extra.restore()",
         "tests/mechanism/test_guard_late.py",
@@ -440,7 +440,7 @@ MUTANTS = (
     ),
     Mutant(
         "Guard: batches of a refused step are not read once more",
-        "runner/embed/guard.py",
+        "runner/embed/loop/guard.py",
         "            lambda: source.resume(place.begun, draws.mark, draws.drawn, is_over=False),\n",
         "            lambda: None,\n",
         "tests/mechanism/test_strange_loops.py",
@@ -448,7 +448,7 @@ MUTANTS = (
     ),
     Mutant(
         "Guard: what reading a refused step's later batches drew is drawn again",
-        "runner/embed/randomness.py",
+        "runner/embed/state/generators.py",
         "        self.left.take(after, drew)\n",
         "",
         "tests/mechanism/test_strange_loops.py",
@@ -456,7 +456,7 @@ MUTANTS = (
     ),
     Mutant(
         "Sampler: set_epoch leaves out the remainder of the passes before",
-        "runner/embed/sampler.py",
+        "runner/embed/data/sampler.py",
         "        remaining -= remaining % self.global_size\n",
         "",
         "tests/mechanism/test_sampler.py",

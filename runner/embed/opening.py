@@ -5,6 +5,7 @@ It has the same files, lease, journal and ring as ``python -m runner``, but no e
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -24,8 +25,7 @@ from runner.config.rules import judge_rules, remedy_rules
 from runner.config.schema import RunConfig
 from runner.distributed.agreement import Ranks
 from runner.distributed.env import RankEnv, launch_from, place_from
-from runner.embed.single_process import SingleProcessRanks
-from runner.embed.staged_state import StagedState
+from runner.embed.state.staged_state import StagedState
 from runner.health.preemption import StopLook
 from runner.health.rank_monitor import RankMonitor
 from runner.observe.backlog import Backlog
@@ -50,6 +50,26 @@ from runner.train.state import Carried, TrainState
 
 _FINGERPRINT = "a loop of its own"  # stored in checkpoints; the data has no other name
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class SingleProcessRanks(Ranks):
+    """The agreement of a single process without a process group."""
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.world_size = 1
+
+    def sum(self, numbers: list[float]) -> list[float]:
+        return list(numbers)
+
+    def all_reduce(self, packed: torch.Tensor) -> None:
+        """Does nothing: there is no other rank."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [json.loads(json.dumps(value))]
+
+    def from_first(self, value: Any) -> Any:
+        return json.loads(json.dumps(value))
 
 
 def current_ranks(caller: str) -> tuple[Ranks, torch.device, RankEnv]:

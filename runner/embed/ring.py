@@ -14,7 +14,7 @@ from runner.checkpoint.state_digest import state_digest
 from runner.embed.exits import close_at_exit, journal_errors, watch_for_uncaught
 from runner.embed.opening import current_ranks, join, memory_for, open_run
 from runner.embed.settings import ring_config
-from runner.embed.tree import Stateful, TreeState
+from runner.embed.state.object_state import Stateful, TreeState
 from runner.policy.decision.history import Incident
 from runner.policy.retention.records import State, Tier, resume_order
 from runner.startup.shared_memory import memory_every

@@ -19,7 +19,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from runner.embed.guard import Guard
+from runner.embed.loop.guard import Guard
 from runner.system.error import ConfigError
 
 _SUPPORTED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from runner.embed.guard import Guard
-from runner.embed.randomness import Randomness
+from runner.embed.loop.guard import Guard
+from runner.embed.state.generators import Randomness
 
 
 class GuardedBatches:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback
 
-from runner.embed.guard import Guard
+from runner.embed.loop.guard import Guard
 from runner.integrations.batches import GuardedBatches, HasBatches
 from runner.system.error import ConfigError
 

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from runner.embed.guard import Guard
+from runner.embed.loop.guard import Guard
 from runner.integrations.batches import GuardedBatches, HasBatches
 from runner.system.error import ConfigError
 

@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from runner import Guard, Sampler
-from runner.embed.loaders import _loses_a_buffer
-from runner.embed.rollback_state import CannotReadAgain
+from runner.embed.data.loaders import _loses_a_buffer
+from runner.embed.loop.rollback_state import CannotReadAgain
 from runner.startup.shared_memory import MEMORY_DIR
 from runner.system.error import CheckpointError, ConfigError
 from tests import strange_loops

@@ -243,7 +243,7 @@ _OTHERS = {
     "checkpoint/memory/node_dir.py": 1, "checkpoint/memory/header.py": 1, "command/demo.py": 1,
     "command/export.py": 1,
     "config/compose.py": 1, "data/cache.py": 1, "data/claim.py": 1, "data/dataset.py": 3,
-    "data/synthetic.py": 1, "embed/single_process.py": 2, "health/node_reports.py": 1,
+    "data/synthetic.py": 1, "embed/opening.py": 2, "health/node_reports.py": 1,
     "data/corpus_digest.py": 2, "distributed/agreement.py": 2,
     "distributed/rendezvous.py": 1, "startup/restore.py": 1, "system/parsing.py": 2,
     "run_dir/lease.py": 1,

@@ -16,7 +16,7 @@ from runner.data.feed import MicroBatch
 from runner.distributed.agreement import Ranks
 from runner.distributed.env import RankEnv
 from runner.distributed.process_group import end_group, start_group
-from runner.embed.zero import ZeroState, engine_in
+from runner.embed.loop.zero_engine import ZeroState, engine_in
 from runner.engine import zero
 from runner.engine.adamw import AdamWSettings
 from runner.engine.optimizer import OptimizerSettings
@@ -277,7 +277,7 @@ def test_deepspeed_has_every_name_that_we_use(
     assert "deepspeed_shm_comm" in bare["deepspeed"].ops.__compatible_ops__
 
 
-# What runner/embed/zero.py asks somebody's engine, and its optimizer.
+# What runner/embed/loop/zero_engine.py asks somebody's engine, and its optimizer.
 OF_A_GUEST = (
     "engine.basic_optimizer.param_groups",
     "engine.fp16_enabled",

@@ -23,11 +23,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from runner.checkpoint.jobs import JobProgress
 from runner.checkpoint.memory.snapshot import Memory, SlotLayout, _CudaCopier
 from runner.distributed.agreement import Ranks
-from runner.embed.gate import DeviceGate, HostSide
-from runner.embed.measure import Measurer
-from runner.embed.single_process import SingleProcessRanks
-from runner.embed.state import LoopState
-from runner.embed.tree import TreeState
+from runner.embed.loop.device_gate import DeviceGate, HostSide
+from runner.embed.loop.measure import Measurer
+from runner.embed.opening import SingleProcessRanks
+from runner.embed.state.loop_state import LoopState
+from runner.embed.state.object_state import TreeState
 from runner.policy.decision.signals import Bounds, Limits
 from runner.train.agreed_step import CLOSED, GRAD_NORM, RankReport
 from tests.pretended.device import Event

@@ -18,13 +18,12 @@ import torch
 
 from runner.checkpoint.memory.tier import NO_MEMORY
 from runner.config.rules import remedy_rules
-from runner.embed.gate import DeviceGate, HostSide
-from runner.embed.measure import Measurer
+from runner.embed.loop.device_gate import DeviceGate, HostSide, Scalers
+from runner.embed.loop.measure import Measurer
+from runner.embed.loop.rollback_state import RollbackState
 from runner.embed.opening import OpenRun, memory_for
-from runner.embed.randomness import Randomness
-from runner.embed.rollback_state import RollbackState
-from runner.embed.scaling import Scalers
-from runner.embed.state import LoopState
+from runner.embed.state.generators import Randomness
+from runner.embed.state.loop_state import LoopState
 from runner.policy.decision.history import Incident, discarded_signals
 from runner.policy.decision.judge import Verdict
 from runner.run_dir.build_info import code_digest

@@ -20,23 +20,23 @@ from torch import nn
 
 from runner.checkpoint.state_digest import state_digest
 from runner.config.schema import RunConfig
-from runner.embed.arguments import check_alike, check_arguments, check_clip
+from runner.embed.data.loaders import Exhausted, OtherBatch, Source, source_of
 from runner.embed.exits import close_at_exit, journal_errors, watch_for_uncaught
-from runner.embed.gate import DeviceGate, require_gated
-from runner.embed.guarded_steps import GuardedSteps
-from runner.embed.loaders import Exhausted, OtherBatch, Source, source_of
-from runner.embed.measure import Measurer
-from runner.embed.opening import current_ranks, handle_signals, join, open_run
-from runner.embed.randomness import Randomness, StepDraws
-from runner.embed.rollback_state import (
+from runner.embed.loop.arguments import check_alike, check_arguments, check_clip
+from runner.embed.loop.device_gate import DeviceGate, require_gated
+from runner.embed.loop.guarded_steps import GuardedSteps
+from runner.embed.loop.measure import Measurer
+from runner.embed.loop.rollback_state import (
     DataPosition,
     RollbackState,
     Scheduler,
     require_beginning,
 )
+from runner.embed.loop.zero_engine import ZeroMeasurer, ZeroState, engine_in
+from runner.embed.opening import current_ranks, handle_signals, join, open_run
 from runner.embed.settings import run_config
-from runner.embed.state import LoopState
-from runner.embed.zero import ZeroMeasurer, ZeroState, engine_in
+from runner.embed.state.generators import Randomness, StepDraws
+from runner.embed.state.loop_state import LoopState
 from runner.session.group import RankGroup
 from runner.session.summary import RunEnd, RunSize, sum_up
 from runner.system.error import ConfigError

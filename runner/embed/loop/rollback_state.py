@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from runner.distributed.agreement import Ranks
-from runner.embed.codec import pack, unpack
-from runner.embed.loaders import Source
-from runner.embed.randomness import Randomness
-from runner.embed.state import LoopState
+from runner.embed.data.loaders import Source
+from runner.embed.state.codec import pack, unpack
+from runner.embed.state.generators import Randomness
+from runner.embed.state.loop_state import LoopState
 from runner.system.error import CheckpointError, RunnerError
 
 

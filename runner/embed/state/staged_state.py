@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from runner.checkpoint.dtypes import ITEM_SIZES
 from runner.distributed.agreement import Ranks
-from runner.embed import lanes
-from runner.embed.codec import dtype_of
-from runner.embed.geometry import Geometry, geometry, local
+from runner.embed.state import lanes
+from runner.embed.state.codec import dtype_of
+from runner.embed.state.geometry import Geometry, geometry, local
 
 _BUCKET_BYTES = 1 << 26  # that ranks exchange at a time
 

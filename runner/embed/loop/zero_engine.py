@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 from runner.distributed.agreement import Ranks
-from runner.embed.geometry import Geometry
-from runner.embed.measure import Measurer
-from runner.embed.state import LoopState
+from runner.embed.loop.measure import Measurer
+from runner.embed.state.geometry import Geometry
+from runner.embed.state.loop_state import LoopState
 from runner.engine.norm import squared_norm
 from runner.engine.zero import stage_of
 from runner.system.error import CheckpointError, ConfigError

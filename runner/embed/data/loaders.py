@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from runner.embed.batch_identity import batch_digest
-from runner.embed.randomness import Randomness, generators_of
-from runner.embed.sampler import Sampler, keeps_own_position
+from runner.embed.data.batch_identity import batch_digest
+from runner.embed.data.sampler import Sampler, keeps_own_position
+from runner.embed.state.generators import Randomness, generators_of
 from runner.system.error import ConfigError
 
 # By these the wrappers of Accelerate and of Lightning Fabric count their passes, and shuffle each

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from runner.distributed.agreement import Ranks
-from runner.embed.codec import dtype_of, inline, outline, pack, unpack
-from runner.embed.geometry import Geometry, local
-from runner.embed.lanes import encode
-from runner.embed.staged_state import StagedState, TensorSlice, home_of, tensor_slice
+from runner.embed.state.codec import dtype_of, inline, outline, pack, unpack
+from runner.embed.state.geometry import Geometry, local
+from runner.embed.state.lanes import encode
+from runner.embed.state.staged_state import StagedState, TensorSlice, home_of, tensor_slice
 from runner.system.error import CheckpointError, ConfigError
 from runner.system.parsing import json_text
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from runner.embed.codec import pack, unpack
+from runner.embed.state.codec import pack, unpack
 
 
 class Randomness:

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from runner.distributed.agreement import Ranks
-from runner.embed.geometry import local
+from runner.embed.state.geometry import local
 from runner.system.error import ConfigError
 
 _COMPARED = 3  # first steps, in which weights and gradients are compared by value

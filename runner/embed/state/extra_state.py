@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.embed.codec import pack, unpack
+from runner.embed.state.codec import pack, unpack
 
 _log = logging.getLogger(__name__)
 _COMPARED = 3  # first steps, in which the numbers of every module are compared

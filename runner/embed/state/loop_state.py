@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from runner.distributed.agreement import Ranks
-from runner.embed.buffers import Buffers
-from runner.embed.codec import dtype_of, inline, outline, pack, unpack
-from runner.embed.extra_state import ExtraState
-from runner.embed.geometry import Geometry, local
-from runner.embed.groups import Modes, ParameterGroups
-from runner.embed.lanes import encode
-from runner.embed.single_process import SingleProcessRanks
-from runner.embed.staged_state import StagedState, TensorSlice, home_of, tensor_slice
+from runner.embed.state.codec import dtype_of, inline, outline, pack, unpack
+from runner.embed.state.extra_state import ExtraState
+from runner.embed.state.geometry import Geometry, local
+from runner.embed.state.groups import Modes, ParameterGroups
+from runner.embed.state.lanes import encode
+from runner.embed.state.module_buffers import Buffers
+from runner.embed.state.staged_state import StagedState, TensorSlice, home_of, tensor_slice
 from runner.engine.modes import reshard
 from runner.system.error import CheckpointError
 
@@ -74,7 +74,7 @@ class LoopState(StagedState):
     @property
     def compute_device(self) -> torch.device:
         """Of one process without a group that of its parameters, of ranks that of their group."""
-        if not isinstance(self._ranks, SingleProcessRanks):
+        if dist.is_available() and dist.is_initialized():
             return self.device
         return next((p.device for p in self.parameters.values() if p.is_cuda), self.device)
 

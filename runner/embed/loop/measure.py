@@ -13,9 +13,9 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 
 from runner.data.cursor import BatchPlan
 from runner.distributed.agreement import Ranks
-from runner.embed.geometry import local
-from runner.embed.loop_order import LoopOrder
-from runner.embed.state import LoopState
+from runner.embed.loop.loop_order import LoopOrder
+from runner.embed.state.geometry import local
+from runner.embed.state.loop_state import LoopState
 from runner.policy.decision.signals import Bounds
 from runner.system.error import ConfigError
 from runner.train.agreed_step import (

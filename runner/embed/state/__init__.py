@@ -1,0 +1,4 @@
+"""What a user's loop changes: captured before a batch, saved as shards of the ring, put back.
+
+Must not know when: neither steps nor loaders.
+"""
