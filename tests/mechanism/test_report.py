@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import html
-import io
 import json
 import os
 import pty
@@ -20,15 +18,15 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
 from runner.__main__ import main
 from runner.observe.page_writer import PageWriter
 from runner.system.error import ConfigError
 from runner.tools.report import page as pages
 from runner.tools.report.curve import script_json
+from runner.tools.report.drawing import ABOVE, NONE, heat, picture
 from runner.tools.report.follow import Follower
-from runner.tools.report.heat import ABOVE, ABOVE_COLOUR, NONE, Grid, picture
+from runner.tools.report.grid import Grid
 from runner.tools.report.incident import group_incidents, line_of
 from runner.tools.report.markup import tag
 from runner.tools.report.rows import Row, Thinned, row_of
@@ -316,11 +314,12 @@ def test_a_picture_shows_what_is_far_above_and_what_is_not_there() -> None:
     assert rows[0][100] == ABOVE and ABOVE not in rows[1] + rows[2]
     assert rows[1][100] == NONE and rows[2][:50] == bytes([NONE] * 50)
     assert rows[1][0] < rows[1][99] < rows[2][60] < rows[0][0]
-    image = Image.open(io.BytesIO(base64.b64decode(made.png().partition(",")[2])))
-    assert image.size == (101, 3)
-    colours = image.convert("RGBA")
-    assert colours.getpixel((100, 0)) == (*ABOVE_COLOUR, 255)
-    assert colours.getpixel((0, 2))[3] == 0
+    drawn = heat(made, "a title", "a unit")
+    assert drawn.count('class="above"') == 2, "the cell and the legend"
+    assert re.search(r'<path d="M100 0h1" class="above">', drawn)
+    (least,) = re.findall(r'<path d="([^"]*)" class="c0">', drawn)
+    assert "M0 1h" in least and not re.search(r"M\d+ 2h[^\"]*50", least)
+    assert 'd="M0 2' not in drawn and "M50 2h" in drawn, "an empty cell has no colour"
 
 
 def test_many_rows_are_joined_and_lose_no_spike() -> None:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 from runner.policy.retention.records import State
 from runner.system.units import duration, format_bytes
-from runner.tools.report.drawing import WIDTH
-from runner.tools.report.figure import Label, framed, stretched
+from runner.tools.report.drawing import WIDTH, Label, framed, stretched
 from runner.tools.report.formatting import when
 from runner.tools.report.markup import Html, table, tag
 from runner.tools.report.run import RunReader

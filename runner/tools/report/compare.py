@@ -8,21 +8,20 @@ from typing import Any
 
 from runner.system.units import duration
 from runner.tools.report.curve import evaluations
-from runner.tools.report.drawing import HEIGHT, WIDTH, bounds, number
-from runner.tools.report.figure import sign
+from runner.tools.report.drawing import Named, lines, sign
 from runner.tools.report.markup import Html, join, table, tag
 from runner.tools.report.rows import Row
 from runner.tools.report.run import RunReader
 from runner.tools.report.state import RunStatus, run_status
 
 _POINTS = 600
-_LINES = 8  # distinguishable combinations of colour and dash
 
 
 def comparison(runs: Sequence[RunReader]) -> Html:
     """A table with one row per run, their losses, and the settings that differ."""
     now = [run_status(run) for run in runs]
     names = [run.run_dir.out.name or str(run.run_dir.out) for run in runs]
+    named = list(zip(names, runs, strict=True))
     rows = [
         _row(index, name, one) for index, (name, one) in enumerate(zip(names, now, strict=True))
     ]
@@ -34,10 +33,11 @@ def comparison(runs: Sequence[RunReader]) -> Html:
         "section",
         tag("h2", "Side by side"),
         table(heads, rows),
-        tag(
-            "figure",
-            tag("figcaption", "Loss", tag("small", " nats per token, over applied steps")),
-            _still(runs),
+        lines(
+            "Loss",
+            "nats per token",
+            [Named(name=name, points=_applied_points(run)) for name, run in named],
+            x_label="applied steps",
             cls="chart compare",
         ),
         _differences(runs, names),
@@ -47,10 +47,10 @@ def comparison(runs: Sequence[RunReader]) -> Html:
 
 def comparison_data(runs: Sequence[RunReader], names: Sequence[str]) -> dict[str, Any]:
     """The lines of the common chart; each holds a few hundred applied steps."""
-    lines = [[[step, _plain(loss)] for step, loss in _applied_points(run)] for run in runs]
+    points = [[[step, _plain(loss)] for step, loss in _applied_points(run)] for run in runs]
     return {
         "names": list(names),
-        "lines": lines,
+        "lines": points,
         "evaluations": [evaluations(run.fold.evaluated.rows()[-2000:]) for run in runs],
     }
 
@@ -88,41 +88,6 @@ def _applied_points(run: RunReader) -> list[tuple[int, float]]:
             max(column, key=lambda point: point[1]),
         }
     return sorted(points)
-
-
-def _still(runs: Sequence[RunReader]) -> Html:
-    lines = [_applied_points(run) for run in runs]
-    scale = bounds([loss for line in lines for _, loss in line], is_log=False)
-    if scale is None:
-        return Html("")
-    low, high = scale
-    last = max(step for line in lines for step, _ in line)
-    left, top, bottom = 62, 10, 26
-
-    def at(step: int, loss: float) -> str:
-        x = left + (WIDTH - left - 8) * step / max(1, last)
-        share = min(1.0, max(0.0, (loss - low) / (high - low)))
-        return f"{x:.1f} {top + (HEIGHT - top - bottom) * (1 - share):.1f}"
-
-    paths = [
-        tag(
-            "path",
-            d="M" + "L".join(at(*point) for point in line),
-            cls=f"curve line{index % _LINES}",
-        )
-        for index, line in enumerate(lines)
-        if line
-    ]
-    ends = [
-        tag("text", number(high), x=left - 6, y=top + 10, text_anchor="end", cls="tick"),
-        tag("text", number(low), x=left - 6, y=HEIGHT - bottom, text_anchor="end", cls="tick"),
-        tag("text", "0", x=left, y=HEIGHT - 8, cls="tick"),
-        tag("text", f"{last:,}", x=WIDTH - 8, y=HEIGHT - 8, text_anchor="end", cls="tick"),
-    ]
-    return tag(
-        "svg", tag("title", "Loss of all runs over steps"), join(ends), join(paths),
-        viewBox=f"0 0 {WIDTH} {HEIGHT}", cls="still", role="img",
-    )  # fmt: skip
 
 
 def _differences(runs: Sequence[RunReader], names: Sequence[str]) -> Html | None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from runner.tools.report.drawing import number
-from runner.tools.report.figure import Named, heat, lines, small
-from runner.tools.report.heat import Grid, picture
+from runner.tools.report.drawing import Named, heat, lines, number, picture, small
+from runner.tools.report.grid import Grid
 from runner.tools.report.markup import Html, table, tag
 from runner.tools.report.run import RunReader
 from runner.tools.report.side_files import LAYER_QUANTITIES

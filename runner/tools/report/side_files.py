@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from runner.run_dir.paths import RunDir
 from runner.tools.report.follow import Follower
-from runner.tools.report.heat import Grid
+from runner.tools.report.grid import Grid
 
 # The quantities of a layer, in the order in which they are shown; see docs/warnings.md.
 LAYER_QUANTITIES = {

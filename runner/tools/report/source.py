@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from runner.tools.report.heat import Grid
+from runner.tools.report.grid import Grid
 from runner.tools.report.side_files import number, whole
 
 _MOST_SOURCES = 256
