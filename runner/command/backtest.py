@@ -13,19 +13,19 @@ from pathlib import Path
 
 from runner.command.arguments import Parser
 from runner.config.compose import compose
-from runner.config.rules import judge_rules, remedy_rules, save_rules
+from runner.config.rules import judge_rules, named, remedy_rules
 from runner.config.validate import check
 from runner.observe.bar import Bar
-from runner.policy.decision.replay import Decision, Replay
 from runner.system.error import ConfigError
 from runner.system.parsing import json_text
-from runner.tools.backtest.read import Recording, read_curve
+from runner.tools.backtest.guard_replay import Decision, GuardReplay, SaveRules
+from runner.tools.backtest.recording import RecordedRun, read_curve
 from runner.tools.backtest.table import Names
 
 _USAGE = """\
 python -m runner backtest FILE... [guard.key=value ...] [options]
 
-Replay the guard over recorded curves: CSV, JSONL, TensorBoard event files or W&B CSV exports; a
+GuardReplay the guard over recorded curves: CSV, JSONL, TensorBoard event files or W&B CSV exports; a
 folder with metrics.jsonl or event files counts as one curve. guard.* and checkpoint.* as in training.
 
   --loss NAME, --grad-norm NAME, --step NAME   the columns, where common names do not find them
@@ -60,11 +60,11 @@ def backtest_command(arguments: Sequence[str]) -> int:
         began = time.monotonic()
         with Bar("reading", 0) as bar:
             recording = read_curve(file, names, memory=config.guard.window, moved=bar.at)
-        replay = Replay(
+        replay = GuardReplay(
             recording.curve,
             judge=judge_rules(config),
             remedy=remedy,
-            saves=save_rules(config),
+            saves=SaveRules(**named(SaveRules, config.checkpoint)),
             keep_limits=options.plot is not None,
         )
         with Bar("backtesting", len(recording.curve.steps), unit="rows") as bar:
@@ -105,7 +105,7 @@ def _refuse_other_keys(overrides: Sequence[str]) -> None:
             raise ConfigError(f"{text}: a backtest only takes guard.* and checkpoint.*")
 
 
-def _plot(recording: Recording, replay: Replay, name: str, number: int | None) -> None:
+def _plot(recording: RecordedRun, replay: GuardReplay, name: str, number: int | None) -> None:
     from runner.tools.backtest.plot import plot
 
     path = Path(name)
@@ -115,7 +115,7 @@ def _plot(recording: Recording, replay: Replay, name: str, number: int | None) -
     sys.stderr.write(f"wrote {path}\n")
 
 
-def _json_line(recording: Recording, replay: Replay) -> str:
+def _json_line(recording: RecordedRun, replay: GuardReplay) -> str:
     steps = recording.curve.steps
     decisions = [
         {
@@ -129,7 +129,7 @@ def _json_line(recording: Recording, replay: Replay) -> str:
     return json_text({"file": recording.path, "rows": len(steps), "decisions": decisions})
 
 
-def _with_unit_note(recording: Recording, floor: float) -> Recording:
+def _with_unit_note(recording: RecordedRun, floor: float) -> RecordedRun:
     """Add a note if the losses are smaller than the thresholds, which are in nats."""
     finite = [loss for loss in recording.curve.losses if math.isfinite(loss)]
     if not finite or abs(statistics.median(finite)) >= floor:
@@ -141,7 +141,7 @@ def _with_unit_note(recording: Recording, floor: float) -> Recording:
     return replace(recording, notes=(*recording.notes, note))
 
 
-def _report(recording: Recording, replay: Replay, seconds: float) -> str:
+def _report(recording: RecordedRun, replay: GuardReplay, seconds: float) -> str:
     steps, decisions = recording.curve.steps, replay.decisions
     counts = Counter(decision.action for decision in decisions)
     num_skipped = replay.skipped.num_skipped(0, len(steps))
@@ -176,7 +176,7 @@ def _episodes(decisions: Sequence[Decision]) -> list[list[Decision]]:
     return groups
 
 
-def _episode_line(group: Sequence[Decision], recording: Recording, replay: Replay) -> str:
+def _episode_line(group: Sequence[Decision], recording: RecordedRun, replay: GuardReplay) -> str:
     steps, first, last = recording.curve.steps, group[0], group[-1]
     onset = min(decision.onset for decision in group)
     counts = Counter(decision.action for decision in group)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner.command.arguments import Parser
-from runner.tools.report.live import ADDRESS, server
+from runner.tools.report.live_server import ADDRESS, server
 
 _PORT = 8765
 

@@ -16,12 +16,12 @@ from runner.system.beside import add_options, stay_beside
 from runner.system.error import ConfigError
 from runner.system.parsing import json_text
 from runner.tools.backtest import column
-from runner.tools.backtest.read import Columns, read_columns
+from runner.tools.backtest.recording import FileColumns, read_columns
 from runner.tools.backtest.table import Names
 from runner.tools.reading.curve import CORPUS_ENTROPY, FURTHER, Curve
-from runner.tools.reading.finding import SIGNATURES, Finding
+from runner.tools.reading.findings import LEAST_ROWS, read
 from runner.tools.reading.own import curve_of_run
-from runner.tools.reading.read import LEAST_ROWS, read
+from runner.tools.reading.signature import SIGNATURES, Signature
 
 _USAGE = """\
 python -m runner read FILE... [options]
@@ -80,7 +80,7 @@ def _read_beside(options: argparse.Namespace) -> int:
     return 0
 
 
-def curve_of(columns: Columns, corpus_entropy: float | None = None) -> Curve:
+def curve_of(columns: FileColumns, corpus_entropy: float | None = None) -> Curve:
     """The arrays of a file's columns."""
     further: dict[str, Any] = {
         _attribute(option): values for option, values in columns.further.items()
@@ -119,12 +119,12 @@ def _signatures() -> str:
     return "\n".join(["", "signatures:", *lines, ""])
 
 
-def _json_line(file: str, curve: Curve, findings: Sequence[Finding]) -> str:
+def _json_line(file: str, curve: Curve, findings: Sequence[Signature]) -> str:
     signatures = [finding.to_json(curve) for finding in findings]
     return json_text({"file": file, "rows": len(curve), "signatures": signatures})
 
 
-def _report(file: str, curve: Curve, findings: Sequence[Finding]) -> str:
+def _report(file: str, curve: Curve, findings: Sequence[Signature]) -> str:
     columns = ["loss"] + ["grad_norm"] * bool((~np.isnan(curve.grad_norm)).any())
     columns += [name for name in FURTHER if name in curve.columns]
     columns += [f"{len(curve.held_out)} held-out losses"] if len(curve.held_out) else []

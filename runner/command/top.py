@@ -16,8 +16,8 @@ from rich.live import Live
 
 from runner.command.arguments import Parser
 from runner.system.error import ConfigError
-from runner.tools.report.run import RunReader
-from runner.tools.report.top import frame
+from runner.tools.report.run_reader import RunReader
+from runner.tools.report.terminal import frame
 
 
 def top_command(arguments: Sequence[str]) -> int:

@@ -8,7 +8,6 @@ from typing import Any
 from runner.config.schema import RunConfig
 from runner.policy.decision.judge import JudgeRules
 from runner.policy.decision.ladder import RemedyRules
-from runner.policy.decision.replay import SaveRules
 
 
 def judge_rules(config: RunConfig) -> JudgeRules:
@@ -27,11 +26,6 @@ def remedy_rules(config: RunConfig, *, untrained_loss: float = 0.0) -> RemedyRul
         # Nothing is rolled back then; a step that the engine itself skips is discarded.
         rules = dataclasses.replace(rules, persist=rules.persist_window + 1)
     return rules
-
-
-def save_rules(config: RunConfig) -> SaveRules:
-    """When the ring would have saved, for the replay of a curve."""
-    return SaveRules(**named(SaveRules, config.checkpoint))
 
 
 def named(kind: type, source: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from runner.system.error import ConfigError
-from runner.tools.report.live import ADDRESS, server
+from runner.tools.report.live_server import ADDRESS, server
 from tests.browser.conftest import Watched
 from tests.made_run import Made, incident
 

@@ -9,8 +9,8 @@ import pytest
 
 from runner.run_dir.time_account import KINDS, account
 from runner.tools.measured_costs import measured
-from runner.tools.report.run import RunReader
-from runner.tools.report.state import run_status
+from runner.tools.report.run_reader import RunReader
+from runner.tools.report.run_status import run_status
 from tests.run import finish, read_lines, train
 
 FAULTS = "faults=[poison@samples=700-790,kill@step=45,rank=1]"

@@ -14,9 +14,9 @@ from runner.command.read import curve_of
 from runner.data.text import TextSource
 from runner.system.parsing import json_text
 from runner.tools.backtest.column import FURTHER
-from runner.tools.backtest.read import read_columns, read_curve
+from runner.tools.backtest.recording import read_columns, read_curve
 from runner.tools.backtest.table import Names
-from runner.tools.reading.read import read
+from runner.tools.reading.findings import read
 from tests.fuzz.mutate import as_json, changed, damaged
 from tests.fuzz.test_parsers import often, slowly, try_all, watched
 from tests.stored import open_text

@@ -18,7 +18,7 @@ import pytest
 
 from runner.__main__ import main
 from runner.system.error import ConfigError
-from runner.tools.backtest.read import read_curve
+from runner.tools.backtest.recording import read_curve
 from runner.tools.backtest.table import Names
 
 BAD = 150

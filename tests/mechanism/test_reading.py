@@ -11,8 +11,8 @@ import pytest
 
 from runner.__main__ import main
 from runner.tools.reading.curve import Curve
-from runner.tools.reading.finding import SIGNATURES
-from runner.tools.reading.read import read
+from runner.tools.reading.findings import read
+from runner.tools.reading.signature import SIGNATURES
 from tests.made_curves import HEALTHY, TROUBLED, healthy
 
 _SEEDS = range(4)

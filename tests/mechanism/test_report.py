@@ -23,16 +23,16 @@ from runner.__main__ import main
 from runner.observe.page_writer import PageWriter
 from runner.system.error import ConfigError
 from runner.tools.report import page as pages
-from runner.tools.report.curve import script_json
+from runner.tools.report.attempts import AttemptRow, Thinned, row_of
+from runner.tools.report.chart_data import script_json
 from runner.tools.report.drawing import ABOVE, NONE, heat, picture
 from runner.tools.report.follow import Follower
 from runner.tools.report.grid import Grid
 from runner.tools.report.incident import group_incidents, line_of
 from runner.tools.report.markup import tag
-from runner.tools.report.rows import Row, Thinned, row_of
-from runner.tools.report.run import RunReader
+from runner.tools.report.run_reader import RunReader
+from runner.tools.report.run_status import run_status, sentence
 from runner.tools.report.side_files import LayerFold, RingFold
-from runner.tools.report.state import run_status, sentence
 from tests.made_run import Made, checkpoint, incident
 
 SIDE = (
@@ -70,7 +70,7 @@ def test_a_file_that_was_cut_is_read_anew(tmp_path: Path) -> None:
 # -- which steps are drawn ----------------------------------------------------------------------
 
 
-def row(attempt: int, loss: float, **more: Any) -> Row:
+def row(attempt: int, loss: float, **more: Any) -> AttemptRow:
     line = {"step": attempt + 1, "loss": loss, "grad_norm": 1.0, "action": "apply"}
     return row_of(attempt, line | more)
 

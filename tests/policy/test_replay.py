@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from runner.policy.decision.replay import Curve, Replay, SaveRules
+from runner.tools.backtest.guard_replay import GuardReplay, RecordedCurve, SaveRules
 from tests.policy.steps import judge_rules, remedy_rules
 
 SAVES = SaveRules(every=20, clean_after=5, keep=3, keep_every=0)
@@ -20,21 +20,23 @@ def healthy(rows: int, *, level: float = 3.0, seed: int = 0) -> list[float]:
     return [level + draw.gauss(0, 0.04) for _ in range(rows)]
 
 
-def replayed(losses: Sequence[float], *, norms: Sequence[float] = (), **more: Any) -> Replay:
+def replayed(losses: Sequence[float], *, norms: Sequence[float] = (), **more: Any) -> GuardReplay:
     """The replay of a curve that counts its steps from 0 unless told."""
     rules = {name: more.pop(name) for name in list(more) if name in ("max_rollbacks", "persist")}
-    curve = Curve(
+    curve = RecordedCurve(
         steps=more.pop("steps", range(len(losses))),
         losses=losses,
         grad_norms=norms or [1.0] * len(losses),
         **{name: frozenset(rows) for name, rows in more.items()},
     )
-    replay = Replay(curve, judge=judge_rules(), remedy=remedy_rules(batch=1, **rules), saves=SAVES)
+    replay = GuardReplay(
+        curve, judge=judge_rules(), remedy=remedy_rules(batch=1, **rules), saves=SAVES
+    )
     replay.run()
     return replay
 
 
-def told(replay: Replay) -> list[tuple[int, str]]:
+def told(replay: GuardReplay) -> list[tuple[int, str]]:
     return [(decision.row, decision.action) for decision in replay.decisions]
 
 
@@ -88,9 +90,11 @@ def test_a_level_that_stays_becomes_the_baseline_and_is_guarded_at_once() -> Non
 )
 def test_what_bounds_a_new_baseline(untrained: float, fresh: list[int], accepted: bool) -> None:
     losses = [*healthy(150), *healthy(150, level=4.5)]
-    curve = Curve(steps=range(300), losses=losses, grad_norms=[1.0] * 300, fresh=frozenset(fresh))
+    curve = RecordedCurve(
+        steps=range(300), losses=losses, grad_norms=[1.0] * 300, fresh=frozenset(fresh)
+    )
     rules = remedy_rules(batch=1, untrained_loss=untrained)
-    replay = Replay(curve, judge=judge_rules(), remedy=rules, saves=SAVES)
+    replay = GuardReplay(curve, judge=judge_rules(), remedy=rules, saves=SAVES)
     replay.run()
     assert ("rebaseline" in {action for _, action in told(replay)}) == accepted
 
@@ -156,8 +160,8 @@ def test_nothing_is_known_after_a_gap() -> None:
 def test_limits_are_kept_where_asked_and_change_nothing() -> None:
     losses = healthy(100)
     losses[60] = 9.0
-    curve = Curve(steps=range(100), losses=losses, grad_norms=[1.0] * 100)
-    replay = Replay(
+    curve = RecordedCurve(steps=range(100), losses=losses, grad_norms=[1.0] * 100)
+    replay = GuardReplay(
         curve,
         judge=judge_rules(),
         remedy=remedy_rules(batch=1),

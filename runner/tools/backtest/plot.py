@@ -11,10 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from runner.policy.decision.replay import Decision, Replay
 from runner.system.error import ConfigError, MissingPackage
 from runner.system.extras import lacking
-from runner.tools.backtest.read import Recording
+from runner.tools.backtest.guard_replay import Decision, GuardReplay
+from runner.tools.backtest.recording import RecordedRun
 
 _COLOURS = {
     "discard": "tab:orange",
@@ -27,7 +27,7 @@ _BINS = 3000
 _TABLE_ROWS = 500
 
 
-def plot(recording: Recording, replay: Replay, path: Path) -> None:
+def plot(recording: RecordedRun, replay: GuardReplay, path: Path) -> None:
     """Write ``path`` (.png or .html); ``replay`` must have kept its limits.
 
     Raises:
@@ -42,7 +42,7 @@ def plot(recording: Recording, replay: Replay, path: Path) -> None:
         path.write_text(_page(recording, replay.decisions, figure), encoding="utf-8")
 
 
-def _figure(recording: Recording, replay: Replay) -> Any:
+def _figure(recording: RecordedRun, replay: GuardReplay) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -107,7 +107,7 @@ def _thinned(
 
 
 def _marks(
-    axes: Any, recording: Recording, decisions: Sequence[Decision], values: Sequence[float]
+    axes: Any, recording: RecordedRun, decisions: Sequence[Decision], values: Sequence[float]
 ) -> None:
     known = [value for value in values if math.isfinite(value)]
     top = max(known, default=1.0)
@@ -131,7 +131,7 @@ def _view(axes: Any, values: Sequence[float]) -> None:
         axes.set_ylim(max(min(known) - margin, min(known) * 0.8), max(known) + margin)
 
 
-def _page(recording: Recording, decisions: Sequence[Decision], figure: Any) -> str:
+def _page(recording: RecordedRun, decisions: Sequence[Decision], figure: Any) -> str:
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=110)
     data = base64.b64encode(picture.getvalue()).decode()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from runner.tools.reading.curve import EPOCH, Curve, Flags, Floats, median_of, noise, smoothed
-from runner.tools.reading.finding import Finding
+from runner.tools.reading.signature import Signature
 
 _LEAST, _MANY = 5, 7  # evaluations: for any finding, for one of high confidence
 _ROWS = 20  # of training before an evaluation, for its level
@@ -34,7 +34,7 @@ def _training_levels(curve: Curve, calm: Flags) -> Floats:
     return medians
 
 
-def overfitting(curve: Curve, calm: Flags) -> Iterator[Finding]:
+def overfitting(curve: Curve, calm: Flags) -> Iterator[Signature]:
     """The held-out loss has a minimum and then rises, while the training loss keeps falling."""
     losses = curve.held_out
     if len(losses) < _LEAST:
@@ -52,7 +52,7 @@ def overfitting(curve: Curve, calm: Flags) -> Iterator[Finding]:
     if not (fell > _TRAINING_FELL * rise or fell > 0.2 * abs(training[best])):
         return
     first, last = int(curve.held_out_rows[best]), int(curve.held_out_rows[-1])
-    yield Finding(
+    yield Signature(
         signature="overfitting",
         first=first,
         last=last,
@@ -75,7 +75,7 @@ def _fell(curve: Curve, calm: Flags, training: Floats, best: int) -> float:
     return float(fell) if np.isfinite(fell) else 0.0
 
 
-def far_below(curve: Curve, calm: Flags) -> Iterator[Finding]:
+def far_below(curve: Curve, calm: Flags) -> Iterator[Signature]:
     """The held-out loss is a fraction of the training loss from the first evaluation on."""
     if len(curve.held_out) < 3:
         return
@@ -87,7 +87,7 @@ def far_below(curve: Curve, calm: Flags) -> Iterator[Finding]:
     factor = 1.0 / float(np.median(ratio))
     is_steady = float(np.std(ratio) / np.mean(ratio)) < 0.1 and abs(factor - round(factor)) < 0.15
     hint = f"; the ratio is steady at 1 : {factor:.2g}, as for a sum" if is_steady else ""
-    yield Finding(
+    yield Signature(
         signature="held_out_below_training",
         first=int(curve.held_out_rows[0]),
         last=int(curve.held_out_rows[-1]),
@@ -100,7 +100,7 @@ def far_below(curve: Curve, calm: Flags) -> Iterator[Finding]:
     )
 
 
-def stalls(curve: Curve, calm: Flags) -> Iterator[Finding]:
+def stalls(curve: Curve, calm: Flags) -> Iterator[Signature]:
     """The held-out loss stalls in the last half while the training loss keeps falling far below."""
     losses = curve.held_out
     if len(losses) < 2 * _LEAST:
@@ -116,7 +116,7 @@ def stalls(curve: Curve, calm: Flags) -> Iterator[Finding]:
     rises = -gain > _WORSE * level
     if not (fell > 0.1 * level and gap > 0.2 * level and gain < 0.1 * fell and not rises):
         return
-    yield Finding(
+    yield Signature(
         signature="held_out_stalls",
         first=int(curve.held_out_rows[half]),
         last=int(curve.held_out_rows[-1]),
@@ -128,7 +128,7 @@ def stalls(curve: Curve, calm: Flags) -> Iterator[Finding]:
     )
 
 
-def memorised(curve: Curve, calm: Flags) -> Iterator[Finding]:
+def memorised(curve: Curve, calm: Flags) -> Iterator[Signature]:
     """Many epochs, almost no training loss left, and nothing held out."""
     epoch = curve.column(EPOCH)
     if epoch is None or len(curve.held_out) or int(calm.sum()) < 20 or epoch[-1] <= _EPOCHS:
@@ -138,7 +138,7 @@ def memorised(curve: Curve, calm: Flags) -> Iterator[Finding]:
     end = float(np.median(loss[-max(5, len(loss) // 20) :]))
     if not 0 <= end < _KNOWN * start:
         return
-    yield Finding(
+    yield Signature(
         signature="memorised",
         first=int(np.argmax(epoch > _EPOCHS)),
         last=len(curve) - 1,
@@ -149,7 +149,7 @@ def memorised(curve: Curve, calm: Flags) -> Iterator[Finding]:
     )
 
 
-def oscillation(curve: Curve, calm: Flags) -> Iterator[Finding]:
+def oscillation(curve: Curve, calm: Flags) -> Iterator[Signature]:
     """The held-out loss goes up and down without improving, at a high rate."""
     losses, rows = curve.held_out, curve.held_out_rows
     rate = curve.learning_rate
@@ -167,7 +167,7 @@ def oscillation(curve: Curve, calm: Flags) -> Iterator[Finding]:
     trend = abs(float(np.median(losses[:half]) - np.median(losses[half:])))
     if size < _SWINGS * abs(level) or turns < 0.45 * (len(changes) - 1) or trend > 1.5 * size:
         return
-    yield Finding(
+    yield Signature(
         signature="oscillation",
         first=int(rows[0]),
         last=int(rows[-1]),

@@ -20,7 +20,7 @@ from runner.tools.reading.curve import (
     median_of,
     noise,
 )
-from runner.tools.reading.finding import Finding
+from runner.tools.reading.signature import Signature
 from runner.tools.reading.trouble import unit
 
 _LEAST_ROWS = 60
@@ -75,7 +75,7 @@ def fall_of(curve: Curve, calm: Flags) -> Fall | None:
     )
 
 
-def slow_progress(curve: Curve, calm: Flags) -> Iterator[Finding]:
+def slow_progress(curve: Curve, calm: Flags) -> Iterator[Signature]:
     """Find a plateau, and report it by its cause if the logged columns show one."""
     fall = fall_of(curve, calm)
     if fall is None or not _is_high(curve, fall):
@@ -106,7 +106,7 @@ def _is_high(curve: Curve, fall: Fall) -> bool:
     return is_in_its_unit and fall.start >= _UNTRAINED and fall.end > _HIGH * fall.start
 
 
-def _logged_causes(curve: Curve, calm: Flags, fall: Fall | None) -> Iterator[Finding]:
+def _logged_causes(curve: Curve, calm: Flags, fall: Fall | None) -> Iterator[Signature]:
     """Causes that a logged column shows by itself."""
     if fall is None:
         return
@@ -123,7 +123,7 @@ def _logged_causes(curve: Curve, calm: Flags, fall: Fall | None) -> Iterator[Fin
             yield cause
 
 
-def _few_tokens(curve: Curve) -> Finding | None:
+def _few_tokens(curve: Curve) -> Signature | None:
     entropy = curve.column(ENTROPY)
     if entropy is None:
         return None
@@ -132,7 +132,7 @@ def _few_tokens(curve: Curve) -> Finding | None:
     low_rows = np.flatnonzero(entropy < _FEW_TOKENS * reference)
     if len(low_rows) < max(3, 0.02 * len(curve)):
         return None
-    return Finding(
+    return Signature(
         signature="degenerate_batches",
         first=int(low_rows[0]),
         last=int(low_rows[-1]),
@@ -145,14 +145,14 @@ def _few_tokens(curve: Curve) -> Finding | None:
     )
 
 
-def _vanishing(curve: Curve, fall: Fall) -> Finding | None:
+def _vanishing(curve: Curve, fall: Fall) -> Signature | None:
     ratio = curve.column(LAYER_RATIO)
     if ratio is None:
         return None
     late = median_of(ratio[len(ratio) // 2 :])
     if not late < _VANISHING:
         return None
-    return Finding(
+    return Signature(
         signature="vanishing_gradients",
         first=len(curve) // 2,
         last=len(curve) - 1,
@@ -164,7 +164,7 @@ def _vanishing(curve: Curve, fall: Fall) -> Finding | None:
     )
 
 
-def _no_gradient(curve: Curve, fall: Fall, is_high: bool) -> Finding | None:
+def _no_gradient(curve: Curve, fall: Fall, is_high: bool) -> Signature | None:
     """The total norm nearly vanished although much is left to learn."""
     norm = curve.grad_norm
     if not np.isfinite(norm).any() or not (is_high or fall.total < 0.1 * abs(fall.start)):
@@ -172,7 +172,7 @@ def _no_gradient(curve: Curve, fall: Fall, is_high: bool) -> Finding | None:
     begins, ends = median_of(norm[: max(5, len(norm) // 50)]), median_of(norm[-len(norm) // 3 :])
     if not 0 <= ends < max(_NO_GRADIENT * begins, 1e-6):
         return None
-    return Finding(
+    return Signature(
         signature="vanishing_gradients",
         first=len(curve) - len(curve) // 3,
         last=len(curve) - 1,
@@ -184,14 +184,14 @@ def _no_gradient(curve: Curve, fall: Fall, is_high: bool) -> Finding | None:
     )
 
 
-def _long_warmup(curve: Curve, fall: Fall, is_high: bool) -> Finding | None:
+def _long_warmup(curve: Curve, fall: Fall, is_high: bool) -> Signature | None:
     rate = curve.learning_rate
     if rate is None or len(rate) < _LEAST_ROWS:
         return None
     rises = rate[-1] >= 0.999 * np.max(rate) and rate[-1] > 1.05 * rate[-len(rate) // 3]
     if not (rises and is_high):
         return None
-    return Finding(
+    return Signature(
         signature="warmup_too_long",
         first=0,
         last=len(curve) - 1,
@@ -202,13 +202,13 @@ def _long_warmup(curve: Curve, fall: Fall, is_high: bool) -> Finding | None:
     )
 
 
-def _update_size(curve: Curve, fall: Fall, is_high: bool) -> Finding | None:
+def _update_size(curve: Curve, fall: Fall, is_high: bool) -> Signature | None:
     ratio = curve.column(UPDATE_RATIO)
     if ratio is None or not is_high:
         return None
     late = median_of(ratio[len(ratio) // 3 :])
     if late < _SMALL_UPDATE:
-        return Finding(
+        return Signature(
             signature="rate_too_low",
             first=len(curve) // 3,
             last=len(curve) - 1,
@@ -218,7 +218,7 @@ def _update_size(curve: Curve, fall: Fall, is_high: bool) -> Finding | None:
             confidence="high",
         )
     if late > _LARGE_UPDATE:
-        return Finding(
+        return Signature(
             signature="rate_too_high",
             first=len(curve) // 3,
             last=len(curve) - 1,
@@ -230,7 +230,7 @@ def _update_size(curve: Curve, fall: Fall, is_high: bool) -> Finding | None:
     return None
 
 
-def _high_rate(curve: Curve, calm: Flags) -> Finding | None:
+def _high_rate(curve: Curve, calm: Flags) -> Signature | None:
     """The loss rose while the rate was near its peak, and fell again when the rate fell."""
     rate = curve.learning_rate
     if rate is None or int(calm.sum()) < _LEAST_ROWS:
@@ -251,7 +251,7 @@ def _high_rate(curve: Curve, calm: Flags) -> Finding | None:
     if rise[top] <= needed or not is_by_rate or not ends_below or not is_wide:
         return None
     best = int(np.argmin(values[: top + 1]))
-    return Finding(
+    return Signature(
         signature="rate_too_high",
         first=int(smooth.rows[best]),
         last=int(min(smooth.rows[top + 1], len(curve) - 1)),
@@ -290,10 +290,10 @@ def _is_hardly_moving(curve: Curve, fall: Fall) -> bool:
     return not np.isfinite(begins) or 0.3 * begins < ends < 5 * begins
 
 
-def _too_low(curve: Curve, fall: Fall) -> Finding:
+def _too_low(curve: Curve, fall: Fall) -> Signature:
     rate = curve.learning_rate
     at_rate = f" at a rate of {np.max(rate):.3g}" if rate is not None else ""
-    return Finding(
+    return Signature(
         signature="rate_too_low",
         first=0,
         last=len(curve) - 1,
@@ -304,7 +304,7 @@ def _too_low(curve: Curve, fall: Fall) -> Finding:
     )
 
 
-def _stuck_after_peak(curve: Curve, calm: Flags) -> Finding | None:
+def _stuck_after_peak(curve: Curve, calm: Flags) -> Signature | None:
     """The best level came before the rate reached its peak, and never again."""
     rate = curve.learning_rate
     smooth: Levels = levels(curve.loss, calm, most=40, least_rows=4)
@@ -316,7 +316,7 @@ def _stuck_after_peak(curve: Curve, calm: Flags) -> Finding | None:
     is_early = best < len(smooth) // 3
     if not is_early or rose <= 3 * smooth.error[best] or at_best > np.max(rate):
         return None
-    return Finding(
+    return Signature(
         signature="rate_too_high",
         first=int(smooth.rows[best]),
         last=len(curve) - 1,
@@ -328,7 +328,7 @@ def _stuck_after_peak(curve: Curve, calm: Flags) -> Finding | None:
     )
 
 
-def _waits_for_the_fall(curve: Curve, calm: Flags) -> Finding | None:
+def _waits_for_the_fall(curve: Curve, calm: Flags) -> Signature | None:
     """The loss gained nothing after the first tenth until the rate fell."""
     rate = curve.learning_rate
     smooth = levels(curve.loss, calm, most=20, least_rows=6)
@@ -342,7 +342,7 @@ def _waits_for_the_fall(curve: Curve, calm: Flags) -> Finding | None:
     is_by_rate = rates[half] > 0.4 * np.max(rate) and rates[-1] < 0.5 * rates[half]
     if not is_by_rate or middle - ends < 4 * error or begins - middle > 0.5 * (middle - ends):
         return None
-    return Finding(
+    return Signature(
         signature="rate_too_high",
         first=int(smooth.rows[tenth]),
         last=len(curve) - 1,
@@ -353,8 +353,8 @@ def _waits_for_the_fall(curve: Curve, calm: Flags) -> Finding | None:
     )
 
 
-def _far_too_high(curve: Curve, fall: Fall, peak: float) -> Finding:
-    return Finding(
+def _far_too_high(curve: Curve, fall: Fall, peak: float) -> Signature:
+    return Signature(
         signature="rate_too_high",
         first=len(curve) - len(curve) // 3,
         last=len(curve) - 1,
@@ -366,8 +366,8 @@ def _far_too_high(curve: Curve, fall: Fall, peak: float) -> Finding:
     )
 
 
-def _plateau(curve: Curve, fall: Fall) -> Finding:
-    return Finding(
+def _plateau(curve: Curve, fall: Fall) -> Signature:
+    return Signature(
         signature="plateau",
         first=len(curve) - len(curve) // 3,
         last=len(curve) - 1,
@@ -379,7 +379,7 @@ def _plateau(curve: Curve, fall: Fall) -> Finding:
     )
 
 
-def floor_early(curve: Curve, calm: Flags) -> Iterator[Finding]:
+def floor_early(curve: Curve, calm: Flags) -> Iterator[Signature]:
     """The rate has long been at its minimum, and the loss stopped falling when it got there."""
     rate = curve.learning_rate
     if rate is None or len(curve) < _LEAST_ROWS:
@@ -402,7 +402,7 @@ def floor_early(curve: Curve, calm: Flags) -> Iterator[Finding]:
     is_slower = before[0] > 3 * before[1] and after[0] < before[0] / 3
     if not is_slower and not (is_stalled and floor < peak / 20):
         return
-    yield Finding(
+    yield Signature(
         signature="floor_early",
         first=since,
         last=len(rate) - 1,

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from runner.tools.reading.curve import EPOCH, Curve, Flags, Floats, Ints, levels
-from runner.tools.reading.finding import Finding
+from runner.tools.reading.signature import Signature
 
 _EPOCH_ROWS = 20
 _FIT_ROWS = 200  # on each side of a boundary
@@ -19,7 +19,7 @@ _LEAST_PERIODS = 4
 _CORRELATION = 0.35
 
 
-def epoch_steps(curve: Curve, calm: Flags) -> Iterator[Finding]:
+def epoch_steps(curve: Curve, calm: Flags) -> Iterator[Signature]:
     """Straight lines fitted before and after an epoch's begin do not meet there."""
     epoch = curve.column(EPOCH)
     if epoch is None:
@@ -39,7 +39,7 @@ def epoch_steps(curve: Curve, calm: Flags) -> Iterator[Finding]:
         return
     worst = max(steps, key=lambda one: one[1])
     count_text = f"; {len(steps)} such boundaries" if len(steps) > 1 else ""
-    yield Finding(
+    yield Signature(
         signature="epoch_steps",
         first=steps[0][0],
         last=steps[-1][0],
@@ -81,7 +81,7 @@ def _line_at(rows: Ints, loss: Floats, row: int) -> tuple[float, float]:
     return value, max(sigma * float(np.sqrt(1 / len(x) + center**2 / square)), 1e-12)
 
 
-def norm_creep(curve: Curve, calm: Flags) -> Iterator[Finding]:
+def norm_creep(curve: Curve, calm: Flags) -> Iterator[Signature]:
     """Each quarter of the run has a larger gradient norm than the one before.
 
     Under weight decay and norm layers the norm is proportional to rate ** -0.5 (arXiv
@@ -110,7 +110,7 @@ def norm_creep(curve: Curve, calm: Flags) -> Iterator[Finding]:
     if _goes_well(curve, calm) and rise < 4 * _CREEP:
         return
     norms = [float(np.median(curve.grad_norm[use][part])) for part in _quarters(int(use.sum()))]
-    yield Finding(
+    yield Signature(
         signature="norm_creep",
         first=int(quarters.rows[0]),
         last=len(curve) - 1,
@@ -134,7 +134,7 @@ def _goes_well(curve: Curve, calm: Flags) -> bool:
     return bool(np.argmin(quarters.values) == len(quarters) - 1)
 
 
-def data_order(curve: Curve, calm: Flags) -> Iterator[Finding]:
+def data_order(curve: Curve, calm: Flags) -> Iterator[Signature]:
     """The loss around its trend correlates with itself a fixed number of rows before."""
     rows = np.flatnonzero(calm)
     if len(rows) < 100:
@@ -149,7 +149,7 @@ def data_order(curve: Curve, calm: Flags) -> Iterator[Finding]:
     per_epoch = len(curve) / (epoch[-1] - epoch[0]) if epoch is not None and epoch[-1] > 1 else 0
     is_epoch = bool(per_epoch and abs(lag / per_epoch - 1) < 0.1)
     swing = float(2 * np.sqrt(2) * np.std(rest) * np.sqrt(strength))
-    yield Finding(
+    yield Signature(
         signature="data_order",
         first=int(rows[0]),
         last=int(rows[-1]),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from runner.tools.reading.curve import Curve, Flags, Floats, levels, median_of, noise
-from runner.tools.reading.finding import Finding
+from runner.tools.reading.signature import Signature
 
 _WINDOW = 64  # rows before; their median is the level
 _LEAST = 8  # of them that are needed to call anything a jump
@@ -135,7 +135,7 @@ def calm_rows(curve: Curve, jumps: list[Jump]) -> Flags:
     return calm
 
 
-def not_finite(curve: Curve) -> Iterator[Finding]:
+def not_finite(curve: Curve) -> Iterator[Signature]:
     """Losses that are NaN or infinite."""
     bad = np.flatnonzero(~curve.finite)
     if not len(bad):
@@ -145,7 +145,7 @@ def not_finite(curve: Curve) -> Iterator[Finding]:
     is_to_the_end = bool((~curve.finite[first:]).all()) and len(bad) > 1
     extent = "every row since" if is_to_the_end else f"{len(bad)} row(s)"
     ends = "the run continues after it" if continues else "the run ends there"
-    yield Finding(
+    yield Signature(
         signature="not_finite",
         first=first,
         last=int(bad[-1]),
@@ -157,7 +157,7 @@ def not_finite(curve: Curve) -> Iterator[Finding]:
     )
 
 
-def spikes(curve: Curve, jumps: list[Jump]) -> Iterator[Finding]:
+def spikes(curve: Curve, jumps: list[Jump]) -> Iterator[Signature]:
     """All jumps that recovered, in one finding."""
     limit = max(20, len(curve) // 10)
     recovered = [jump for jump in jumps if jump.is_back and jump.end - jump.begin <= limit]
@@ -167,7 +167,7 @@ def spikes(curve: Curve, jumps: list[Jump]) -> Iterator[Finding]:
     share = len(recovered) / len(curve)
     is_frequent = share > _FREQUENT and len(recovered) >= 5
     more = f"; {len(recovered)} such in {len(curve)} rows" if len(recovered) > 1 else ""
-    yield Finding(
+    yield Signature(
         signature="spike",
         first=worst.begin,
         last=worst.end - 1,
@@ -180,7 +180,7 @@ def spikes(curve: Curve, jumps: list[Jump]) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def divergence(curve: Curve, calm: Flags, all_jumps: list[Jump]) -> Iterator[Finding]:
+def divergence(curve: Curve, calm: Flags, all_jumps: list[Jump]) -> Iterator[Signature]:
     """The last tenth of the run is well above the best level before it."""
     loss, size = curve.loss, unit(curve.loss)
     smooth = levels(loss, calm)
@@ -204,7 +204,7 @@ def divergence(curve: Curve, calm: Flags, all_jumps: list[Jump]) -> Iterator[Fin
         yield _level_shift(curve, open_jump)
         return
     first = int(smooth.rows[best + 1]) - 1
-    yield Finding(
+    yield Signature(
         signature="divergence",
         first=first if open_jump is None else open_jump.begin,
         last=len(curve) - 1,
@@ -219,7 +219,7 @@ def divergence(curve: Curve, calm: Flags, all_jumps: list[Jump]) -> Iterator[Fin
 
 def _breakdown_at_the_end(
     curve: Curve, jump: Jump | None, drop: float, needed: float
-) -> Iterator[Finding]:
+) -> Iterator[Signature]:
     """A jump in the last tenth that has not recovered yet."""
     if jump is None:
         return
@@ -227,7 +227,7 @@ def _breakdown_at_the_end(
     level = median_of(after)
     if np.isfinite(after).sum() < _RECOVERED or level - jump.level < max(needed, 0.05 * drop):
         return
-    yield Finding(
+    yield Signature(
         signature="divergence",
         first=jump.begin,
         last=len(curve) - 1,
@@ -255,9 +255,9 @@ def _is_shift(curve: Curve, jump: Jump, drop: float) -> bool:
     )
 
 
-def _level_shift(curve: Curve, jump: Jump) -> Finding:
+def _level_shift(curve: Curve, jump: Jump) -> Signature:
     level = median_of(curve.loss[jump.begin :])
-    return Finding(
+    return Signature(
         signature="level_shift",
         first=jump.begin,
         last=len(curve) - 1,

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from runner.system.units import duration
-from runner.tools.report.curve import evaluations
+from runner.tools.report.attempts import AttemptRow
+from runner.tools.report.chart_data import evaluations
 from runner.tools.report.drawing import Named, lines, sign
 from runner.tools.report.markup import Html, join, table, tag
-from runner.tools.report.rows import Row
-from runner.tools.report.run import RunReader
-from runner.tools.report.state import RunStatus, run_status
+from runner.tools.report.run_reader import RunReader
+from runner.tools.report.run_status import RunStatus, run_status
 
 _POINTS = 600
 
@@ -73,7 +73,7 @@ def _row(index: int, name: str, now: RunStatus) -> list[object]:
 
 def _applied_points(run: RunReader) -> list[tuple[int, float]]:
     """Step and loss of applied steps: the lowest and the highest loss of each column."""
-    kept: dict[int, Row] = {}
+    kept: dict[int, AttemptRow] = {}
     for row in run.fold.thinned.rows():
         if row.is_applied and math.isfinite(row.loss):
             kept[row.step] = row  # a later attempt at a step replaces one that was undone

@@ -15,12 +15,12 @@ from itertools import groupby
 from typing import Any
 
 from runner.system.parsing import json_text
-from runner.tools.report.curve import Curve, is_news
+from runner.tools.report.attempts import AttemptRow
+from runner.tools.report.chart_data import Chart, is_news
 from runner.tools.report.formatting import cut
 from runner.tools.report.grid import Grid
 from runner.tools.report.markup import Html, join, tag
-from runner.tools.report.rows import Row
-from runner.tools.report.run import Mark
+from runner.tools.report.run_reader import Mark
 
 WIDTH, HEIGHT = 1000, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 8, 16, 26
@@ -101,18 +101,18 @@ def number(value: float) -> str:
 
 
 def drawing(
-    curve: Curve,
-    rows: Sequence[Row],
+    curve: Chart,
+    rows: Sequence[AttemptRow],
     marks: Sequence[Mark],
     *,
-    evaluations: Sequence[Row] = (),
+    evaluations: Sequence[AttemptRow] = (),
     ring: Sequence[Mapping[str, Any]] = (),
 ) -> Html:
     """Draw the whole run: the lowest and the highest value of each column of pixels.
 
     Args:
         evaluations: rows with a held-out loss; drawn only in the chart of the loss.
-        ring: checkpoints as :func:`runner.tools.report.curve.ring_of` returns them; likewise.
+        ring: checkpoints as :func:`runner.tools.report.chart_data.ring_of` returns them; likewise.
     """
     applied = [row for row in rows if row.is_applied]
     is_loss = curve.key == "loss"
@@ -149,7 +149,7 @@ def drawing(
 
 
 def _lines(
-    rows: Sequence[Row],
+    rows: Sequence[AttemptRow],
     marks: Sequence[Mark],
     key: str,
     across: Callable[[float], float],
@@ -167,7 +167,10 @@ def _lines(
 
 
 def _line(
-    rows: Sequence[Row], key: str, across: Callable[[float], float], up: Callable[[float], float]
+    rows: Sequence[AttemptRow],
+    key: str,
+    across: Callable[[float], float],
+    up: Callable[[float], float],
 ) -> str:
     """One path: first, lowest, highest and last value of each column."""
     spans: dict[int, list[float]] = {}
@@ -196,7 +199,10 @@ def _undone(mark: Mark, across: Callable[[float], float]) -> Html:
 
 
 def _limit(
-    rows: Sequence[Row], key: str, across: Callable[[float], float], up: Callable[[float], float]
+    rows: Sequence[AttemptRow],
+    key: str,
+    across: Callable[[float], float],
+    up: Callable[[float], float],
 ) -> list[Html]:
     """The band of values that the gate refuses: all above the lowest limit of each column."""
     spans: dict[int, float] = {}
@@ -227,7 +233,7 @@ def _band(points: Sequence[tuple[float, float]]) -> list[Html]:
 
 
 def _evaluations(
-    rows: Sequence[Row], across: Callable[[float], float], up: Callable[[float], float]
+    rows: Sequence[AttemptRow], across: Callable[[float], float], up: Callable[[float], float]
 ) -> list[Html]:
     """The held-out loss: a line, and a circle at each evaluation where there is room."""
     known = [row for row in rows if math.isfinite(row.eval_loss)]
@@ -258,8 +264,8 @@ def _ring(ring: Sequence[Mapping[str, Any]], across: Callable[[float], float]) -
 
 
 def _crosses(
-    curve: Curve,
-    rows: Sequence[Row],
+    curve: Chart,
+    rows: Sequence[AttemptRow],
     across: Callable[[float], float],
     up: Callable[[float], float],
 ) -> Html:
@@ -298,9 +304,9 @@ def _safe(kind: str) -> str:
 
 
 def _rulers(
-    curve: Curve,
+    curve: Chart,
     scale: tuple[float, float],
-    rows: Sequence[Row],
+    rows: Sequence[AttemptRow],
     across: Callable[[float], float],
     up: Callable[[float], float],
 ) -> list[Html]:
@@ -320,10 +326,10 @@ def _rulers(
     return shapes
 
 
-def _spread(rows: Sequence[Row], count: int = 8) -> Iterable[Row]:
+def _spread(rows: Sequence[AttemptRow], count: int = 8) -> Iterable[AttemptRow]:
     """About ``count`` rows at about equal distances."""
     last = rows[-1].attempt
-    chosen: dict[int, Row] = {}
+    chosen: dict[int, AttemptRow] = {}
     for row in rows:
         chosen.setdefault(count * row.attempt // max(1, last), row)
     return chosen.values()

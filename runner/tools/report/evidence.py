@@ -34,7 +34,7 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
+class StepEvidence:
     """The evidence of one step: its probes, and the text of ``samples.txt``."""
 
     number: int
@@ -48,7 +48,7 @@ def number_of(cause: Mapping[str, Any]) -> int | None:
     return number if type(number) is int and 0 <= number < 10**12 else None
 
 
-def evidence(run_dir: RunDir, number: int, *, most_characters: int) -> Evidence | None:
+def evidence(run_dir: RunDir, number: int, *, most_characters: int) -> StepEvidence | None:
     """Read the evidence with this number; None if there is none, or it cannot be read."""
     folder = run_dir.explanation(number)
     try:
@@ -60,7 +60,7 @@ def evidence(run_dir: RunDir, number: int, *, most_characters: int) -> Evidence 
     except OSError:
         text = ""
     probes = incident.get("probes") if isinstance(incident, dict) else None
-    return Evidence(
+    return StepEvidence(
         number=number,
         probes=tuple(
             _probe(name, probe)

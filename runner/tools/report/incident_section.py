@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from runner.tools.reading.finding import SIGNATURES
+from runner.tools.reading.signature import SIGNATURES
 from runner.tools.report.drawing import number
-from runner.tools.report.evidence import Evidence, Probe, number_of
+from runner.tools.report.evidence import Probe, StepEvidence, number_of
 from runner.tools.report.formatting import ranks_of, status_class, took, when
 from runner.tools.report.incident import (
     REMARK_KINDS,
@@ -20,7 +20,7 @@ from runner.tools.report.incident import (
     verdicts,
 )
 from runner.tools.report.markup import Html, join, table, tag
-from runner.tools.report.run import RunReader
+from runner.tools.report.run_reader import RunReader
 
 MOST_INCIDENTS = 300
 _MOST_EVIDENCE = 40  # the newest incidents are shown with their samples
@@ -224,7 +224,7 @@ def _reports(run: RunReader, lines: Sequence[Line]) -> Html | str:
     return ""
 
 
-def _evidence(evidence: Evidence) -> list[Html]:
+def _evidence(evidence: StepEvidence) -> list[Html]:
     details = []
     if evidence.samples:
         details.append(

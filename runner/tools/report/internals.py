@@ -8,7 +8,7 @@ from typing import TypeVar
 from runner.tools.report.drawing import Named, heat, lines, number, picture, small
 from runner.tools.report.grid import Grid
 from runner.tools.report.markup import Html, table, tag
-from runner.tools.report.run import RunReader
+from runner.tools.report.run_reader import RunReader
 from runner.tools.report.side_files import LAYER_QUANTITIES
 
 T = TypeVar("T")

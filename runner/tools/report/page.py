@@ -16,12 +16,12 @@ from typing import Any
 
 from runner.system.error import ConfigError
 from runner.system.version import __version__
-from runner.tools.report import checkpoint, incident_section, internals, section
+from runner.tools.report import incident_section, internals, ring_section, section
+from runner.tools.report.chart_data import data_of, script_json
 from runner.tools.report.compare import comparison, comparison_data
-from runner.tools.report.curve import data_of, script_json
 from runner.tools.report.markup import Html, join, tag, void
-from runner.tools.report.run import RunReader
-from runner.tools.report.state import run_status
+from runner.tools.report.run_reader import RunReader
+from runner.tools.report.run_status import run_status
 
 # uPlot 1.6.32, unmodified: https://github.com/leeoniya/uPlot, MIT.
 VENDORED = {
@@ -171,7 +171,7 @@ def parts_of(run: RunReader, number: int) -> list[tuple[str, str, Callable[[], H
             lambda: internals.source(run),
         ),
         ("ranks", side_key, lambda: internals.ranks(run)),
-        ("ring", f"{side_key} {key} {_ring_key(run)}", lambda: checkpoint.ring(run)),
+        ("ring", f"{side_key} {key} {_ring_key(run)}", lambda: ring_section.ring(run)),
     ]
     parts |= {name: (name, state, _or_empty(make)) for name, state, make in lazy}
     return [parts[name] for name in _ORDER]

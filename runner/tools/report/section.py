@@ -7,13 +7,13 @@ from typing import Any
 
 from runner.policy.retention.records import State
 from runner.system.units import duration
-from runner.tools.report.curve import ring_of, shown
+from runner.tools.report.chart_data import ring_of, shown
 from runner.tools.report.drawing import WIDTH, bar, drawing
 from runner.tools.report.formatting import status_class, took, when
 from runner.tools.report.incident import CHANGE_KINDS, Line
 from runner.tools.report.markup import Html, join, table, tag
-from runner.tools.report.run import RunReader
-from runner.tools.report.state import RunStatus, sentence
+from runner.tools.report.run_reader import RunReader
+from runner.tools.report.run_status import RunStatus, sentence
 
 _MOST_RANGES = 100
 _STRIP = 22

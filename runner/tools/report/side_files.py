@@ -108,7 +108,7 @@ class RankFold:
 
 
 @dataclass(slots=True, kw_only=True)
-class Copy:
+class TierCopy:
     """A checkpoint in one tier; times are seconds since the epoch, None if it has not happened."""
 
     serial: int
@@ -125,8 +125,8 @@ class Copy:
 
 @dataclass(slots=True)
 class _Tier:
-    live: dict[int, Copy] = field(default_factory=dict)
-    gone: list[Copy] = field(default_factory=list)
+    live: dict[int, TierCopy] = field(default_factory=dict)
+    gone: list[TierCopy] = field(default_factory=list)
 
 
 class RingFold:
@@ -142,7 +142,9 @@ class RingFold:
             return
         state, copy = line.get("state"), tier_state.live.get(serial)
         if state == "committed":
-            tier_state.live[serial] = Copy(serial=serial, step=whole(line.get("of")), saved=time)
+            tier_state.live[serial] = TierCopy(
+                serial=serial, step=whole(line.get("of")), saved=time
+            )
         elif copy is None:
             return
         elif state == "clean":
@@ -153,15 +155,15 @@ class RingFold:
             copy.gone = time
             tier_state.gone.append(tier_state.live.pop(serial))
             if len(tier_state.gone) > 2 * _MOST_GONE:
-                longest = sorted(tier_state.gone, key=Copy.lived, reverse=True)[:_MOST_GONE]
+                longest = sorted(tier_state.gone, key=TierCopy.lived, reverse=True)[:_MOST_GONE]
                 tier_state.gone = sorted(longest, key=lambda one: one.saved)
 
-    def copies(self, tier: str) -> list[Copy]:
+    def copies(self, tier: str) -> list[TierCopy]:
         """The copies of one tier in the order of their saves; the longest lived if very many."""
         tier_state = self._tiers[tier]
         return sorted([*tier_state.gone, *tier_state.live.values()], key=lambda one: one.saved)
 
-    def live(self, tier: str) -> list[Copy]:
+    def live(self, tier: str) -> list[TierCopy]:
         """The copies that still exist, by serial."""
         return sorted(self._tiers[tier].live.values(), key=lambda one: one.serial)
 

@@ -13,10 +13,10 @@ from runner.policy.decision.history import History, Incident
 from runner.run_dir.paths import RunDir
 from runner.run_dir.time_account import TimeAccount, account, plausible_seconds, seconds_by_kind
 from runner.system.error import ConfigError
-from runner.tools.report.evidence import Evidence, evidence
+from runner.tools.report.attempts import AttemptIndex, AttemptRow, Thinned, is_odd, row_of
+from runner.tools.report.evidence import StepEvidence, evidence
 from runner.tools.report.follow import Follower
 from runner.tools.report.incident import Line, line_of
-from runner.tools.report.rows import AttemptIndex, Row, Thinned, is_odd, row_of
 from runner.tools.report.side_files import SideFiles
 from runner.tools.report.source import SourceFold
 from runner.tools.ring_files import StoredCheckpoint, checkpoints
@@ -84,7 +84,7 @@ class RunReader:
         self._metrics = Follower(self.run_dir.metrics)
         self._journal = Follower(self.run_dir.journal)
         self.sides = SideFiles(self.run_dir, columns=max(32, columns // 5))
-        self._evidence: dict[int, Evidence] = {}
+        self._evidence: dict[int, StepEvidence] = {}
         self.fold = self._new_fold()
 
     def _new_fold(self) -> _Fold:
@@ -95,11 +95,11 @@ class RunReader:
             sources=SourceFold(max(32, columns // 5)),
         )
 
-    def update(self) -> list[Row]:
+    def update(self) -> list[AttemptRow]:
         """Read what is new and return the new attempts; a truncated file is read again in full."""
         return list(self.iter_update())
 
-    def iter_update(self) -> Iterator[Row]:
+    def iter_update(self) -> Iterator[AttemptRow]:
         """:meth:`update` as an iterator, for callers that show progress."""
         if self._metrics.was_replaced() or self._journal.was_replaced():
             self.generation += 1
@@ -147,7 +147,7 @@ class RunReader:
         except (LookupError, TypeError, ValueError, ArithmeticError):
             fold.num_odd += 1
 
-    def _add_metrics(self, record: dict[str, Any]) -> Row:
+    def _add_metrics(self, record: dict[str, Any]) -> AttemptRow:
         fold = self.fold
         row = row_of(len(fold.attempts), record)
         fold.attempts.add(row)
@@ -169,7 +169,7 @@ class RunReader:
             fold.recent.append(timed)
         return row
 
-    def _place_marks(self, row: Row) -> bool:
+    def _place_marks(self, row: AttemptRow) -> bool:
         """Place the journal lines that came before this row; whether any of them is an incident."""
         fold = self.fold
         is_marked = False
@@ -195,7 +195,7 @@ class RunReader:
         end = len(self.fold.attempts)
         return [*self.fold.marks, *(self._mark(line, end) for line in self.fold.waiting)]
 
-    def evidence(self, number: int) -> Evidence | None:
+    def evidence(self, number: int) -> StepEvidence | None:
         """The evidence of an explained step, cached once it exists."""
         cached = self._evidence.get(number)
         if cached is None:

@@ -12,14 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.system.units import duration, format_bytes
+from runner.tools.report.attempts import AttemptRow
 from runner.tools.report.drawing import bounds, number
 from runner.tools.report.formatting import took
 from runner.tools.report.incident import REMARK_KINDS, group_incidents, notices, readings, verdicts
 from runner.tools.report.internals import slowest
 from runner.tools.report.markup import plain
-from runner.tools.report.rows import Row
-from runner.tools.report.run import RunReader
-from runner.tools.report.state import RunStatus, run_status, sentence
+from runner.tools.report.run_reader import RunReader
+from runner.tools.report.run_status import RunStatus, run_status, sentence
 
 _HEIGHT = 7  # lines of the chart
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
@@ -66,7 +66,7 @@ def _numbers(now: RunStatus) -> Text:
     return Text("  ".join(parts))
 
 
-def _chart(rows: Sequence[Row], width: int) -> Group:
+def _chart(rows: Sequence[AttemptRow], width: int) -> Group:
     """The highest loss of each column over all attempted steps; a cross is a step not applied."""
     last = rows[-1].attempt
     highest: list[float | None] = [None] * width

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.system.parsing import json_text
-from runner.tools.report.rows import Row
-from runner.tools.report.run import Mark, RunReader
+from runner.tools.report.attempts import AttemptRow
+from runner.tools.report.run_reader import Mark, RunReader
 
 # Journal kinds drawn over the curves; a discard shows in the row of its step.
 _DRAWN_KINDS = frozenset(
@@ -19,8 +19,8 @@ _MOST_MARKS = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """One chart: a field of :class:`Row` over attempts."""
+class Chart:
+    """One chart: a field of :class:`AttemptRow` over attempts."""
 
     key: str
     title: str
@@ -30,20 +30,20 @@ class Curve:
 
 
 CURVES = (
-    Curve(key="loss", title="Loss", unit="nats per token", limit="loss_limit"),
-    Curve(
+    Chart(key="loss", title="Loss", unit="nats per token", limit="loss_limit"),
+    Chart(
         key="grad_norm",
         title="Gradient norm",
         unit="before clipping, log scale",
         is_log=True,
         limit="norm_limit",
     ),
-    Curve(key="lr", title="Learning rate", unit=""),
-    Curve(key="tokens_per_second", title="Tokens per second", unit=""),
+    Chart(key="lr", title="Learning rate", unit=""),
+    Chart(key="tokens_per_second", title="Tokens per second", unit=""),
 )
 
 
-def shown(rows: Sequence[Row]) -> list[Curve]:
+def shown(rows: Sequence[AttemptRow]) -> list[Chart]:
     """The curves that have at least one value to draw."""
     return [
         curve
@@ -52,12 +52,12 @@ def shown(rows: Sequence[Row]) -> list[Curve]:
     ]
 
 
-def _is_drawn(curve: Curve, value: float) -> bool:
+def _is_drawn(curve: Chart, value: float) -> bool:
     """Whether the value can be drawn: finite, and positive on a logarithmic scale."""
     return math.isfinite(value) and (value > 0 or not curve.is_log)
 
 
-def columns(rows: Sequence[Row]) -> dict[str, Any]:
+def columns(rows: Sequence[AttemptRow]) -> dict[str, Any]:
     """Rows for the script: integers as differences, unusual steps listed by row index."""
     return {
         "attempt": _differences(row.attempt for row in rows),
@@ -76,7 +76,7 @@ def columns(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def evaluations(rows: Sequence[Row]) -> list[list[Any]]:
+def evaluations(rows: Sequence[AttemptRow]) -> list[list[Any]]:
     """Attempt, step and held-out loss of each evaluation."""
     return [[row.attempt, row.step, _short(row.eval_loss, 6)] for row in rows]
 
@@ -101,7 +101,7 @@ def data_of(run: RunReader) -> dict[str, Any]:
     return news_of(run, run.fold.thinned.rows())
 
 
-def news_of(run: RunReader, rows: Sequence[Row]) -> dict[str, Any]:
+def news_of(run: RunReader, rows: Sequence[AttemptRow]) -> dict[str, Any]:
     """The update that the script applies: new rows, and the current state of everything else."""
     return {
         "generation": run.generation,

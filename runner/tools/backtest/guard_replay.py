@@ -46,7 +46,7 @@ _ACTIONS: dict[type[Action], str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
+class RecordedCurve:
     """Columns of equal length, in the order of recording.
 
     ``steps`` as recorded; ``losses`` and ``grad_norms`` may have NaN and Inf, which count as such;
@@ -88,7 +88,7 @@ class Decision:
     num_undone: int = 0
 
 
-class Replay:
+class GuardReplay:
     """One pass over one curve: call :meth:`run`, then read the results.
 
     ``decisions`` are in order, ``findings`` have end row and diagnosis, ``skipped`` are the rows
@@ -97,7 +97,7 @@ class Replay:
 
     def __init__(
         self,
-        curve: Curve,
+        curve: RecordedCurve,
         *,
         judge: JudgeRules,
         remedy: RemedyRules,
@@ -116,7 +116,7 @@ class Replay:
         self._start_over(0)
 
     def run(self, moved: Callable[[int], None] = lambda row: None) -> None:
-        """Replay the whole curve; calls ``moved`` with the row at intervals."""
+        """GuardReplay the whole curve; calls ``moved`` with the row at intervals."""
         total = len(self._curve.steps)
         marks = sorted((self._curve.restarts | self._curve.fresh) - {0})
         for begin, end in pairwise([0, *marks, total]):

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from runner.policy.decision.replay import Curve
 from runner.system.error import ConfigError
 from runner.tools.backtest.event import event_files, read_events
+from runner.tools.backtest.guard_replay import RecordedCurve
 from runner.tools.backtest.table import (
     Moved,
     Names,
@@ -26,16 +26,16 @@ from runner.tools.backtest.table import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
+class RecordedRun:
     """A curve ready for a replay. ``notes`` are sentences about what was missing or odd."""
 
     path: str
-    curve: Curve
+    curve: RecordedCurve
     notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Columns:
+class FileColumns:
     """All rows of a file by column, None for an empty cell; nothing is dropped or filled.
 
     ``further`` has the existing columns that :attr:`Names.further` requests, by option.
@@ -52,14 +52,14 @@ class Columns:
 _LATE_BEGINNING = 10
 
 
-def read_columns(path: str, names: Names, *, moved: Moved = nobody) -> Columns:
+def read_columns(path: str, names: Names, *, moved: Moved = nobody) -> FileColumns:
     """Read all requested columns of one run. Raises as :func:`read_curve`."""
     table, notes = _readable(path, names, moved)
     if not any(row[1] is not None for row in table.rows):
         raise ConfigError(f"{path}: no row has a loss; name its column: --loss NAME")
     by_column = [list(column) for column in zip(*table.rows, strict=True)]
     further = dict(zip(names.further, by_column[3:], strict=True))
-    return Columns(
+    return FileColumns(
         steps=by_column[0],
         losses=by_column[1],
         grad_norms=by_column[2],
@@ -74,7 +74,7 @@ def read_columns(path: str, names: Names, *, moved: Moved = nobody) -> Columns:
 
 def read_curve(
     path: str, names: Names | None = None, *, memory: int = 64, moved: Moved = nobody
-) -> Recording:
+) -> RecordedRun:
     """Read one run.
 
     Args:
@@ -100,8 +100,10 @@ def read_curve(
     broken = sum(not math.isfinite(loss) for loss in losses)
     if broken:
         notes.append(f"{broken} loss(es) not finite")
-    curve = Curve(steps=steps, losses=losses, grad_norms=norms, fresh=fresh, restarts=restarts)
-    return Recording(path=path, curve=curve, notes=tuple(notes))
+    curve = RecordedCurve(
+        steps=steps, losses=losses, grad_norms=norms, fresh=fresh, restarts=restarts
+    )
+    return RecordedRun(path=path, curve=curve, notes=tuple(notes))
 
 
 def _readable(path: str, names: Names, moved: Moved) -> tuple[Table, list[str]]:

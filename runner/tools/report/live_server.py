@@ -20,10 +20,10 @@ from urllib.parse import parse_qs, urlsplit
 
 from runner.system.error import ConfigError
 from runner.system.parsing import json_text
-from runner.tools.report.curve import data_of, news_of
+from runner.tools.report.attempts import AttemptRow
+from runner.tools.report.chart_data import data_of, news_of
 from runner.tools.report.page import page, parts_of
-from runner.tools.report.rows import Row
-from runner.tools.report.run import RunReader
+from runner.tools.report.run_reader import RunReader
 
 ADDRESS = "127.0.0.1"
 _HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -46,7 +46,7 @@ class LiveRun:
         self._run = run
         self._clock = clock
         self._lock = threading.Lock()
-        self._recent: deque[Row] = deque(maxlen=_MOST_RECENT)
+        self._recent: deque[AttemptRow] = deque(maxlen=_MOST_RECENT)
         self._updated_at = -_UPDATE_SECONDS
 
     def page(self) -> str:
@@ -104,7 +104,7 @@ class LiveRun:
         self._recent.extend(fresh)
         self._updated_at = self._clock()
 
-    def _rows_after(self, after: int) -> list[Row] | None:
+    def _rows_after(self, after: int) -> list[AttemptRow] | None:
         """The rows after an attempt; None if some are no longer kept."""
         newest = len(self._run.fold.attempts) - 1
         if after < 0 or after > newest or newest - after > len(self._recent):

@@ -18,7 +18,7 @@ from runner.system.parsing import NONFINITE
 NAN = math.nan
 
 
-class Row(NamedTuple):
+class AttemptRow(NamedTuple):
     """One attempted step; a value that is missing or not finite is NaN.
 
     ``attempt`` counts lines of the metrics from 0. Losses are in nats per token, ``grad_norm`` is
@@ -44,11 +44,11 @@ class Row(NamedTuple):
         return self.action == "apply"
 
 
-def row_of(attempt: int, line: Mapping[str, Any]) -> Row:
+def row_of(attempt: int, line: Mapping[str, Any]) -> AttemptRow:
     """The row of a metrics line; fields of the wrong type become NaN, 0 or empty."""
     action, verdict = line.get("action"), line.get("verdict")
     step = line.get("step")
-    return Row(
+    return AttemptRow(
         attempt,
         step if type(step) is int and 0 <= step < 1 << 53 else 0,
         _number(line.get("loss")),
@@ -64,7 +64,7 @@ def row_of(attempt: int, line: Mapping[str, Any]) -> Row:
     )
 
 
-def is_odd(row: Row, line: Mapping[str, Any]) -> bool:
+def is_odd(row: AttemptRow, line: Mapping[str, Any]) -> bool:
     """Whether the step is unusual: not applied, not clean, or with a non-finite number."""
     return row.action != "apply" or row.verdict != "Clean" or NONFINITE in line
 
@@ -78,7 +78,7 @@ def _number(value: Any) -> float:
     return NAN
 
 
-# The curves whose extremes are kept, by index into Row.
+# The curves whose extremes are kept, by index into AttemptRow.
 _WATCHED = (2, 3, 5, 6)
 
 
@@ -87,12 +87,12 @@ class Column:
 
     __slots__ = ("first", "high", "low")
 
-    def __init__(self, row: Row) -> None:
+    def __init__(self, row: AttemptRow) -> None:
         self.first = row
         self.low = [row] * len(_WATCHED)
         self.high = [row] * len(_WATCHED)
 
-    def add(self, row: Row) -> None:
+    def add(self, row: AttemptRow) -> None:
         low, high = self.low, self.high
         for place, name in enumerate(_WATCHED):
             value: float = row[name]  # type: ignore[assignment]
@@ -105,7 +105,7 @@ class Column:
         for row in (*later.low, *later.high):
             self.add(row)
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[AttemptRow]:
         yield self.first
         yield from self.low
         yield from self.high
@@ -126,13 +126,14 @@ class Thinned:
         self._most_near = most_near
         self._columns: list[Column] = []
         self._width = 1
-        self._kept: dict[int, tuple[int, Row]] = {}  # attempt: distance to the nearest odd row, row
-        self._before: deque[Row] = deque(maxlen=near)
+        # By attempt: the distance to the nearest odd row, and the row.
+        self._kept: dict[int, tuple[int, AttemptRow]] = {}
+        self._before: deque[AttemptRow] = deque(maxlen=near)
         self._odd = -(near + 1)
         self.num_rows = 0
-        self.last: Row | None = None
+        self.last: AttemptRow | None = None
 
-    def add(self, row: Row, *, odd: bool) -> None:
+    def add(self, row: AttemptRow, *, odd: bool) -> None:
         """Add the next row; if ``odd``, the rows around it are kept."""
         column = self.num_rows // self._width
         if column < len(self._columns):
@@ -153,7 +154,7 @@ class Thinned:
         self.num_rows += 1
         self.last = row
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[AttemptRow]:
         """The chosen rows in order, without duplicates."""
         by_attempt = {row.attempt: row for column in self._columns for row in column.rows()}
         by_attempt |= {attempt: row for attempt, (_, row) in self._kept.items()}
@@ -168,7 +169,7 @@ class Thinned:
         self._columns = pairs[::2]
         self._width *= 2
 
-    def _keep(self, distance: int, row: Row) -> None:
+    def _keep(self, distance: int, row: AttemptRow) -> None:
         kept = self._kept.get(row.attempt)
         if kept is None or distance < kept[0]:
             self._kept[row.attempt] = (distance, row)
@@ -191,7 +192,7 @@ class AttemptIndex:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def add(self, row: Row) -> None:
+    def add(self, row: AttemptRow) -> None:
         self._steps.append(row.step)
         self._times.append(row.time)
 

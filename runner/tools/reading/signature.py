@@ -11,7 +11,7 @@ Confidence = Literal["low", "medium", "high"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Signature:
     """One signature found in a curve.
 
     Args:

@@ -10,8 +10,8 @@ from runner.system.units import duration, format_bytes
 from runner.tools.report.drawing import WIDTH, Label, framed, stretched
 from runner.tools.report.formatting import when
 from runner.tools.report.markup import Html, table, tag
-from runner.tools.report.run import RunReader
-from runner.tools.report.side_files import TIERS, Copy
+from runner.tools.report.run_reader import RunReader
+from runner.tools.report.side_files import TIERS, TierCopy
 
 _MOST_BARS = 250
 _MOST_ROWS = 60
@@ -63,7 +63,7 @@ def _badge(state: State) -> Html:
     return tag("span", _STATE_LABELS[state], cls=f"badge {state.value}")
 
 
-def _state(copy: Copy) -> State:
+def _state(copy: TierCopy) -> State:
     if copy.tainted is not None:
         return State.tainted
     return State.committed if copy.proven is None else State.clean
@@ -118,7 +118,7 @@ def _scale(run: RunReader, first: float, end: float) -> Callable[[float], float]
 
 def _lane(
     tier: str,
-    copies: Sequence[Copy],
+    copies: Sequence[TierCopy],
     last_step: int,
     end: float,
     across: Callable[[float], float],
@@ -142,12 +142,12 @@ def _lane(
     return shapes
 
 
-def _limit_bars(copies: Sequence[Copy]) -> list[Copy]:
+def _limit_bars(copies: Sequence[TierCopy]) -> list[TierCopy]:
     """At most :data:`_MOST_BARS` copies: existing ones first, then tainted, then longest lived."""
     if len(copies) <= _MOST_BARS:
         return list(copies)
 
-    def weight(copy: Copy) -> tuple[bool, bool, float]:
+    def weight(copy: TierCopy) -> tuple[bool, bool, float]:
         return copy.gone is None, copy.tainted is not None, copy.lived()
 
     chosen = sorted(copies, key=weight, reverse=True)[:_MOST_BARS]

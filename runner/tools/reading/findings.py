@@ -9,7 +9,7 @@ import numpy as np
 
 from runner.tools.reading import held_out, progress, repeats, trouble
 from runner.tools.reading.curve import Curve
-from runner.tools.reading.finding import SIGNATURES, Finding
+from runner.tools.reading.signature import SIGNATURES, Signature
 
 LEAST_ROWS = 20  # with fewer rows, only losses that are not finite are reported
 # The first hides the second, which is another effect of the same cause.
@@ -33,7 +33,7 @@ _HIDES = (
 )
 
 
-def read(curve: Curve) -> list[Finding]:
+def read(curve: Curve) -> list[Signature]:
     """The findings in a curve, in the order of :data:`SIGNATURES`; empty for a healthy one."""
     if not len(curve):
         return []
@@ -48,7 +48,7 @@ def read(curve: Curve) -> list[Finding]:
     return sorted(shown, key=lambda one: order.index(one.signature))
 
 
-def _rules(curve: Curve) -> Iterator[Finding]:
+def _rules(curve: Curve) -> Iterator[Signature]:
     jumps = trouble.jumps(curve)
     calm = trouble.calm_rows(curve, jumps)
     return chain(

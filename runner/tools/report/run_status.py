@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from runner.policy.retention.records import State
 from runner.system.units import duration
-from runner.tools.report.run import RunReader
+from runner.tools.report.run_reader import RunReader
 from runner.tools.ring_files import StoredCheckpoint
 
 
