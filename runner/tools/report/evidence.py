@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from runner.run_dir.paths import RunDir
 from runner.system.files import read_bounded
 from runner.system.parsing import parse_json
+from runner.tools.report.side_files import number
 
 _JSON_BYTES = 4 << 20
 _TEXT_BYTES = 1 << 20
@@ -44,8 +44,8 @@ class StepEvidence:
 
 def number_of(cause: Mapping[str, Any]) -> int | None:
     """The number of the evidence that a verdict names; None if it names none."""
-    number = cause.get("bundle")
-    return number if type(number) is int and 0 <= number < 10**12 else None
+    bundle = cause.get("bundle")
+    return bundle if type(bundle) is int and 0 <= bundle < 10**12 else None
 
 
 def evidence(run_dir: RunDir, number: int, *, most_characters: int) -> StepEvidence | None:
@@ -75,8 +75,8 @@ def _probe(name: str, probe: Mapping[str, Any]) -> Probe:
     ranks = probe.get("nonfinite_ranks")
     return Probe(
         name=name[:60],
-        loss=_finite(probe.get("loss")),
-        grad_norm=_finite(probe.get("grad_norm")),
+        loss=number(probe.get("loss")),
+        grad_norm=number(probe.get("grad_norm")),
         nonfinite_ranks=tuple(
             rank for rank in (ranks if isinstance(ranks, list) else []) if type(rank) is int
         )[:64],
@@ -86,8 +86,3 @@ def _probe(name: str, probe: Mapping[str, Any]) -> Probe:
 def _without_head(text: str) -> str:
     """The text without its first line, which repeats the verdict."""
     return text.partition("\n")[2].strip()
-
-
-def _finite(value: Any) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from runner.system.files import open_regular
+from runner.system.json_lines import LINE_BYTES, parse_line
 
 _BLOCK_BYTES = 1 << 22
-_LINE_BYTES = 1 << 24  # far more than any line that a run writes
-
-
-def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is not valid JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_no_number)
 
 
 class Follower:
@@ -70,18 +62,10 @@ class Follower:
                 whole, newline, partial = (partial + block).rpartition(b"\n")
                 for raw in whole.split(b"\n") if newline else ():
                     self.offset += len(raw) + 1
-                    line = _parsed(raw)
+                    line = parse_line(raw)
                     if line is None:
                         self.num_damaged += bool(raw.strip())
                     else:
                         yield line
-                if len(partial) > _LINE_BYTES:
-                    raise OSError(f"{self._path}: has a line of more than {_LINE_BYTES} bytes")
-
-
-def _parsed(raw: bytes) -> dict[str, Any] | None:
-    try:
-        line = _DECODER.decode(raw.decode())
-    except (ValueError, RecursionError):
-        return None
-    return line if isinstance(line, dict) else None
+                if len(partial) > LINE_BYTES:
+                    raise OSError(f"{self._path}: has a line of more than {LINE_BYTES} bytes")

@@ -17,8 +17,7 @@ from runner.tools.report.attempts import AttemptIndex, AttemptRow, Thinned, is_o
 from runner.tools.report.evidence import StepEvidence, evidence
 from runner.tools.report.follow import Follower
 from runner.tools.report.incident import Line, line_of
-from runner.tools.report.side_files import SideFiles
-from runner.tools.report.source import SourceFold
+from runner.tools.report.side_files import SideFiles, SourceFold, whole
 from runner.tools.ring_files import StoredCheckpoint, checkpoints
 
 _HOUR = 3600.0
@@ -115,7 +114,7 @@ class RunReader:
             yield self._add_metrics(record)
         fold = self.fold
         while fold.undone:
-            fold.account.undo(_whole(fold.undone.popleft().detail.get("to_step")))
+            fold.account.undo(whole(fold.undone.popleft().detail.get("to_step")))
 
     @property
     def read_bytes(self) -> tuple[int, int]:
@@ -158,9 +157,9 @@ class RunReader:
             fold.evaluated.add(row, odd=False)
         if len(record) > _COMMON_KEYS:
             fold.sources.add(record)
-        fold.cursor = max(fold.cursor, _whole(record.get("cursor")))
+        fold.cursor = max(fold.cursor, whole(record.get("cursor")))
         while fold.undone and fold.undone[0].time <= row.time:
-            fold.account.undo(_whole(fold.undone.popleft().detail.get("to_step")))
+            fold.account.undo(whole(fold.undone.popleft().detail.get("to_step")))
         timed = _timed(record)
         if timed is None:
             fold.num_odd += 1
@@ -186,7 +185,7 @@ class RunReader:
             attempt -= line.kind in ("rollback", "halt", "rebaseline")
         back = None
         if line.kind == "rollback":
-            to_step = _whole(line.detail.get("to_step"))
+            to_step = whole(line.detail.get("to_step"))
             back = self.fold.attempts.attempt_of(to_step, before=attempt)
         return Mark(line=line, attempt=attempt, back_to=back)
 
@@ -292,14 +291,10 @@ def _timed(record: Mapping[str, Any]) -> dict[str, Any] | None:
 def _account_line(line: Line) -> dict[str, Any]:
     """The fields of a journal line that the account uses."""
     detail = {name: seconds_by_kind(line.detail.get(name)) for name in ("lost", "stalls")}
-    to_step = _whole(line.detail.get("to_step"))
+    to_step = whole(line.detail.get("to_step"))
     idle = plausible_seconds(line.detail.get("idle_seconds")) or 0.0
     return {
         "kind": line.kind,
         "time": line.time,
         "detail": {**detail, "to_step": to_step, "idle_seconds": idle},
     }
-
-
-def _whole(value: Any) -> int:
-    return value if type(value) is int and 0 <= value < 1 << 62 else 0
