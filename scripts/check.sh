@@ -5,6 +5,7 @@ set -euo pipefail
 export PATH="$VENV/bin:$PATH"
 ruff format --check .
 ruff check .
+ruff check -q --preview --config 'lint.pydocstyle.convention="google"' --select D415,DOC102 runner  # docstrings
 mypy
 lint-imports
 python -m scripts.size --check

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,25 @@ def ends_of(
         script: under tests/.
         zero: it imports DeepSpeed.
     """
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    launcher += [f"--max-restarts={restarts}", str(ROOT / "tests" / script)]
-    command = [sys.executable, *launcher, *arguments]
+    finished(script, out, *arguments, restarts=restarts, zero=zero, **env)
+    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def finished(
+    script: str,
+    out: Path,
+    *arguments: str,
+    ranks: int = RANKS,
+    restarts: int = 0,
+    rendezvous: Sequence[str] = ("--standalone",),
+    zero: bool = False,
+    **env: str,
+) -> None:
+    """Run the script to its end; ``ranks=0`` is without torchrun."""
+    launcher = ["-m", "torch.distributed.run", *rendezvous, f"--nproc-per-node={ranks}"]
+    launcher += [f"--max-restarts={restarts}"]
+    command = [sys.executable, *(launcher if ranks else []), str(ROOT / "tests" / script)]
+    command += arguments
     memory = out / "memory"
     memory.mkdir(parents=True, exist_ok=True)
     own = {
@@ -48,4 +65,3 @@ def ends_of(
     )
     text, _ = process.communicate(timeout=800)
     assert process.returncode == 0, text[-6000:]
-    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(RANKS)]

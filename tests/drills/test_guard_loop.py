@@ -3,58 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import warm
 from tests.run import read_lines
-
-SCRIPT = Path(__file__).parents[1] / "guarded_script.py"
-ROOT = SCRIPT.parents[1]
+from tests.script_run import finished
 
 
-def run(
-    out: Path,
-    layout: str,
-    *todo: str,
-    ranks: int = 2,
-    restarts: int = 0,
-    rendezvous: Sequence[str] = ("--standalone",),
-    **env: str,
-) -> Any:
+def run(out: Path, layout: str, *todo: str, **how: Any) -> Any:
     """What the script leaves, by the name of what was to do."""
-    launcher = ["-m", "torch.distributed.run", *rendezvous, f"--nproc-per-node={ranks}"]
-    launcher += [f"--max-restarts={restarts}"]
-    command = [
-        *(sys.executable, *(launcher if ranks else [])),
-        str(SCRIPT),
-        str(out),
-        layout,
-        *todo,
-    ]
-    memory = out / "memory"
-    memory.mkdir(parents=True, exist_ok=True)
-    own = {"HOLDFAST_MEMORY_DIR": str(memory)}
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | own | env
-    begin = warm.WarmPopen if warm.suits(command, environment) else subprocess.Popen
-    process = begin(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-        cwd=ROOT,
-        start_new_session=True,
-    )
-    text, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, text[-5000:]
+    finished("guarded_script.py", out, str(out), layout, *todo, **how)
     return json.loads((out / f"{layout}.json").read_text())
 
 

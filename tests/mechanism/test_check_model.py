@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from runner.distributed.process_group import end_group, start_group
 from runner.startup.model_check import (
     Check,
     quick_checks,
@@ -15,7 +12,9 @@ from runner.startup.model_check import (
     works_of,
 )
 from runner.system.error import ConfigError
-from tests.mechanism.test_guest_model import ALONE, CPU, batch, blueprint, build
+from tests.mechanism.test_guest_model import CPU, batch, blueprint, build
+
+pytestmark = pytest.mark.usefixtures("alone")
 
 FIRST_FOUR = [
     "same seed, same weights",
@@ -24,13 +23,6 @@ FIRST_FOUR = [
     "buffers belong to the state",
 ]
 INDEPENDENT = ["samples are independent"]  # where a step can be repeated
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    start_group(ALONE, CPU, timeout_seconds=60)
-    yield
-    end_group()
 
 
 def checks(target: str, *more: str) -> list[Check]:

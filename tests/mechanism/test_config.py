@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -30,6 +29,7 @@ from runner.config.schema import ParallelKind, RunConfig
 from runner.config.validate import check
 from runner.fault.spec import parse_faults
 from runner.system.error import ConfigError
+from tests import golden
 
 PRESETS = sorted(packaged_configs().glob("*/*.yaml"))
 KEYS = [name for name, _, _ in fields(RunConfig())]
@@ -48,6 +48,16 @@ def refusal(*overrides: str, world_size: int = 1, config_dir: Path | None = None
         settle(*overrides, world_size=world_size, config_dir=config_dir)
     assert caught.value.exit_code == 2
     return str(caught.value)
+
+
+# What Hydra, OmegaConf and the YAML reader say is theirs to change.
+_FOREIGN = re.compile(r"(?<=: )(?!no such preset).*(?=\. (?:Allowed:|Write key))")
+
+
+def same(text: str) -> None:
+    if text.startswith(("cannot compose", "In '")):
+        text = text.partition(": ")[0]
+    golden.same(_FOREIGN.sub("...", text, count=1))
 
 
 @cache
@@ -110,123 +120,44 @@ def test_every_key_has_one_line_of_help(name: str, spec: Any, value: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    ("override", "fragments"),
+    "override",
     [
-        ("stepz=3", ["'stepz'", "Did you mean steps"]),
-        ("optim.lrr=1", ["'optim.lrr'", "Did you mean optim.lr", "--help"]),
-        ("guard.wholly_other=1", ["'guard.wholly_other'", "Allowed here: guard.enabled"]),
-        ("modle=tiny", ["'modle'", "Did you mean model"]),
-        ("model=huge", ["model=huge", "no such preset", "llama_1b", "nano", "tiny"]),
-        ("parallel=tensor", ["parallel=tensor", "fsdp", "hsdp", "single"]),
-        ("steps=abc", ["steps=abc", "int >= 1", "applied updates"]),
-        ("steps=null", ["steps=null", "int >= 1"]),
-        ("steps=", ["steps=", "int >= 1"]),
-        ("optim.lr=fast", ["optim.lr=fast", "float > 0"]),
-        ("model.dim=1.5", ["model.dim=1.5", "int >= 2"]),
-        ("model.tied_head=maybe", ["model.tied_head=maybe", "bool"]),
-        ("model.precision=fp16", ["model.precision=fp16", "bf16 | fp32"]),
-        ("data.path={a:1}", ["data.path={a:1}", "a file or directory"]),
-        ("data.path=3", ["data.path=3", "a list of paths"]),
-        ("data.path=null", ["data.path=None", "a list of paths"]),
-        ("optim.lr=-1", ["optim.lr=-1", "greater than 0", "peak learning rate"]),
-        ("optim.lr=nan", ["optim.lr=nan", "finite"]),
-        ("optim.eps=inf", ["optim.eps=inf", "finite"]),
-        ("data.held_out=1", ["data.held_out=1.0", "less than 1"]),
-        ("steps=0", ["steps=0", "at least 1"]),
-        ("seed=-1", ["seed=-1", "at least 0"]),
-        (
-            "debug.replica_check_every=111",
-            ["debug.replica_check_every=111", "the 3 clean", "at most 110", "checkpoint.keep"],
-        ),
-        ("checkpoint.memory_slots=1", ["checkpoint.memory_slots=1", "at least 2"]),
-        ("checkpoint.memory_limit_gib=0", ["checkpoint.memory_limit_gib=0", "greater than 0"]),
-        ("checkpoint.write_mib_per_second=-1", ["write_mib_per_second=-1", "at least 0"]),
-        ("checkpoint.every=5", ["checkpoint.every=5", "checkpoint.clean_after=10", "every>=10"]),
-        ("guard.min_history=999", ["guard.min_history=999", "guard.window="]),
-        ("guard.persist=99", ["guard.persist=99", "guard.persist_window="]),
-        ("schedule.total=3", ["schedule.total=3", "schedule.warmup="]),
-        ("data.skip=[[5,2]]", ["data.skip", "[5, 2]", "0 <= start < end"]),
-        ("data.skip=[[-1,2]]", ["data.skip", "[-1, 2]", "0 <= start < end"]),
-        ("data.skip=[[1,2],7]", ["data.skip", "7 is no half-open range"]),
-        ("data.skip=[[1,2,3]]", ["data.skip", "[1, 2, 3]"]),
-        ("data.skip=[[false,true]]", ["data.skip", "[False, True]"]),
-        ("data.skip=7", ["data.skip=7", "half open"]),
-        ("faults=[melt@step=3]", ["faults", "'melt@step=3'", "nan_grad", "corrupt_checkpoint"]),
-        ("faults=[kill@rank=1]", ["'kill@rank=1'", "needs step"]),
-        ("faults=null", ["faults=null"]),
-        ("out=", ["out=", "must name a directory"]),
-        ("parallel.device=tpu", ["parallel.device=tpu", "auto, cpu or cuda"]),
-        ("hydra.run.dir=x", ["'hydra.run.dir=x'", "out=DIR"]),
-        ("+hydra.verbose=true", ["'+hydra.verbose=true'", "out=DIR"]),
-        ("+new=1", ["+new=1", "does not exist"]),
-        ("+guard.extra=1", ["+guard.extra=1", "does not exist"]),
-        ("++guard.extra=1", ["++guard.extra=1", "does not exist"]),
-        ("steps", ["'steps'", "Write key=value"]),
-        ("data.path=[a", ["'data.path=[a'", "Write key=value"]),
-        ("data.path=", ["data.path=['']", "is empty", "a shell variable that is not set?"]),
-        ("data.path=[a,' ']", ["data.path=['a', ' ']", "is empty"]),
-        ("data.val_path=", ["data.val_path=", "must be a path"]),
-        ("data.sources=[{name: a, path: ''}]", ["data.sources[0].path=", "is empty"]),
-        ("out=a=b", ["'out=a=b'", "quote values"]),
-        ("steps=1,2", ["steps=1,2: is several values", "start one for each, such as steps=1"]),
-        ("data.path=a,b", ["data.path=a,b", "a list is data.path=[a,b]"]),
-        ("out=a,b", ["out=a,b", """text with a comma is quoted, 'out="a,b"'"""]),
-        ("~eval", ["'~eval'", "keys cannot be removed", "eval.every=0"]),
-        ("~evl.every", ["'~evl.every'", "did you mean eval.every"]),
-        ("~model", ["'~model'", "omit it for the default"]),
-        ("lr=1e-4", ["'lr'", "Did you mean optim.lr?"]),
-        ("clip=3", ["'clip'", "Did you mean optim.clip?"]),
-        ("every=3", ["'every'", "checkpoint.every or eval.every or track.every"]),
-        ("steps=1e3", ["steps=1e3", "written as a whole number: steps=1000"]),
-        ("batch.micro_size=2.0", ["batch.micro_size=2.0", "batch.micro_size=2"]),
-        ("steps=1.5e0", ["steps=1.5e0", "int >= 1"]),
-        ("steps=1e99", ["steps=1e99", "int >= 1"]),
-        ("resume.allow=[optim.lrr]", ["resume.allow=[optim.lrr]", "did you mean optim.lr"]),
-        ("resume.allow=[track.every]", ["track.every is no setting that changes the trajectory"]),
-        ("steps=${nope}", ["steps=${nope}", "'nope' not found"]),
-        ("steps=${steps}", ["steps=${steps}", "Recursive"]),
-        ("eval=false", ["eval=false", "eval is a group of settings", "eval.every=..."]),
-        ("resume=true", ["resume=true", "group of settings", "resume."]),
-        ("guard=false", ["guard=false", "guard=off", "guard.enabled=..."]),
-        ("model=null", ["model=null", "model=tiny", "model."]),
-        ("checkpoint=10", ["checkpoint=10", "checkpoint.every=..."]),
-        ("faults=kill@step=3,rank=0", ["'faults=[kill@step=3,rank=0]'"]),
-        ("data=mydir/", ["data=mydir/", "no such preset", "data=text data.path=mydir/"]),
-        ("=3", ["=3"]),
-        ("guard=null", ["guard=null"]),
-        ("+=[]", ["+=[]"]),
+        "stepz=3", "optim.lrr=1", "guard.wholly_other=1", "modle=tiny", "model=huge",
+        "parallel=tensor", "steps=abc", "steps=null", "steps=", "optim.lr=fast", "model.dim=1.5",
+        "model.tied_head=maybe", "model.precision=fp16", "data.path={a:1}", "data.path=3",
+        "data.path=null", "optim.lr=-1", "optim.lr=nan", "optim.eps=inf", "data.held_out=1",
+        "steps=0", "seed=-1", "debug.replica_check_every=111", "checkpoint.memory_slots=1",
+        "checkpoint.memory_limit_gib=0", "checkpoint.write_mib_per_second=-1",
+        "checkpoint.every=5", "guard.min_history=999", "guard.persist=99", "schedule.total=3",
+        "data.skip=[[5,2]]", "data.skip=[[-1,2]]", "data.skip=[[1,2],7]", "data.skip=[[1,2,3]]",
+        "data.skip=[[false,true]]", "data.skip=7", "faults=[melt@step=3]", "faults=[kill@rank=1]",
+        "faults=null", "out=", "parallel.device=tpu", "hydra.run.dir=x", "+hydra.verbose=true",
+        "+new=1", "+guard.extra=1", "++guard.extra=1", "steps", "data.path=[a", "data.path=",
+        "data.path=[a,' ']", "data.val_path=", "data.sources=[{name: a, path: ''}]", "out=a=b",
+        "steps=1,2", "data.path=a,b", "out=a,b", "~eval", "~evl.every", "~model", "lr=1e-4",
+        "clip=3", "every=3", "steps=1e3", "batch.micro_size=2.0", "steps=1.5e0", "steps=1e99",
+        "resume.allow=[optim.lrr]", "resume.allow=[track.every]", "steps=${nope}",
+        "steps=${steps}", "eval=false", "resume=true", "guard=false", "model=null",
+        "checkpoint=10", "faults=kill@step=3,rank=0", "data=mydir/", "=3", "guard=null", "+=[]",
     ],
-)
-def test_a_mistake_is_told(override: str, fragments: Sequence[str]) -> None:
-    told = refusal(override)
-    for fragment in fragments:
-        assert fragment in told
+)  # fmt: skip
+def test_a_mistake_is_told(override: str) -> None:
+    same(refusal(override))
 
 
 @pytest.mark.parametrize(
-    ("overrides", "world_size", "fragments"),
+    ("overrides", "world_size"),
     [
-        (["batch.global_size=3"], 4, ["batch.global_size=3", "4 ranks", "at least 4"]),
-        (["parallel=single"], 2, ["parallel=single", "2 ranks"]),
-        (
-            ["checkpoint.memory_every=0", "checkpoint.memory_mirror=true"],
-            2,
-            ["checkpoint.memory_mirror=true", "checkpoint.memory_every=10"],
-        ),
-        (
-            ["checkpoint.memory_every=0", "checkpoint.memory_slots=3"],
-            2,
-            ["checkpoint.memory_slots=3", "memory_slots=null"],
-        ),
-        (["optim=muon", "parallel=zero1"], 1, ["optim.kind=muon", "parallel=zero1"]),
-        (["parallel=hsdp", "parallel.shard_size=3"], 4, ["parallel.shard_size=3", "divide the 4"]),
+        ("batch.global_size=3", 4),
+        ("parallel=single", 2),
+        ("checkpoint.memory_every=0 checkpoint.memory_mirror=true", 2),
+        ("checkpoint.memory_every=0 checkpoint.memory_slots=3", 2),
+        ("optim=muon parallel=zero1", 1),
+        ("parallel=hsdp parallel.shard_size=3", 4),
     ],
 )
-def test_a_misfit_with_the_ranks_is_told(
-    overrides: list[str], world_size: int, fragments: list[str]
-) -> None:
-    told = refusal(*overrides, world_size=world_size)
-    assert all(fragment in told for fragment in fragments)
+def test_a_misfit_with_the_ranks_is_told(overrides: str, world_size: int) -> None:
+    same(refusal(*overrides.split(), world_size=world_size))
 
 
 @pytest.mark.parametrize(
@@ -362,20 +293,19 @@ class TestOwnPresets:
         assert settle("model=mine", config_dir=own).model.dim == 48
 
     @pytest.mark.parametrize(
-        ("text", "fragments"),
+        "text",
         [
-            ("dimm: 48\n", ["'model.dimm'", "Did you mean model.dim"]),
-            ("dim: wide\n", ["model.dim", "int >= 2"]),
-            ("dim: [\n", ["mine.yaml"]),
-            ("\x00", ["model=mine"]),
-            ("- 1\n", ["model/mine"]),
-            ("defaults: [nope]\n", ["model/nope"]),
-            ("? {a: b}\n: 3\n", ["mine.yaml"]),
+            "dimm: 48\n",
+            "dim: wide\n",
+            "dim: [\n",
+            "\x00",
+            "- 1\n",
+            "defaults: [nope]\n",
+            "? {a: b}\n: 3\n",
         ],
     )
-    def test_a_bad_one_is_told(self, tmp_path: Path, text: str, fragments: list[str]) -> None:
-        told = refusal("model=mine", config_dir=preset(tmp_path, "mine", text))
-        assert all(fragment in told for fragment in fragments)
+    def test_a_bad_one_is_told(self, tmp_path: Path, text: str) -> None:
+        same(refusal("model=mine", config_dir=preset(tmp_path, "mine", text)))
 
     def test_no_such_folder(self, tmp_path: Path) -> None:
         assert str(tmp_path / "nowhere") in refusal(config_dir=tmp_path / "nowhere")

@@ -18,9 +18,9 @@ from runner.engine.protocol import LocalSums, MicroStep
 from runner.run_dir.paths import RunDir, settings_differing
 from runner.session.final_digest import collect_digest
 from runner.train.collection import EVERY, collect, collected_at_boundaries
-from tests.mechanism.test_engine import CPU, RATE, batch, build, group
+from tests.mechanism.test_engine import CPU, RATE, batch, build
 
-__all__ = ["group"]  # a process group for this module
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.fixture

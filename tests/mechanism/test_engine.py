@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -42,6 +42,8 @@ from runner.session.parts import layout
 from tests import warm
 from tests.mechanism.weights import set_initial_weights
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 CPU = torch.device("cpu")
 ALONE = place_from({})
 # No size is a multiple of another or of a number of ranks: with 4 ranks some hold nothing.
@@ -51,13 +53,6 @@ SHAPE = DecoderShape(
 UNTIED = replace(SHAPE, tied_head=False, qk_norm=True)
 ONE_RANK_KINDS = [ParallelKind.single, ParallelKind.fsdp, ParallelKind.ddp, ParallelKind.hsdp]
 RATE = 0.01
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    start_group(ALONE, CPU, timeout_seconds=60)
-    yield
-    end_group()
 
 
 class Disturbing(FaultInjector):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +24,6 @@ from runner.data.cursor import BatchPlan
 from runner.distributed.agreement import Ranks
 from runner.distributed.env import place_from
 from runner.distributed.observers import Failure, ObservedRanks
-from runner.distributed.process_group import end_group, start_group
 from runner.engine.protocol import Engine, MicroStep
 from runner.explain.case import Case
 from runner.explain.explaining_guard import Evidence, ExplainingGuard, ExplainRules
@@ -58,6 +57,8 @@ from runner.train.state import TrainState
 from tests.observed import observers
 from tests.policy.steps import attempted, judge_rules, remedy_rules
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 CPU = torch.device("cpu")
 SIZE = 8
 LIMITS = Limits(loss=4.0, grad_norm=5.0)
@@ -65,13 +66,6 @@ PLAN = BatchPlan(positions=np.arange(SIZE), indices=np.arange(SIZE))
 
 
 # -- on an engine of ours -------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    start_group(place_from({}), CPU, timeout_seconds=60)
-    yield
-    end_group()
 
 
 @dataclass

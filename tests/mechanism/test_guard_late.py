@@ -24,11 +24,10 @@ from tests.mechanism.test_guard_loop import (
     finish,
     guarded,
     journal,
-    node_memory,
     same,
 )
 
-__all__ = ["node_memory"]
+pytestmark = pytest.mark.usefixtures("node_memory")
 
 ALONE = {6, 22, 23, 41, 59}  # the last one of all too
 BAD = ALONE | {40, 42}  # so that it goes back

@@ -16,21 +16,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from runner import Guard
-from runner.startup.shared_memory import MEMORY_DIR
 from runner.system.error import CheckpointError, ConfigError, Halted
+
+pytestmark = pytest.mark.usefixtures("node_memory")
 
 NUM = 60  # batches
 CLIP = 0.5
 RULES: dict[str, Any] = {"every": 8, "clean_after": 3, "min_history": 8, "persist": 3}
 NAN = float("nan")
-
-
-@pytest.fixture(autouse=True)
-def node_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Snapshots lie under the test's own folder."""
-    folder = tmp_path / "memory"
-    folder.mkdir()
-    monkeypatch.setenv(MEMORY_DIR, str(folder))
 
 
 def batches(bad: set[int] = frozenset(), num: int = NUM) -> list[torch.Tensor]:  # type: ignore[assignment]

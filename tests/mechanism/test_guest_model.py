@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,14 @@ from runner.config.compose import compose
 from runner.config.schema import RunConfig
 from runner.data.feed import MicroBatch
 from runner.distributed.env import place_from
-from runner.distributed.process_group import end_group, start_group
 from runner.engine.protocol import Engine, MicroStep
 from runner.model.blueprint import GuestBlueprint
 from runner.model.recorded import record
 from runner.session import parts
 from runner.system.error import ConfigError
 from tests import guests
+
+pytestmark = pytest.mark.usefixtures("alone")
 
 CPU = torch.device("cpu")
 ALONE = place_from({})
@@ -39,13 +40,6 @@ MODELS = [
     "llama",
     *(pytest.param(name, marks=HEAVY) for name in ("gpt2", "lora")),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    start_group(ALONE, CPU, timeout_seconds=60)
-    yield
-    end_group()
 
 
 def settings(target: str, *more: str) -> RunConfig:

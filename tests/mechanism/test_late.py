@@ -25,8 +25,6 @@ from runner.checkpoint.protocol import CheckpointMetadata
 from runner.data.cursor import BatchPlan, SampleStream
 from runner.data.feed import MicroBatch, RankBatch
 from runner.distributed.agreement import Ranks
-from runner.distributed.env import place_from
-from runner.distributed.process_group import end_group, start_group
 from runner.engine.protocol import LocalSums, MicroStep, Sequences
 from runner.fault.inject import Disturbance, FaultInjector
 from runner.fault.spec import parse_faults
@@ -62,17 +60,12 @@ from runner.train.step_runner import StepPlanner, StepRunner
 from tests.observed import observers
 from tests.policy.steps import attempted, judge_rules, remedy_rules
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 CPU = torch.device("cpu")
 BATCH = 4
 STEPS = 48
 KINDS = ("discard", "episode", "rollback", "rebaseline", "halt", "unreadable")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    start_group(place_from({}), CPU, timeout_seconds=60)
-    yield
-    end_group()
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from runner.data.feed import few
-from runner.distributed.process_group import end_group, start_group
 from runner.engine.fsdp import FsdpEngine
 from runner.engine.protocol import MicroStep, Shard
 from runner.model.blueprint import Parameter
@@ -29,16 +27,11 @@ from runner.startup.memory_need import (
     SavedActivations,
     memory_need,
 )
-from tests.mechanism.test_guest_model import ALONE, CPU, batch, blueprint, build, settings
+from tests.mechanism.test_guest_model import ALONE, batch, blueprint, build, settings
+
+pytestmark = pytest.mark.usefixtures("alone")
 
 SHAPE = DecoderShape(vocab_size=32, dim=16, layers=2, heads=2, kv_heads=1, ffn_dim=64, seq_len=24)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    start_group(ALONE, CPU, timeout_seconds=60)
-    yield
-    end_group()
 
 
 def storages(tensors: list[Tensor]) -> int:

@@ -18,11 +18,10 @@ from tests.mechanism.test_guard_loop import (
     finish,
     guarded,
     journal,
-    node_memory,
     same,
 )
 
-__all__ = ["node_memory"]
+pytestmark = pytest.mark.usefixtures("node_memory")
 SIZE, NUM = 8, 60
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,27 +81,3 @@ def test_one_module_defines_the_exit_codes() -> None:
 def test_the_help_names_them() -> None:
     codes = help_text().split("exit codes: ")[1].split("\n\n")[0]
     assert [int(number) for number in re.findall(r"\b\d+\b", codes)] == [0, 2, 3, 4, 75]
-
-
-def test_no_other_module_ends_with_a_bare_number() -> None:
-    """``return 3``, ``sys.exit(4)``, ``leave(75)``: by name, where it is an exit code."""
-    known = {codes.EXIT_CONFIG, codes.EXIT_HALTED, codes.EXIT_NO_CHECKPOINT, codes.EXIT_PREEMPTED}
-    found = []
-    for name, text in modules():
-        if name == CODES:
-            continue
-        for node in ast.walk(ast.parse(text)):
-            is_end = isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in (
-                "exit",
-                "_exit",
-                "leave",
-                "end_within",
-            )
-            numbers = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
-            if is_end and known & {n for n in numbers if type(n) is int}:
-                found.append(f"{name}:{node.lineno}")
-            if isinstance(node, ast.Constant) and node.value == codes.EXIT_PREEMPTED:
-                found.append(f"{name}:{node.lineno}")
-        if name.startswith("runner/command/") or name == "runner/__main__.py":
-            found += [f"{name}: {line}" for line in re.findall(r"return [234]$", text, re.M)]
-    assert found == []

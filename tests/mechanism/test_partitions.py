@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,24 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.distributed.process_group import end_group, start_group
 from runner.engine.optimizer import OptimizerSettings, ParameterRule, ShardOptimizer
 from runner.engine.partitions import PartitionOptimizer
 from runner.system.error import ConfigError
-from tests.mechanism.test_guest_model import ALONE
 from tests.mechanism.test_optimizer import ADAMW, CPU, SHAPES, PerTensor, Together, give, settings
+
+pytestmark = pytest.mark.usefixtures("alone")
 
 ELEMENTWISE = ["adamw", "sgd", "lion", "adam", "rmsprop", "adagrad", "nadam", "schedule-free"]
 DIMS = {name: len(shape) for name, shape in SHAPES.items()}
 RULES = [ParameterRule(match="embedding", rate=0.5, weight_decay=0.2)]
 Place = tuple[Tensor, int]  # the partition, and where the parameter begins in it
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    start_group(ALONE, CPU, timeout_seconds=60)
-    yield
-    end_group()
 
 
 def both(

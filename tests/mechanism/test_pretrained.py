@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,6 @@ from runner.config.validate import check
 from runner.convert import pretrained as stored_module
 from runner.data.feed import MicroBatch
 from runner.distributed.env import place_from
-from runner.distributed.process_group import end_group, start_group
 from runner.engine.protocol import Engine, MicroStep
 from runner.model.pretrained import PretrainedBlueprint, positions_within
 from runner.model.stored_layout import stored_layout
@@ -31,18 +29,13 @@ from runner.session import parts
 from runner.system.error import ConfigError
 from tests import hf_folder
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 pytest.importorskip("transformers")
 CPU = torch.device("cpu")
 ALONE = place_from({})
 LORA = "model.lora={r: 2, targets: [q_proj, v_proj], alpha: 8}"
 VOCAB = len(hf_folder.LETTERS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    start_group(ALONE, CPU, timeout_seconds=60)
-    yield
-    end_group()
 
 
 @pytest.fixture(scope="module")

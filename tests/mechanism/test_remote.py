@@ -34,30 +34,11 @@ from runner.run_dir.paths import RunDir
 from runner.startup.restore import RemoteRun, Restorer, is_lost, run_name
 from runner.system.error import CheckpointError, ConfigError, CorruptCheckpoint
 from runner.system.files import file_digest
+from tests.mechanism.test_memory import Alone
 from tests.mechanism.test_ring_on_disk import tensors, write
 from tests.store import BUCKET, Store
 
 RUN = "a" * 64
-
-
-class Alone:
-    """One rank."""
-
-    rank, world_size = 0, 1
-
-    def sum(self, numbers: list[float]) -> list[float]:
-        return numbers
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-    def from_first(self, value: Any) -> Any:
-        return json.loads(json.dumps(value))
-
-    def all_or_none(self, what: str, work: Callable[[], Any]) -> Any:
-        return work()
-
-    all_or_none_patiently = all_or_none
 
 
 @pytest.fixture

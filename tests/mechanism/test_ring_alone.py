@@ -14,21 +14,14 @@ import torch
 from torch import nn
 
 from runner import Guard, Ring
-from runner.startup.shared_memory import MEMORY_DIR
 from runner.system.error import CheckpointError, ConfigError
 from tests import warm
 from tests.mechanism.test_guard_loop import journal, same
 
+pytestmark = pytest.mark.usefixtures("node_memory")
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "tests" / "ringed_script.py")
-
-
-@pytest.fixture(autouse=True)
-def node_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Snapshots lie under the test's own folder."""
-    folder = tmp_path / "memory"
-    folder.mkdir()
-    monkeypatch.setenv(MEMORY_DIR, str(folder))
 
 
 class Box:

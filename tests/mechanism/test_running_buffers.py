@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 
 import pytest
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from runner.data.feed import MicroBatch
-from runner.distributed.process_group import end_group, start_group
 from runner.engine.buffers import RunningBuffers
 from runner.engine.protocol import Engine, MicroStep
 from runner.session import parts
@@ -29,14 +28,9 @@ from tests.mechanism.test_guest_model import (
     step,
 )
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 TARGET = "Residual"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    start_group(ALONE, CPU, timeout_seconds=60)
-    yield
-    end_group()
 
 
 made = lru_cache(blueprint)

@@ -12,20 +12,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from runner import Guard, Sampler
-from runner.startup.shared_memory import MEMORY_DIR
 from runner.system.error import ConfigError
 from tests.mechanism.test_guard_loop import RULES, Job, Killed, journal, same
 
+pytestmark = pytest.mark.usefixtures("node_memory")
+
 N, G = 103, 8
 State = dict[str, Any]
-
-
-@pytest.fixture(autouse=True)
-def node_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Snapshots lie under the test's own folder."""
-    folder = tmp_path / "memory"
-    folder.mkdir()
-    monkeypatch.setenv(MEMORY_DIR, str(folder))
 
 
 def samplers(world_size: int, state: State | None = None, **told: Any) -> list[Sampler]:

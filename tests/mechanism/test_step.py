@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +12,6 @@ import torch
 from runner.checkpoint.jobs import JobProgress
 from runner.data.cursor import BatchPlan
 from runner.distributed.agreement import Ranks
-from runner.distributed.env import place_from
-from runner.distributed.process_group import end_group, start_group
 from runner.engine.protocol import LocalSums, MicroStep
 from runner.health.heartbeat import Heartbeat
 from runner.policy.decision.signals import Bounds, Limits
@@ -23,6 +20,8 @@ from runner.system.error import RankError
 from runner.train.agreed_step import FINGERPRINT
 from runner.train.step import Stepper, StepPlan, StepRules
 from tests.mechanism.test_late import BATCH, Batches, Names, OneNumber, Story
+
+pytestmark = pytest.mark.usefixtures("alone")
 
 CPU = torch.device("cpu")
 PLAN = StepPlan(
@@ -36,13 +35,6 @@ PLAN = StepPlan(
     decisions="none",
 )
 SETTINGS = {"config_digest": "a", "code": "b"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    start_group(place_from({}), CPU, timeout_seconds=60)
-    yield
-    end_group()
 
 
 class Flagging(OneNumber):

@@ -18,12 +18,13 @@ from torch.utils.data import DataLoader
 from runner import Guard, Sampler
 from runner.embed.data.loaders import _loses_a_buffer
 from runner.embed.loop.rollback_state import CannotReadAgain
-from runner.startup.shared_memory import MEMORY_DIR
 from runner.system.error import CheckpointError, ConfigError
 from tests import strange_loops
 from tests.frameworks import digest
 from tests.script_run import ends_of
 from tests.strange_loops import DIM, Given, Net, build
+
+pytestmark = pytest.mark.usefixtures("node_memory")
 
 RULES: dict[str, Any] = {"every": 6, "clean_after": 2, "min_history": 6, "memory_every": 0}
 BAD = (4, 15, 25, 26, 27)  # the last three in a row: a rollback
@@ -39,14 +40,6 @@ LOOPS = [
     and one.__module__ == strange_loops.__name__
     and name not in ("accumulated", "build", "end", "over")
 ]
-
-
-@pytest.fixture(autouse=True)
-def node_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Snapshots lie under the test's own folder."""
-    folder = tmp_path / "memory"
-    folder.mkdir()
-    monkeypatch.setenv(MEMORY_DIR, str(folder))
 
 
 class Ended(Exception):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from runner.config.compose import compose
 from runner.config.schema import RunConfig
 from runner.data.feed import few
 from runner.distributed.env import place_from
-from runner.distributed.process_group import end_group, start_group
 from runner.engine.protocol import Engine, MicroStep
 from runner.model.blueprint import GuestBlueprint
 from runner.model.deferred_logits import head_of
@@ -24,17 +22,12 @@ from runner.startup.model_check import _differing, samples_alone, works_of
 from runner.system.error import ConfigError
 from tests import guests, uncommon_guests
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 CPU, ALONE, VOCAB = torch.device("cpu"), place_from({}), 50
 TOKENS = "data._target_=tests.odd_guests.Tokens"
 NAME = "model.name=null"
 PAIRS = ("data._target_=tests.guests.Pairs", "model.vocab_size=16")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    start_group(ALONE, CPU, timeout_seconds=60)
-    yield
-    end_group()
 
 
 def built(target: str, *more: str) -> tuple[RunConfig, GuestBlueprint, Engine, list[MicroStep]]:
