@@ -100,6 +100,24 @@ def number(value: float) -> str:
 # -- curves of a run -------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Plane:
+    """Where attempts and values lie, in pixels; ``low`` and ``high`` in decades if ``is_log``."""
+
+    low: float
+    high: float
+    last: int
+    is_log: bool
+
+    def x(self, attempt: float) -> float:
+        return _LEFT + (WIDTH - _LEFT - _RIGHT) * attempt / self.last
+
+    def y(self, value: float) -> float:
+        height = math.log10(max(value, 1e-300)) if self.is_log else value
+        fraction = min(1.0, max(0.0, (height - self.low) / (self.high - self.low)))
+        return _TOP + (HEIGHT - _TOP - _BOTTOM) * (1 - fraction)
+
+
 def drawing(
     curve: Chart,
     rows: Sequence[AttemptRow],
@@ -115,36 +133,30 @@ def drawing(
         ring: checkpoints as :func:`runner.tools.report.chart_data.ring_of` returns them; likewise.
     """
     applied = [row for row in rows if row.is_applied]
-    is_loss = curve.key == "loss"
-    held_out = [row.eval_loss for row in evaluations] if is_loss else []
-    values = [*(getattr(row, curve.key) for row in applied), *held_out]
+    if curve.key != "loss":
+        evaluations, ring = (), ()
+    values = [
+        *(getattr(row, curve.key) for row in applied),
+        *(row.eval_loss for row in evaluations),
+    ]
     scale = bounds(values, is_log=curve.is_log)
     assert scale is not None, "only curves with values are drawn"
     low, high = (math.log10(end) for end in scale) if curve.is_log else scale
-    last = max(1, rows[-1].attempt)
-
-    def across(attempt: float) -> float:
-        return _LEFT + (WIDTH - _LEFT - _RIGHT) * attempt / last
-
-    def up(value: float) -> float:
-        height = math.log10(max(value, 1e-300)) if curve.is_log else value
-        fraction = min(1.0, max(0.0, (height - low) / (high - low)))
-        return _TOP + (HEIGHT - _TOP - _BOTTOM) * (1 - fraction)
-
-    return tag(
-        "svg",
-        tag("title", f"{curve.title} over all attempted steps"),
-        *(_undone(mark, across) for mark in marks[-_MOST_CROSSES:]),
-        *(_limit(rows, curve.limit, across, up) if curve.limit else []),
-        *_rulers(curve, scale, rows, across, up),
-        *(_over(mark, across) for mark in marks[-_MOST_CROSSES:]),
-        tag("path", d=_lines(applied, marks, curve.key, across, up), cls="curve"),
-        *(_evaluations(evaluations, across, up) if is_loss else []),
-        *(_ring(ring, across) if is_loss else []),
-        _crosses(curve, rows, across, up),
-        viewBox=f"0 0 {WIDTH} {HEIGHT}",
+    plane = _Plane(low, high, max(1, rows[-1].attempt), curve.is_log)
+    marks_shown = marks[-_MOST_CROSSES:]
+    return svg(
+        f"{curve.title} over all attempted steps",
+        *(_undone(mark, plane) for mark in marks_shown),
+        *(_limit(rows, curve.limit, plane) if curve.limit else []),
+        *_rulers(scale, rows, plane),
+        *(_over(mark, plane) for mark in marks_shown),
+        tag("path", d=_lines(applied, marks, curve.key, plane), cls="curve"),
+        *_evaluations(evaluations, plane),
+        *_ring(ring, plane),
+        _crosses(curve, rows, plane),
+        height=HEIGHT,
         cls=f"still {curve.key}",
-        role="img",
+        preserveAspectRatio=None,
     )
 
 
@@ -152,8 +164,7 @@ def _lines(
     rows: Sequence[AttemptRow],
     marks: Sequence[Mark],
     key: str,
-    across: Callable[[float], float],
-    up: Callable[[float], float],
+    plane: _Plane,
 ) -> str:
     """One line for each stretch between two rollbacks."""
     ends = [mark.attempt for mark in marks if mark.line.kind == "rollback"]
@@ -162,15 +173,14 @@ def _lines(
         begin = at
         while at < len(rows) and rows[at].attempt <= end:
             at += 1
-        parts.append(_line(rows[begin:at], key, across, up))
+        parts.append(_line(rows[begin:at], key, plane))
     return "".join(parts)
 
 
 def _line(
     rows: Sequence[AttemptRow],
     key: str,
-    across: Callable[[float], float],
-    up: Callable[[float], float],
+    plane: _Plane,
 ) -> str:
     """One path: first, lowest, highest and last value of each column."""
     spans: dict[int, list[float]] = {}
@@ -178,7 +188,7 @@ def _line(
     for row in rows:
         value = getattr(row, key)
         if math.isfinite(value):
-            spans.setdefault(int((across(row.attempt) - _LEFT) / step), []).append(up(value))
+            spans.setdefault(int((plane.x(row.attempt) - _LEFT) / step), []).append(plane.y(value))
     points = []
     for column, heights in spans.items():
         x = _LEFT + column * step
@@ -189,11 +199,11 @@ def _line(
     return f"M{'L'.join(points)}" if points else ""
 
 
-def _undone(mark: Mark, across: Callable[[float], float]) -> Html:
+def _undone(mark: Mark, plane: _Plane) -> Html:
     if mark.line.kind != "rollback" or mark.back_to is None:
         return Html("")
-    x = across(mark.back_to)
-    width = max(1.0, across(mark.attempt) - x)
+    x = plane.x(mark.back_to)
+    width = max(1.0, plane.x(mark.attempt) - x)
     height = HEIGHT - _TOP - _BOTTOM
     return tag("rect", x=f"{x:.1f}", y=_TOP, width=f"{width:.1f}", height=height, cls="undone")
 
@@ -201,8 +211,7 @@ def _undone(mark: Mark, across: Callable[[float], float]) -> Html:
 def _limit(
     rows: Sequence[AttemptRow],
     key: str,
-    across: Callable[[float], float],
-    up: Callable[[float], float],
+    plane: _Plane,
 ) -> list[Html]:
     """The band of values that the gate refuses: all above the lowest limit of each column."""
     spans: dict[int, float] = {}
@@ -210,14 +219,14 @@ def _limit(
     for row in rows:
         value = getattr(row, key)
         if math.isfinite(value):
-            column = int((across(row.attempt) - _LEFT) / step)
+            column = int((plane.x(row.attempt) - _LEFT) / step)
             spans[column] = min(value, spans.get(column, value))
     # A column of rows without a limit ends the band; a column without rows does not.
-    known = {int((across(row.attempt) - _LEFT) / step) for row in rows}
+    known = {int((plane.x(row.attempt) - _LEFT) / step) for row in rows}
     bands, open_ = [], []
     for column in sorted(known):
         if column in spans:
-            open_.append((_LEFT + column * step, up(spans[column])))
+            open_.append((_LEFT + column * step, plane.y(spans[column])))
         elif open_:
             bands += _band(open_)
             open_ = []
@@ -232,14 +241,12 @@ def _band(points: Sequence[tuple[float, float]]) -> list[Html]:
     return [tag("path", d=area, cls="limit"), tag("path", d=f"M{edge}", cls="limit-edge")]
 
 
-def _evaluations(
-    rows: Sequence[AttemptRow], across: Callable[[float], float], up: Callable[[float], float]
-) -> list[Html]:
+def _evaluations(rows: Sequence[AttemptRow], plane: _Plane) -> list[Html]:
     """The held-out loss: a line, and a circle at each evaluation where there is room."""
     known = [row for row in rows if math.isfinite(row.eval_loss)]
     if not known:
         return []
-    points = [(across(row.attempt), up(row.eval_loss)) for row in known]
+    points = [(plane.x(row.attempt), plane.y(row.eval_loss)) for row in known]
     line = tag("path", d="M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points), cls="evaluated")
     circles, last_x = [], -math.inf
     for x, y in points:
@@ -249,13 +256,13 @@ def _evaluations(
     return [line, *circles]
 
 
-def _ring(ring: Sequence[Mapping[str, Any]], across: Callable[[float], float]) -> list[Html]:
+def _ring(ring: Sequence[Mapping[str, Any]], plane: _Plane) -> list[Html]:
     """A triangle at each checkpoint on disk that is not tainted."""
     bottom = HEIGHT - _BOTTOM
     return [
         tag(
             "path",
-            d=f"M{across(one['attempt']):.1f} {bottom - 9}l5 9h-10z",
+            d=f"M{plane.x(one['attempt']):.1f} {bottom - 9}l5 9h-10z",
             cls=f"at-{_safe(one['state'])}",
         )
         for one in ring[-_MOST_CROSSES:]
@@ -266,8 +273,7 @@ def _ring(ring: Sequence[Mapping[str, Any]], across: Callable[[float], float]) -
 def _crosses(
     curve: Chart,
     rows: Sequence[AttemptRow],
-    across: Callable[[float], float],
-    up: Callable[[float], float],
+    plane: _Plane,
 ) -> Html:
     odd = [row for row in rows if not row.is_applied][-_MOST_CROSSES:]
     if curve.key not in ("loss", "grad_norm"):
@@ -275,7 +281,7 @@ def _crosses(
     crosses, redone = [], []
     for row in odd:
         value = getattr(row, curve.key)
-        x, y = across(row.attempt), up(value) if math.isfinite(value) else _TOP
+        x, y = plane.x(row.attempt), plane.y(value) if math.isfinite(value) else _TOP
         if row.action == "redo":  # a circular arrow, open at the upper right
             redone.append(f"M{x + 4:.1f} {y - 2:.1f}a4.6 4.6 0 1 0 1 3m-1 -3v-5m0 5h-5")
         else:
@@ -287,10 +293,10 @@ def _crosses(
     )
 
 
-def _over(mark: Mark, across: Callable[[float], float]) -> Html:
-    x = across(mark.attempt)
+def _over(mark: Mark, plane: _Plane) -> Html:
+    x = plane.x(mark.attempt)
     if mark.line.kind == "rollback" and mark.back_to is not None:
-        back = across(mark.back_to)
+        back = plane.x(mark.back_to)
         curve = f"M{x:.1f} {_TOP + 16}Q{(x + back) / 2:.1f} {_TOP - 14} {back:.1f} {_TOP + 16}"
         return tag("path", d=f"{curve}l5 -7m-5 7l8 -2", cls="arc")
     if mark.line.kind in ("start", "crash", "rebaseline", "halt") and is_news(mark):
@@ -304,21 +310,19 @@ def _safe(kind: str) -> str:
 
 
 def _rulers(
-    curve: Chart,
     scale: tuple[float, float],
     rows: Sequence[AttemptRow],
-    across: Callable[[float], float],
-    up: Callable[[float], float],
+    plane: _Plane,
 ) -> list[Html]:
     shapes = []
-    for value in ticks(scale, is_log=curve.is_log):
-        y = up(value)
+    for value in ticks(scale, is_log=plane.is_log):
+        y = plane.y(value)
         shapes.append(tag("path", d=f"M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}", cls="grid"))
         shapes.append(
             tag("text", number(value), x=_LEFT - 6, y=f"{y + 4:.1f}", text_anchor="end", cls="tick")
         )
     for row in _spread(rows):
-        x = across(row.attempt)
+        x = plane.x(row.attempt)
         end = "start" if x < _LEFT + 20 else "end" if x > WIDTH - 40 else "middle"
         shapes.append(
             tag("text", f"{row.step:,}", x=f"{x:.1f}", y=HEIGHT - 8, text_anchor=end, cls="tick")
@@ -338,34 +342,34 @@ def _spread(rows: Sequence[AttemptRow], count: int = 8) -> Iterable[AttemptRow]:
 # -- figures ---------------------------------------------------------------------------------
 
 
-def bar(parts: Sequence[tuple[str, float]], title: str) -> Html:
+def svg(title: str, *shapes: object, height: int, width: int = WIDTH, **attributes: object) -> Html:
+    """A drawing with a tooltip, as wide as the page lets it be."""
+    frame = {"viewBox": f"0 0 {width} {height}", "preserveAspectRatio": "none"}
+    return tag("svg", tag("title", title), *shapes, **(frame | attributes), role="img")
+
+
+def bar(title: str, shapes: Iterable[Html], height: int = 26) -> Html:
+    """Rectangles side by side."""
+    return svg(title, *shapes, height=height, cls="bar")
+
+
+def piece(start: float, width: float, height: int, cls: str, tooltip: str | None = None) -> Html:
+    """A rectangle of a bar."""
+    title = tag("title", tooltip) if tooltip else None
+    return tag("rect", title, x=f"{start:.2f}", y=0, width=f"{width:.2f}", height=height, cls=cls)
+
+
+def shares(parts: Sequence[tuple[str, float]], title: str) -> Html:
     """A bar of shares of a whole, side by side; each part's name is its CSS class."""
     whole = sum(amount for _, amount in parts) or 1.0
     shapes, x = [], 0.0
     for name, amount in parts:
         width = WIDTH * amount / whole
         if width > 0:
-            shapes.append(
-                tag(
-                    "rect",
-                    tag("title", f"{name.replace('_', ' ')} {amount / whole:.1%}"),
-                    x=f"{x:.2f}",
-                    y=0,
-                    width=f"{width:.2f}",
-                    height=26,
-                    cls=f"kind {name}",
-                )
-            )
+            tooltip = f"{name.replace('_', ' ')} {amount / whole:.1%}"
+            shapes.append(piece(x, width, 26, f"kind {name}", tooltip))
         x += width
-    return tag(
-        "svg",
-        tag("title", title),
-        join(shapes),
-        viewBox=f"0 0 {WIDTH} 26",
-        preserveAspectRatio="none",
-        cls="bar",
-        role="img",
-    )
+    return bar(title, shapes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -670,9 +674,8 @@ def small(title: str, points: Sequence[Point]) -> Html | None:
         return tag("figure", tag("figcaption", title, " ", tag("b", number(known[-1]))))
     span = max(1e-12, height_of(high) - height_of(low))
     last = max(1, len(points) - 1)
-    drawn = tag(
-        "svg",
-        tag("title", f"{title}: {number(low)} to {number(high)}"),
+    drawn = svg(
+        f"{title}: {number(low)} to {number(high)}",
         tag(
             "path",
             d=path(
@@ -682,9 +685,8 @@ def small(title: str, points: Sequence[Point]) -> Html | None:
             ),
             cls="curve",
         ),
-        viewBox=f"0 0 {width} {height}",
-        preserveAspectRatio="none",
-        role="img",
+        height=height,
+        width=width,
     )
     range_text = f"{number(low)} to {number(high)}{', log scale' if is_log else ''}"
     return tag(

@@ -8,7 +8,7 @@ from typing import Any
 from runner.policy.retention.records import State
 from runner.system.units import duration
 from runner.tools.report.chart_data import ring_of, shown
-from runner.tools.report.drawing import WIDTH, bar, drawing
+from runner.tools.report.drawing import WIDTH, bar, drawing, piece, shares
 from runner.tools.report.formatting import status_class, took, when
 from runner.tools.report.incident import CHANGE_KINDS, Line
 from runner.tools.report.markup import Html, join, table, tag
@@ -93,7 +93,7 @@ def where_time_went(run: RunReader, now: RunStatus) -> Html | None:
 
 
 def _time_bar(title: str, spent: Mapping[str, float]) -> Html:
-    return tag("figure", tag("figcaption", title), bar(list(spent.items()), title))
+    return tag("figure", tag("figcaption", title), shares(list(spent.items()), title))
 
 
 def _amount(spent: Mapping[str, float], name: str) -> list[str]:
@@ -219,15 +219,13 @@ def _held_out(run: RunReader) -> list[Html]:
     if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share < 1:
         return []
     width = max(3.0, WIDTH * share)
-    drawn = tag(
-        "svg",
-        tag("title", f"All samples: {share:.2%} held out"),
-        tag("rect", x=0, y=0, width=f"{WIDTH - width:.2f}", height=_STRIP, cls="streamed"),
-        tag("rect", x=f"{WIDTH - width:.2f}", y=0, width=f"{width:.2f}", height=_STRIP, cls="held"),
-        viewBox=f"0 0 {WIDTH} {_STRIP}",
-        preserveAspectRatio="none",
-        cls="bar",
-        role="img",
+    drawn = bar(
+        f"All samples: {share:.2%} held out",
+        [
+            piece(0, WIDTH - width, _STRIP, "streamed"),
+            piece(WIDTH - width, width, _STRIP, "held"),
+        ],
+        _STRIP,
     )
     return [drawn, tag("p", f"{share:.2%} of all samples are held out of the stream.")]
 
@@ -259,22 +257,11 @@ def _strip(end: int, cursor: int, ranges: Sequence[tuple[int, int]]) -> Html:
     def rect(start: float, stop: float, cls: str, tooltip: str) -> Html:
         width = max(least_width if cls == "skipped" else 0.0, WIDTH * (stop - start) / end)
         x = min(WIDTH * start / end, WIDTH - width)
-        return tag(
-            "rect",
-            tag("title", tooltip),
-            x=f"{x:.2f}",
-            y=0,
-            width=f"{width:.2f}",
-            height=_STRIP,
-            cls=cls,
-        )
+        return piece(x, width, _STRIP, cls, tooltip)
 
     parts = [rect(0, cursor, "read", f"read up to {cursor:,}")]
     parts += [rect(a, b, "skipped", f"skipped {a:,} to {b - 1:,}") for a, b in ranges[-2000:]]
-    return tag(
-        "svg", tag("title", "The stream of samples: read and skipped"), *parts,
-        viewBox=f"0 0 {WIDTH} {_STRIP}", preserveAspectRatio="none", cls="bar", role="img",
-    )  # fmt: skip
+    return bar("The stream of samples: read and skipped", parts, _STRIP)
 
 
 def _configured_skips(value: Any) -> list[tuple[int, int]]:
