@@ -474,7 +474,7 @@ def compiles(machine: Machine) -> str:
 
 
 def bandwidth_is_measured(machine: Machine) -> str:
-    from runner.startup.preflight.bandwidth import all_reduce_speed
+    from runner.startup.preflight.hardware import all_reduce_speed
 
     machine.needs(2)
     backend = "gloo" if machine.is_rehearsal else "nccl"

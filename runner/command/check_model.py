@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +29,7 @@ from runner.command.demo import skip_override
 from runner.config.compose import compose
 from runner.config.schema import ParallelKind, RunConfig
 from runner.config.validate import check as check_settings
-from runner.data.dataset import Dataset
+from runner.data.dataset import NOT_COUNTED, Dataset
 from runner.data.feed import MicroBatch, few
 from runner.distributed.env import place_from
 from runner.distributed.process_group import end_group, start_group
@@ -37,14 +38,19 @@ from runner.model.blueprint import Blueprint, GuestBlueprint
 from runner.observe.bar import Bar
 from runner.session import parts
 from runner.session.memory_line import engine_facts
-from runner.startup.memory_need import SavedActivations, memory_need, room_bytes
-from runner.startup.model_check import (
-    Check,
-    quick_checks,
+from runner.startup.checks import ROUNDING, Check, gradients_reach
+from runner.startup.engine_checks import (
+    Rows,
+    are_equal,
+    exactness_checks,
     repeated_step,
     running_buffers,
+    sample_losses,
+    step_numbers,
+    with_gradient,
     works_of,
 )
+from runner.startup.memory_need import SavedActivations, memory_need, room_bytes
 from runner.system.environment import variables
 from runner.system.exit_codes import EXIT_DONE
 from runner.system.extras import is_installed
@@ -52,8 +58,6 @@ from runner.system.extras import is_installed
 _CPU = torch.device("cpu")
 _ROWS = 4
 _IN_PROCESS, _SHORT_RUNS = 12, 10  # checks and runs, about
-_CLOSE = 1e-4  # relative; sums in another order
-_RATE = 1e-3
 # Overrides for the short runs; they come after the user's settings and take precedence.
 _SHORT = (
     "batch.global_size=4",
@@ -125,18 +129,19 @@ def check_model_command(arguments: Sequence[str]) -> int:
 
 def _in_process(config: RunConfig, dataset: Dataset) -> Iterator[Check]:
     network = parts.blueprint(config, dataset)
-    engine = parts.engine(config, network, place_from({}), _CPU)
+
+    def reloaded() -> Engine:
+        return parts.engine(config, network, place_from({}), _CPU)
+
+    engine = reloaded()
     batch = few(dataset, config.data.seq_len, _ROWS)
     micro_steps = works_of(batch, 1, _CPU)
     if isinstance(network, GuestBlueprint):
         engine.running.keep(running_buffers(engine, micro_steps))
-        yield from quick_checks(network, engine, micro_steps)
+        yield from exactness_checks(network, engine, micro_steps)
     else:
         yield from repeated_step(engine, micro_steps)
-    yield _other_sources(engine, micro_steps)
-    yield from _sums(engine, batch)
-    yield _gradients(engine, micro_steps)
-    yield _reload(config, network, engine, micro_steps)
+    yield from _more_checks(engine, batch, micro_steps, reloaded)
     yield _memory(config, network, engine, micro_steps)
 
 
@@ -144,7 +149,8 @@ def _memory(
     config: RunConfig, network: Blueprint, engine: Engine, micro_steps: Sequence[MicroStep]
 ) -> Check:
     with SavedActivations() as saved:
-        _losses(engine, micro_steps)
+        engine.accumulate(micro_steps)
+        engine.apply(skip=torch.ones(()), grad_scale=torch.ones(()), learning_rate=0.0)
     need = memory_need(
         engine.shards(),
         network.parameters(),
@@ -157,40 +163,56 @@ def _memory(
     return Check(name="memory of one rank", holds=True, found=description, remedy="")
 
 
-def _other_sources(engine: Engine, micro_steps: Sequence[MicroStep]) -> Check:
-    losses = []
+def _more_checks(
+    engine: Engine, batch: MicroBatch, works: Sequence[MicroStep], reloaded: Callable[[], Engine]
+) -> Iterator[Check]:
+    """Run the trials of a single process that has the whole model; its weights change.
+
+    Args:
+        reloaded: makes another engine of the same model, without weights.
+    """
+    yield _no_other_source(engine, works)
+    yield from _sums(engine, batch)
+    # An adapter's first matrix gets a gradient only once its second is not zero.
+    yield gradients_reach(*with_gradient(engine, works, updates=2))
+    yield _same_after_reload(engine, reloaded(), works)
+
+
+def _no_other_source(engine: Engine, works: Sequence[MicroStep]) -> Check:
+    steps = []
     for seed in (1, 2):
         np.random.seed(seed)
         random.seed(seed)
-        losses.append(_losses(engine, micro_steps))
-    is_same = bool(torch.equal(*losses))
+        steps.append(step_numbers(engine, works))
+    is_same = are_equal(*steps)
     return Check(
         name="no other random source",
         holds=is_same,
         found="numpy's and Python's generators change nothing"
         if is_same
-        else "the loss depends on numpy's or Python's random numbers",
+        else "the step depends on numpy's or Python's random numbers",
         remedy="draw from torch's global generator, which is seeded for each micro-batch",
     )
 
 
 def _sums(engine: Engine, batch: MicroBatch) -> Iterator[Check]:
     """Check the model's sums without dropout, which is drawn for the whole batch."""
-    whole = _evaluated(engine, batch)
-    halves = torch.cat([_evaluated(engine, part) for part in _halves(batch)])
-    largest_difference = float(((whole - halves).abs() / whole.abs().clamp(min=1e-9)).max())
+    rows = list(range(len(batch.positions)))
+    middle = len(rows) // 2
+    whole = sample_losses(engine, batch)
+    halves = [sample_losses(engine, Rows(batch, part)) for part in (rows[:middle], rows[middle:])]
+    apart = float(((whole - torch.cat(halves)).abs() / whole.abs().clamp(min=1e-9)).max())
     yield Check(
         name="the loss is a sum per sample",
-        holds=largest_difference <= _CLOSE,
-        found=f"the losses of samples in half batches differ by {largest_difference:.1g} from "
-        "those in the whole batch",
+        holds=apart <= ROUNDING,
+        found=f"the losses of samples in half batches differ by {apart:.1g} from those in the "
+        "whole batch",
         remedy="no sample may change another's loss in eval(): no mean over the batch; give the "
         "sum and the count of each sample",
     )
-    padded = _evaluated(engine, _padded(batch))
-    is_ignored = bool(padded[-1] == 0) and bool(
-        torch.allclose(padded[:-1], whole[:-1], rtol=_CLOSE)
-    )
+    padded = sample_losses(engine, _last_as_padding(batch))
+    others = torch.allclose(padded[:-1], whole[:-1], rtol=ROUNDING)
+    is_ignored = bool(padded[-1] == 0) and others
     yield Check(
         name="padding adds nothing",
         holds=is_ignored,
@@ -201,42 +223,22 @@ def _sums(engine: Engine, batch: MicroBatch) -> Iterator[Check]:
     )
 
 
-def _evaluated(engine: Engine, batch: MicroBatch) -> torch.Tensor:
-    return engine.evaluate([batch]).losses[0].detach().double()
+def _last_as_padding(batch: MicroBatch) -> MicroBatch:
+    targets = batch.targets.clone()
+    targets[-1] = NOT_COUNTED
+    real = None if batch.real is None else batch.real.clone()
+    if real is not None:
+        real[-1] = False
+    return replace(batch, targets=targets, real=real)
 
 
-def _gradients(engine: Engine, micro_steps: Sequence[MicroStep]) -> Check:
-    before = {shard.name: shard.local.clone() for shard in engine.shards()}
-    for _ in range(2):  # an adapter's first matrix gets a gradient only once its second is not zero
-        sums = engine.accumulate(micro_steps)
-        engine.apply(
-            skip=torch.zeros(()), grad_scale=sums.count.float().clamp(min=1), learning_rate=_RATE
-        )
-    without_gradient = [
-        shard.name.partition("/")[2]
-        for shard in engine.shards()
-        if shard.name.startswith("exp_avg/") and torch.equal(shard.local, before[shard.name])
-    ]
-    return Check(
-        name="each trained parameter gets a gradient",
-        holds=not without_gradient,
-        found=f"no gradient reaches {', '.join(without_gradient[:3])}"
-        if without_gradient
-        else "all do",
-        remedy="use it in forward, or freeze it: compute.frozen=[REGEX]",
-    )
-
-
-def _reload(
-    config: RunConfig, network: Blueprint, engine: Engine, micro_steps: Sequence[MicroStep]
-) -> Check:
-    reloaded = parts.engine(config, network, place_from({}), _CPU)
+def _same_after_reload(engine: Engine, reloaded: Engine, works: Sequence[MicroStep]) -> Check:
     reloaded.running.keep(engine.running.names)
     state = {shard.name: shard.local for shard in engine.shards()}
     for shard in reloaded.shards():
         shard.local.copy_(state[shard.name])
     reloaded.finish_load(engine.update_counts())
-    is_same = bool(torch.equal(_losses(engine, micro_steps), _losses(reloaded, micro_steps)))
+    is_same = are_equal(step_numbers(engine, works), step_numbers(reloaded, works))
     return Check(
         name="the next step after a reload is equal",
         holds=is_same,
@@ -244,49 +246,6 @@ def _reload(
         if is_same
         else "something other than weights, moments and buffers affects the next step",
         remedy="keep no state in attributes of the module that training changes",
-    )
-
-
-def _losses(engine: Engine, micro_steps: Sequence[MicroStep]) -> torch.Tensor:
-    """The loss of each sample, without an update."""
-    sums = engine.accumulate(micro_steps)
-    losses = torch.cat(sums.sequences.losses).detach().double()
-    engine.apply(skip=torch.ones(()), grad_scale=torch.ones(()), learning_rate=0.0)
-    return losses
-
-
-def _halves(batch: MicroBatch) -> list[MicroBatch]:
-    middle = _ROWS // 2
-    return [_rows(batch, slice(0, middle)), _rows(batch, slice(middle, None))]
-
-
-def _rows(batch: MicroBatch, rows: slice) -> MicroBatch:
-    fields = batch.fields
-    return MicroBatch(
-        tokens=batch.tokens[rows],
-        targets=batch.targets[rows],
-        segments=None if batch.segments is None else batch.segments[rows],
-        positions=batch.positions[rows],
-        fields=None if fields is None else {name: t[rows] for name, t in fields.items()},
-        real=None if batch.real is None else batch.real[rows],
-    )
-
-
-def _padded(batch: MicroBatch) -> MicroBatch:
-    """The batch with its last row as padding."""
-    padded = _rows(batch, slice(None))
-    targets = batch.targets.clone()
-    targets[-1] = -100
-    real = None if batch.real is None else batch.real.clone()
-    if real is not None:
-        real[-1] = False
-    return MicroBatch(
-        tokens=padded.tokens,
-        targets=targets,
-        segments=padded.segments,
-        positions=padded.positions,
-        fields=padded.fields,
-        real=real,
     )
 
 

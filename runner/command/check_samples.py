@@ -18,7 +18,7 @@ from runner.data.dataset import Dataset
 from runner.data.draws import read_sample
 from runner.data.user_dataset import contents
 from runner.session.corpus import open_dataset
-from runner.startup.model_check import Check
+from runner.startup.checks import Check
 from runner.system.environment import variables
 from runner.system.parsing import json_text
 

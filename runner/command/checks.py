@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from runner.startup.model_check import Check
+from runner.startup.checks import Check
 from runner.system.exit_codes import EXIT_CONFIG, EXIT_DONE
 from runner.system.parsing import json_text
 

@@ -26,7 +26,7 @@ from runner.observe.bar import Bar
 from runner.session import parts
 from runner.session.evaluation import spread_over
 from runner.session.optim import optimizer_settings
-from runner.startup.model_check import Check
+from runner.startup.checks import Check
 from runner.startup.preflight import hardware, learning, numerics, probes
 from runner.startup.preflight.corpus import Corpus, corpus_checks
 from runner.startup.preflight.subject import Subject, Trial, tried

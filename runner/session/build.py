@@ -19,12 +19,8 @@ from runner.observe.backlog import Backlog
 from runner.session import parts
 from runner.session.opening import identity_of, open_slots
 from runner.session.phases import Machinery, Opened
-from runner.startup.model_check import (
-    quick_checks,
-    refuse_or_say,
-    running_buffers,
-    works_of,
-)
+from runner.startup.checks import refuse_or_say
+from runner.startup.engine_checks import exactness_checks, running_buffers, works_of
 from runner.startup.resume import Resumed, resume_from
 from runner.system.error import CheckpointError, ConfigError, RankError
 from runner.train.state import TrainState
@@ -168,7 +164,7 @@ def _check_model(opened: Opened, engine: Engine, *, is_fresh: bool) -> None:
         return
     with _two_samples(opened) as works:
         checks = group.ranks.all_or_none(
-            "trying the model", lambda: quick_checks(network, engine, works)
+            "trying the model", lambda: exactness_checks(network, engine, works)
         )
     signatures = group.ranks.gather(network.signature() if is_fresh else "")
     if len(set(signatures)) > 1:

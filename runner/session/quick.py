@@ -10,7 +10,7 @@ from runner.engine.randomness import same_randomness
 from runner.policy.decision.history import Incident
 from runner.session import parts
 from runner.session.phases import Machinery, Opened
-from runner.startup.preflight.quick import QuickSubject, failed, quick_checks
+from runner.startup.engine_checks import TrialBatch, sanity_checks
 from runner.startup.resume import Resumed
 
 _ROWS = 2
@@ -34,15 +34,17 @@ def quick_preflight(
         batch = ranks.all_or_none(
             "reading two samples", lambda: few(dataset, config.data.seq_len, rows)
         )
-        subject = QuickSubject(
+        trial = TrialBatch(
             batch=batch,
             works=parts.works_a_step(config, group.place),
             vocab_size=dataset.vocab_size,
             untrained_loss=corpus.network.untrained_loss if is_untrained else None,
             sum=ranks.sum,
         )
-        checks = quick_checks(machinery.engine, subject)
-    for check in failed(checks):
+        checks = sanity_checks(machinery.engine, trial)
+    for check in checks:
+        if check.holds is not False:
+            continue
         opened.written.report_once(
             Incident(
                 kind="preflight",

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from runner.startup.model_check import (
-    Check,
-    quick_checks,
-    refuse_or_say,
-    running_buffers,
-    works_of,
-)
+from runner.startup.checks import Check, refuse_or_say
+from runner.startup.engine_checks import exactness_checks, running_buffers, works_of
 from runner.system.error import ConfigError
 from tests.mechanism.test_guest_model import CPU, batch, blueprint, build
 
@@ -29,7 +24,7 @@ def checks(target: str, *more: str) -> list[Check]:
     network, engine = blueprint(target, *more), build(target, *more)
     works = works_of(batch(target, [0, 1]), 1, CPU)
     engine.running.keep(running_buffers(engine, works))
-    return quick_checks(network, engine, works)
+    return exactness_checks(network, engine, works)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +69,7 @@ def test_no_trial_and_no_evaluation_changes_a_mode() -> None:
     assert {modes["encoder.1"], modes["drop"]} == {False, True}
     assert all(
         check.holds
-        for check in quick_checks(network, engine, works_of(batch(target, [0, 1]), 1, CPU))
+        for check in exactness_checks(network, engine, works_of(batch(target, [0, 1]), 1, CPU))
     )
     engine.evaluate([batch(target)])
     assert modes == {name: module.training for name, module in engine.network.named_modules()}

@@ -19,7 +19,7 @@ from runner.distributed.env import place_from
 from runner.distributed.process_group import end_group, start_group
 from runner.engine.forward import Forward
 from runner.run_dir.build_info import code_digest
-from runner.startup.preflight import bandwidth
+from runner.startup.preflight import hardware
 from scripts import gpu_check
 from scripts.gpu_check import CLAIMS, Claim, Failed, Machine, Skipped, main, try_claim, verdict
 from tests.gpu.test_late import open_loop
@@ -166,7 +166,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(gpus, "call", made)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(gpu_check, "_require_compiler", lambda: None)
-    monkeypatch.setattr(bandwidth, "all_reduce_speed", lambda *_: 123.4)
+    monkeypatch.setattr(hardware, "all_reduce_speed", lambda *_: 123.4)
     monkeypatch.setattr(gpu_check, "version", lambda name: "1.0")
     return made
 

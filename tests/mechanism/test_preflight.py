@@ -10,9 +10,9 @@ import torch
 
 from runner.__main__ import main
 from runner.command.preflight import TRIALS
-from runner.startup.model_check import Check
-from runner.startup.preflight.bandwidth import all_reduce_speed, judged
+from runner.startup.checks import Check
 from runner.startup.preflight.corpus import _longest_repeat, _numbers
+from runner.startup.preflight.hardware import all_reduce_speed, judged
 from runner.startup.preflight.learning import by_heart, rate_range
 from runner.startup.preflight.numerics import _error
 from runner.startup.preflight.subject import Subject, Trial

@@ -14,7 +14,7 @@ from runner.config.compose import compose
 from runner.data.dataset import Sample
 from runner.distributed.env import RankEnv
 from runner.session import quick
-from runner.startup.preflight.quick import QuickSubject
+from runner.startup.engine_checks import TrialBatch
 from tests.observed import observers
 
 
@@ -39,12 +39,12 @@ def test_reading_two_samples_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) ->
     one: Any = SimpleNamespace
     asked: list[Any] = []
 
-    def checks(engine: Any, subject: QuickSubject) -> list[Any]:
+    def checks(engine: Any, subject: TrialBatch) -> list[Any]:
         asked.append(subject.batch)
         drawn()  # a model of the user's may, too
         return []
 
-    monkeypatch.setattr(quick, "quick_checks", checks)
+    monkeypatch.setattr(quick, "sanity_checks", checks)
     settings = ["out=unused", "model=tiny", "data.seq_len=16", "debug.preflight=true"]
     opened = one(
         lease=one(config=compose([*settings, "parallel=single", "model.precision=fp32"])),

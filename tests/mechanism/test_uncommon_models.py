@@ -18,7 +18,7 @@ from runner.model.deferred_logits import head_of
 from runner.model.loss import HeadLosses
 from runner.model.objective import GuestObjective
 from runner.session import parts
-from runner.startup.model_check import _differing, samples_alone, works_of
+from runner.startup.engine_checks import _differing, samples_alone, works_of
 from runner.system.error import ConfigError
 from tests import guests, uncommon_guests
 

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from runner.data.dataset import NOT_COUNTED, Dataset, Sample, Tokens, describe
 from runner.data.draws import read_sample
-from runner.startup.model_check import Check
-from runner.startup.preflight.subject import not_tried
+from runner.startup.checks import Check, not_tried
 
 Words = NDArray[np.uint64]
 

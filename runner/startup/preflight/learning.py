@@ -12,20 +12,17 @@ import torch
 from runner.engine.modes import evaluating
 from runner.model.loss import NOT_COUNTED
 from runner.model.objective import LABELS
-from runner.startup.model_check import Check
+from runner.startup import checks
+from runner.startup.checks import Check, named, not_tried
 from runner.startup.preflight.subject import (
     Fractions,
     Inputs,
     Subject,
     Trainer,
     mean_loss,
-    named,
-    not_tried,
     objective,
 )
 
-_FIRST_NATS, _FIRST_SHARE = 0.5, 0.05  # relative to ln V
-_WRONG_NATS, _WRONG_SHARE = 2.0, 0.4
 _STEPS_TO_TRAIN = 4  # in a low-rank pair one gradient is zero at first
 _BY_HEART = 0.1  # nats
 _ROWS, _LENGTH = 4, 32
@@ -47,20 +44,7 @@ def first_loss(subject: Subject) -> Check:
             float(mean_loss(model, subject.inputs(_ROWS, None, number)))
             for number in range(len(subject.batches))
         ]
-    loss = sum(losses) / len(losses)
-    apart = loss - uniform
-    is_near = abs(apart) <= max(_FIRST_NATS, _FIRST_SHARE * uniform)
-    is_wrong = not math.isfinite(loss) or apart > max(_WRONG_NATS, _WRONG_SHARE * uniform)
-    below = "trained before, or it sees its labels, or the loss is divided twice"
-    above = "initial weights too large (of a tied embedding, often), or a loss that is a sum"
-    return Check(
-        name=name,
-        holds=is_near,
-        found=f"{loss:.4g} nats a token; a uniform guess among {subject.vocab_size} has "
-        f"{uniform:.4g}",
-        remedy=above if apart > 0 else below,
-        is_warning=not is_near and not is_wrong,
-    )
+    return checks.first_loss(sum(losses) / len(losses), uniform)
 
 
 def trained(subject: Subject) -> Iterator[Check]:
@@ -74,14 +58,7 @@ def trained(subject: Subject) -> Iterator[Check]:
     for number in range(_STEPS_TO_TRAIN):
         trainer.step(subject.inputs(_ROWS, None, number), max(subject.rate, 1e-4))
         seen |= {n for n in before if _has_gradient(parameters[n])}
-    still = sorted(set(before) - seen)
-    yield Check(
-        name="each trained parameter gets a gradient",
-        holds=not still,
-        found=f"no gradient reaches {named(still)}" if still else f"all {len(before)} tensors do",
-        remedy="use it in forward (no detach, no no_grad, no .data on the way), or freeze it: "
-        "compute.frozen=[REGEX]",
-    )
+    yield checks.gradients_reach(list(before), seen)
     same = sorted(n for n in before if n in seen and torch.equal(before[n], parameters[n]))
     yield Check(
         name="each trained parameter changes",

@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from runner.engine.modes import in_evaluation
 from runner.model.loss import NOT_COUNTED
 from runner.model.objective import LABELS, has_own_losses
-from runner.startup.model_check import Check
+from runner.startup.checks import Check, named, not_tried
 from runner.startup.preflight.subject import (
     Inputs,
     Subject,
     answers,
     mean_loss,
-    named,
-    not_tried,
     objective,
 )
 

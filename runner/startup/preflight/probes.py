@@ -11,17 +11,15 @@ from torch import Tensor, nn
 from runner.engine.modes import evaluating, in_evaluation
 from runner.model.decoder import Decoder
 from runner.model.objective import INPUT, LABELS, SEGMENTS, accepted_by, has_own_losses
-from runner.startup.model_check import Check
-from runner.startup.preflight.subject import Inputs, Subject, answers, not_tried
+from runner.startup.checks import ROUNDING, Check, earlier_matter, no_look_ahead, not_tried
+from runner.startup.preflight.subject import Inputs, Subject, answers
 
 _ROWS, _LENGTH = 2, 128
-_ROUNDING = 1e-4  # share of the change where one is allowed: sums in another order, FFTs
 _ORDER = 1e-5  # share of the effect of another token: order may matter little at the start
 
 
 def future(subject: Subject) -> Check:
     """Test that a changed token changes nothing before it."""
-    name = "no look at later tokens"
     inputs = _inputs(subject)
     leaked, at, seen = 0.0, 0, 0.0
     for place in _places(inputs, last=True):
@@ -34,18 +32,7 @@ def future(subject: Subject) -> Check:
         seen = max(seen, after)
         if before > leaked:
             leaked, at = before, place
-    holds = leaked <= _ROUNDING * seen
-    message = "another token changes nothing before it"
-    if leaked:
-        message = f"another token at position {at} changes the output before it by {leaked:.2g}"
-    return Check(
-        name=name,
-        holds=holds,
-        found=f"{message} ({seen:.2g} from there on)",
-        remedy="the model sees the token that it must predict: check the attention mask, "
-        "convolutions without causal padding, norms or means over the sequence, and labels among "
-        "the inputs",
-    )
+    return no_look_ahead("the output", before=leaked, effect=seen, place=at)
 
 
 def context(subject: Subject) -> Check:
@@ -60,19 +47,10 @@ def context(subject: Subject) -> Check:
             if place + distance >= length:
                 break
             moved = _apart(subject, inputs, changed, place + distance, length)
-            if moved > _ROUNDING * own:
+            if moved > ROUNDING * own:
                 far = max(far, distance)
             later = max(later, moved)
-    return Check(
-        name="earlier tokens matter",
-        holds=later > _ROUNDING * own,
-        found=f"another token changes the output after it by {later:.2g}, at least {far} "
-        "positions on"
-        if later > _ROUNDING * own
-        else f"another token changes nothing after it ({later:.2g}; {own:.2g} at its own place)",
-        remedy="each position is on its own: is attention masked to the diagonal or zeroed, does "
-        "the mask have the right sense, is a projection's output dropped",
-    )
+    return earlier_matter("the output", own=own, later=later, far=far)
 
 
 def own_token(subject: Subject) -> Check:
@@ -190,7 +168,7 @@ def documents(subject: Subject) -> Check:
     within = _apart(subject, inputs, changed, middle // 2, middle)
     return Check(
         name=name,
-        holds=across <= _ROUNDING * within,
+        holds=across <= ROUNDING * within,
         found=f"another token in one document changes {across:.2g} in the next ({within:.2g} in "
         "its own)",
         remedy="the mask must be causal and within one number of segments; a state that is carried "

@@ -27,11 +27,10 @@ from runner.model.objective import (
     has_own_losses,
     logits_of,
 )
-from runner.startup.model_check import Check
+from runner.startup.checks import Check, is_adapter, not_tried
 
 _SEED = 1
 _FEW_TRAINED = 0.05  # of the elements
-_ADAPTERS = ("lora", "adapter", "prompt", "prefix", "ia3", "dora")
 Inputs = dict[str, Tensor]
 
 
@@ -217,17 +216,6 @@ def tried(trials: Sequence[Trial], subject: Subject, seconds: float) -> Iterator
         yield from checks
 
 
-def not_tried(name: str, why: str) -> Check:
-    """A check that was not run, and why."""
-    return Check(name=name, holds=None, found=f"not tried: {why}")
-
-
-def named(names: Sequence[str], most: int = 3) -> str:
-    """List the first few names for a sentence."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
 @dataclass(slots=True, kw_only=True)
 class Fractions:
     """Numbers of elements of a network's parameters, trained and frozen."""
@@ -241,7 +229,7 @@ class Fractions:
     def is_adapter(self) -> bool:
         """Whether the share or the names of trained parameters show adapters."""
         few = self.trained < _FEW_TRAINED * (self.trained + self.frozen)
-        return few or any(word in n.lower() for n in self.trained_names for word in _ADAPTERS)
+        return few or any(map(is_adapter, self.trained_names))
 
     @classmethod
     def of(cls, parameters: Mapping[str, nn.Parameter]) -> Fractions:

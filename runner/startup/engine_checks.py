@@ -1,12 +1,13 @@
-"""Tests on two samples what bit-exact training needs of a user's model.
+"""Checks that compute through the engine, with the weights that it holds. They change nothing.
 
-Owns the trials and their messages. Every start runs :func:`quick_checks`;
-``check-model`` runs more.
+Every start of a user's model runs :func:`exactness_checks`, and every start :func:`sanity_checks`;
+``check-model`` adds some of its own. All are collective, and equal on all ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,35 +18,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from runner.data.dataset import NOT_COUNTED
 from runner.data.feed import MicroBatch
 from runner.engine.protocol import Batch, Engine, LocalSums, MicroStep
 from runner.model.blueprint import GuestBlueprint
+from runner.startup.checks import (
+    Check,
+    earlier_matter,
+    first_loss,
+    gradients_reach,
+    is_adapter,
+    no_look_ahead,
+)
 from runner.system.error import ConfigError
 
 _SEED = 1
 _SEEDS = 3
+_RATE = 1e-3  # of the updates of a trial
 _CLOSE = 5e-3  # of a loss; BF16 and other shapes round by less
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """The result of one trial.
-
-    Args:
-        name: what was tested.
-        holds: None where it could not be tested.
-        found: a sentence that says what was seen.
-        remedy: what to do if it does not hold.
-        is_fatal: whether a run must not begin without it.
-        is_warning: whether a failure may be intended, and so fails no command.
-    """
-
-    name: str
-    holds: bool | None
-    found: str
-    remedy: str = ""
-    is_fatal: bool = False
-    is_warning: bool = False
 
 
 def same_weights(network: GuestBlueprint) -> Check:
@@ -84,12 +74,12 @@ def repeated_step(engine: Engine, works: Sequence[MicroStep]) -> list[Check]:
         ConfigError: the model cannot compute it.
     """
     before = {name: tensor.clone() for name, tensor in engine.network.named_buffers()}
-    one, other = (_step(engine, works) for _ in range(2))
+    first, second = (step_numbers(engine, works) for _ in range(2))
     after = dict(engine.network.named_buffers())
     changed = sorted(name for name in before if not _equal(before[name], after[name]))
     kept = engine.running.names
-    alike = all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    finite = bool(torch.isfinite(torch.cat([part.flatten() for part in one])).all())
+    alike = are_equal(first, second)
+    finite = bool(torch.isfinite(torch.cat([part.flatten() for part in first])).all())
     return [
         Check(
             name="same step twice, bit for bit",
@@ -131,16 +121,16 @@ def running_buffers(engine: Engine, works: Sequence[MicroStep]) -> list[str]:
     """
 
     def compute() -> None:
-        _step(engine, works)
-        _evaluated(engine, works[0].batch)
+        step_numbers(engine, works)
+        sample_losses(engine, works[0].batch)
 
     return engine.running.written_by(compute) if engine.running.has_any else []
 
 
-def quick_checks(
+def exactness_checks(
     network: GuestBlueprint, engine: Engine, works: Sequence[MicroStep]
 ) -> list[Check]:
-    """Run the trials of every start. Collective."""
+    """Test on two samples what bit-exact training needs of a user's model. Collective."""
     repeated = repeated_step(engine, works)
     return [
         same_weights(network),
@@ -161,8 +151,8 @@ def samples_alone(engine: Engine, works: Sequence[MicroStep]) -> list[Check]:
     with _noted(gathered, calls):
         for one in batches:
             calls.append([])
-            losses.append(_evaluated(engine, one)[0])
-    checks = [_independent(torch.stack(losses), _evaluated(engine, batch))]
+            losses.append(sample_losses(engine, one)[0])
+    checks = [_independent(torch.stack(losses), sample_losses(engine, batch))]
     if gathered:
         shapes = {str([list(t.shape) for t in one.inputs().values()]) for one in batches}
         uneven = _differing(calls, has_shapes=len(shapes) == 1)
@@ -215,7 +205,7 @@ def _dropped(
     with _noted(gathered, calls):
         for seed in range(_SEED, _SEED + _SEEDS):
             calls.append([])
-            _step(engine, [replace(work, seed=seed) for work in works])
+            step_numbers(engine, [replace(work, seed=seed) for work in works])
     return _differing(calls, has_shapes=True)
 
 
@@ -239,10 +229,10 @@ def _is_collective(parameter: nn.Parameter) -> bool:
 def _repeats(batch: Batch) -> list[Batch]:
     """For each sample a batch of it alone, of the same size."""
     rows = len(next(iter(batch.inputs().values())))
-    return [_Rows(batch, [row] * rows) for row in range(rows)]
+    return [Rows(batch, [row] * rows) for row in range(rows)]
 
 
-class _Rows:
+class Rows:
     """Some rows of a batch."""
 
     def __init__(self, batch: Batch, rows: list[int]) -> None:
@@ -283,24 +273,6 @@ def _differing(calls: Sequence[Sequence[tuple[str, str]]], *, has_shapes: bool) 
     return {key if isinstance(key, str) else key[0] for key in uneven}
 
 
-def refuse_or_say(checks: Sequence[Check], model: str, say: Callable[[str], None]) -> None:
-    """Print what does not hold, and refuse what must.
-
-    Args:
-        model: the setting that names it.
-
-    Raises:
-        ConfigError: a fatal check failed.
-    """
-    failed = [check for check in checks if check.holds is not True]
-    fatal = [check for check in failed if check.is_fatal]
-    if fatal:
-        problems = "\n".join(f"  {check.found}: {check.remedy}" for check in fatal)
-        raise ConfigError(f"{model}: cannot be trained exactly:\n{problems}")
-    for check in failed:
-        say(f"{model}: {check.found}. Remedy: {check.remedy}")
-
-
 def works_of(batch: MicroBatch, number: int, device: torch.device) -> list[MicroStep]:
     """Micro-batches of a step that all hold the same few samples."""
     return [MicroStep(batch=batch.to(device), seed=_SEED) for _ in range(number)]
@@ -319,13 +291,13 @@ def _in_words(what: str) -> Iterator[None]:
         ) from error
 
 
-def _evaluated(engine: Engine, batch: Batch) -> torch.Tensor:
+def sample_losses(engine: Engine, batch: Batch) -> torch.Tensor:
     """The loss of each sample, FP64."""
     with _in_words("an evaluation"):
         return engine.evaluate([batch]).losses[0].detach().double()
 
 
-def _step(engine: Engine, works: Sequence[MicroStep]) -> list[torch.Tensor]:
+def step_numbers(engine: Engine, works: Sequence[MicroStep]) -> list[torch.Tensor]:
     """Compute one step without applying it, and return its numbers."""
     with _in_words("a step"):
         sums: LocalSums = engine.accumulate(works)
@@ -342,3 +314,108 @@ def _step(engine: Engine, works: Sequence[MicroStep]) -> list[torch.Tensor]:
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and bool(torch.equal(one, other))
+
+
+def are_equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    """Whether two steps gave the same numbers."""
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# -- what every model should do ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialBatch:
+    """The batch and numbers of :func:`sanity_checks`.
+
+    Args:
+        batch: a few samples that are token ids, the same on all ranks, on the host.
+        works: micro-batches that a step must have: DeepSpeed counts them.
+        vocab_size: of the data.
+        untrained_loss: nats a token of a model that knows nothing; None where it is trained.
+        sum: element-wise over the ranks.
+    """
+
+    batch: MicroBatch
+    works: int
+    vocab_size: int
+    untrained_loss: float | None
+    sum: Callable[[list[float]], list[float]]
+
+
+def sanity_checks(engine: Engine, trial: TrialBatch) -> list[Check]:
+    """Six forward passes and a step of one batch. Collective; the same result on all ranks."""
+    checks = [*_attends(engine, trial)]
+    if trial.untrained_loss is not None:
+        count = max(1, sum(trial.batch.counts()))
+        losses = _mean_losses(engine, trial, trial.batch)
+        checks.append(first_loss(sum(losses) / count, trial.untrained_loss))
+    works = works_of(trial.batch, trial.works, engine.device)
+    trained, reached = with_gradient(engine, works, updates=0)
+    seen = trial.sum([float(name in reached) for name in trained])
+    # One step tells nothing of adapters, which begin with a gradient of 0.
+    known = {n for n, ranks in zip(trained, seen, strict=True) if ranks or is_adapter(n)}
+    return [*checks, gradients_reach(trained, known)]
+
+
+def _attends(engine: Engine, trial: TrialBatch) -> Iterator[Check]:
+    """How another token in the middle changes the loss of what comes before, there and after it.
+
+    Labels that do not count restrict the loss to one side.
+    """
+    batch = trial.batch
+    length = batch.tokens.shape[1]
+    middle = length // 2
+    if length < 4:
+        return
+    other = batch.tokens.clone()
+    other[:, middle] = (other[:, middle] + 1) % max(trial.vocab_size, 2)
+
+    def moved(begin: int, end: int) -> float:
+        targets = torch.full_like(batch.targets, NOT_COUNTED)
+        targets[:, begin:end] = batch.targets[:, begin:end]
+        if not bool((targets != NOT_COUNTED).any()):
+            return math.nan
+        plain = _mean_losses(engine, trial, replace(batch, targets=targets))
+        changed = _mean_losses(engine, trial, replace(batch, targets=targets, tokens=other))
+        return max(abs(a - b) for a, b in zip(plain, changed, strict=True))
+
+    before, own, later = moved(0, middle), moved(middle, middle + 1), moved(middle + 1, length)
+    own = own if math.isfinite(own) else 0.0
+    if math.isfinite(before) and math.isfinite(later):
+        effect = max(own, later)
+        yield no_look_ahead("the loss", before=before, effect=effect, place=middle)
+    if math.isfinite(later):
+        yield earlier_matter("the loss", own=own, later=later)
+
+
+def _mean_losses(engine: Engine, trial: TrialBatch, batch: MicroBatch) -> list[float]:
+    """The loss of each sequence: the mean over ranks, which all compute the same batch."""
+    evaluated = engine.evaluate([batch.to(engine.device)])
+    own = [float(value) for losses in evaluated.losses for value in losses.tolist()]
+    *sums, ranks = trial.sum([*own, 1.0])
+    return [value / ranks for value in sums]
+
+
+def with_gradient(
+    engine: Engine, works: Sequence[MicroStep], *, updates: int
+) -> tuple[list[str], set[str]]:
+    """Trained parameters, and those whose gradient on this rank was not zero in some step.
+
+    Args:
+        updates: steps that are applied before the last one, which is not.
+    """
+    trained = [n for n, p in engine.network.named_parameters() if p.requires_grad]
+    reached: set[str] = set()
+    device = engine.device
+    for number in range(updates + 1):
+        sums = engine.accumulate(works)
+        own = engine.gradients()
+        # NaN counts as a gradient.
+        reached |= {n for n in trained if n in own and bool((own[n] != 0).any())}
+        engine.apply(
+            skip=torch.full((), float(number == updates), device=device),
+            grad_scale=sums.count.float().clamp(min=1),
+            learning_rate=_RATE,
+        )
+    return trained, reached
