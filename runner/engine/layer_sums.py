@@ -8,28 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from runner.engine.protocol import Shard
+from runner.engine.protocol import Engine
 
 KINDS = ("grad", "weight", "moved", "held", "ratio", "count")
 # Elements of each shard, to tell how far it moved: a copy of all weights would not fit everywhere.
 _SAMPLED = 512
 _CHUNK = 1 << 22  # elements that one norm on a CPU takes in
-
-
-class Engine(Protocol):
-    """The part of :class:`runner.engine.protocol.Engine` used here."""
-
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def replica(self) -> tuple[int, int]: ...
-    def shards(self) -> list[Shard]: ...
-    def gradients(self) -> Mapping[str, Tensor]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,10 @@ once computed with them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from runner.checkpoint.ring import Ring
 from runner.data.feed import MicroBatch
 from runner.explain.clean_weights import CleanWeights
 from runner.explain.same_batch import SameBatch
@@ -18,16 +18,6 @@ from runner.policy.odd_ranks import ByRank, changed_ranks, opinion_on
 from runner.policy.retention.records import Record, State, on_disk
 
 _KEPT = 2  # the newest agreement's checkpoint may not be written yet
-
-
-class Ring(Protocol):
-    """The part of :class:`runner.checkpoint.ring.Ring` used here."""
-
-    @property
-    def records(self) -> Sequence[Record]: ...
-    @property
-    def next_serial(self) -> int: ...
-    def also_keep(self, serials: Callable[[], Collection[int]]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,14 +5,14 @@ The state is copied to host memory, and restored bit for bit afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 from runner.checkpoint.memory.node_dir import free_memory_bytes
-from runner.checkpoint.protocol import Restored
+from runner.checkpoint.ring import Ring
 from runner.distributed.agreement import Ranks
 from runner.engine.protocol import Engine
 from runner.health.preemption import StopLook
@@ -21,13 +21,6 @@ from runner.system.error import CheckpointError, ReadError
 
 Result = TypeVar("Result")
 _SHARE = 0.5
-
-
-class Ring(Protocol):
-    """The part of :class:`runner.checkpoint.ring.Ring` used here."""
-
-    def restore(self, candidates: Sequence[Record]) -> Restored: ...
-    def before_update(self) -> None: ...
 
 
 @contextmanager

@@ -10,8 +10,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from runner.checkpoint.ring import Ring
 from runner.engine.protocol import Engine
-from runner.explain.clean_weights import Ring, state_restored
+from runner.explain.clean_weights import state_restored
 from runner.explain.reading import Reading, Usual, outstanding, usual
 from runner.health.preemption import StopLook
 from runner.policy.decision.history import History

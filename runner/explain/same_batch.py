@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from runner.data.cursor import BatchPlan
-from runner.data.feed import MicroBatch
+from runner.data.feed import Feed, MicroBatch
 from runner.distributed.observers import ObservedRanks
 from runner.engine.protocol import Engine, MicroStep
 from runner.engine.randomness import same_randomness
@@ -25,12 +25,6 @@ from runner.system.parsing import json_text
 
 _DIGEST_BYTES = 6  # what a double holds exactly
 _FACTOR = 0x3F58476D1CE4E5B9  # odd: no micro-batch's checksum is lost
-
-
-class Feed(Protocol):
-    """The part of :class:`runner.data.feed.Feed` used here."""
-
-    def read_again(self, plan: BatchPlan, rank: int) -> tuple[MicroBatch, ...]: ...
 
 
 class SameBatch:

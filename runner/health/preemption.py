@@ -14,8 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn, TypeVar
 
+from runner.distributed.agreement import Ranks
 from runner.health.leave import leave
 from runner.system.exit_codes import EXIT_PREEMPTED
 from runner.system.process import answer_hangup
@@ -140,12 +141,6 @@ class StopRequested(BaseException):
     """
 
 
-class _Ranks(Protocol):
-    """The part of :class:`runner.distributed.agreement.Ranks` used here."""
-
-    def sum(self, numbers: list[float]) -> list[float]: ...
-
-
 class StopLook:
     """Looks at the request in evaluations and probes, whose numbers do not carry it.
 
@@ -153,12 +148,12 @@ class StopLook:
         is_asked: whether this rank was asked to stop.
     """
 
-    def __init__(self, is_asked: Callable[[], bool], ranks: _Ranks) -> None:
+    def __init__(self, is_asked: Callable[[], bool], ranks: Ranks) -> None:
         self._is_asked = is_asked
         self._ranks = ranks
         self._known = threading.Event()
 
-    def through(self, ranks: _Ranks) -> StopLook:
+    def through(self, ranks: Ranks) -> StopLook:
         """The same request, learnt by exchanges of another kind."""
         look = StopLook(self._is_asked, ranks)
         look._known = self._known

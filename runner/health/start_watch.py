@@ -1,11 +1,11 @@
-"""Announces deaths between the rendezvous and the start of the run through the store.
+"""Watches the start: its limit, and deaths, which are announced through the store.
 
-In this phase the ranks make their communicators and acquire the run directory. NCCL does not
-return from that when a peer is gone, and there is no folder yet for the ranks'
-reports. Processes of the same node are watched directly (:mod:`.peer_processes`). Of the other
-nodes one rank each, the leader, shows that it is alive: it changes a key of the store about once a
-second, and watches the key of the next node, the last node that of the first. Whoever finds a
-death sets one key that all leaders look at. That is three calls of the store a second for each
+Between the rendezvous and the start of the run the ranks make their communicators and acquire the
+run directory. NCCL does not return from that when a peer is gone, and there is no folder yet for
+the ranks' reports. Processes of the same node are watched directly (:mod:`.peer_processes`). On
+each node one rank, the leader, is the node's heartbeat: about once a second it changes a key in
+the store, and reads the key of the next node (the last node reads the first's). A leader that finds
+a death sets one key, which all leaders read. That costs three calls of the store a second for each
 node, and one more connection.
 """
 
@@ -13,11 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
+from collections.abc import Sequence
+from functools import partial
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from runner.distributed.env import RankEnv
 from runner.distributed.rendezvous import first_line, without_frames
+from runner.health.cause_reporter import CauseReporter
 from runner.system.process import host_name
 
 _DEAD = "dead"
@@ -36,13 +40,13 @@ class StartWatch:
         problem: a sentence that says why this start ends; empty while nothing is known.
 
     Args:
-        room: the store of this group alone, from the rendezvous.
+        store: that of this group alone, from the rendezvous.
         place: this rank's place. Ranks of a node have consecutive numbers.
     """
 
-    def __init__(self, room: Store, place: RankEnv) -> None:
+    def __init__(self, store: Store, place: RankEnv) -> None:
         self.problem = ""
-        self._room = room
+        self._group_store = store
         self._first = place.rank - place.local_rank
         self._next = (self._first + place.local_world_size) % place.world_size
         self._is_over = threading.Event()
@@ -75,7 +79,7 @@ class StartWatch:
 
     def _connect(self) -> Store:
         # A connection of its own: the training thread keeps the other one while it waits.
-        store: Store = PrefixStore("start", self._room).clone()  # type: ignore[attr-defined]
+        store: Store = PrefixStore("start", self._group_store).clone()  # type: ignore[attr-defined]
         return store
 
     def _run(self) -> None:
@@ -115,3 +119,62 @@ def _beat(first_rank: int) -> str:
 def _announce(store: Store, problem: str) -> None:
     """Set the key that ends the start, unless it is set: the first death is the cause."""
     store.compare_set(_DEAD, "", problem)
+
+
+class StartMonitor:
+    """Ends this rank if its start takes too long, or another rank dies in it.
+
+    Args:
+        causes: says why, and has the processes of this node's other ranks.
+    """
+
+    def __init__(self, place: RankEnv, causes: CauseReporter) -> None:
+        self._place = place
+        self._causes = causes
+        self._limit: tuple[str, float, float] | None = None  # what, seconds, until when
+        self._watch: StartWatch | None = None
+
+    def expect(self, what: str, seconds: float) -> None:
+        """Limit the present stage.
+
+        NCCL's initialisation has no limit of its own, and a wrong interface or a blocked port
+        would hold the job until its time is over.
+        """
+        self._limit = (what, seconds, time.monotonic() + seconds)
+
+    def watch(self, store: Store) -> None:
+        """Watch for deaths on all nodes. ``store``: that of this group alone."""
+        watch = StartWatch(store, self._place)
+        watch.start()
+        self._watch = watch
+
+    def stop(self) -> None:
+        """The start is over for this rank."""
+        self._limit = None
+        if self._watch is not None:
+            self._watch.stop()
+
+    def look_at_limit(self) -> None:
+        """End a rank whose start takes longer than :meth:`expect` allows."""
+        limit = self._limit
+        if limit is None or time.monotonic() < limit[2] or not self._causes.has_turn():
+            return
+        what, seconds, _ = limit
+        self._causes.leave_saying(
+            f"rank {self._place.rank} on {host_name()}: {what} did not end within {seconds:g} s"
+        )
+
+    def look_at_deaths(self, dead: Sequence[int]) -> None:
+        """End when a rank of any node has died. ``dead``: those of this node."""
+        watch = self._watch
+        if watch is None or not (watch.problem or dead) or not self._causes.has_turn():
+            return
+        problem = watch.problem or self._death(dead[0])
+        tell = partial(watch.tell, problem) if dead else None
+        self._causes.leave_saying(f"the start has failed: {problem}", also=tell)
+
+    def _death(self, rank: int) -> str:
+        neighbours = self._causes.neighbours
+        assert neighbours is not None
+        death = self._causes.death(neighbours.deaths[rank])
+        return f"rank {rank} on {host_name()}: {death}, after the rendezvous"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import torch
 
@@ -23,19 +22,12 @@ from runner.checkpoint.state_digest import (
     is_whole,
     state_digest,
 )
+from runner.distributed.agreement import Ranks
 from runner.engine.protocol import Engine
 
 _STOP_SECONDS = 5.0
 _CLOCK_INTERVAL = 1 << 23  # elements
 _HALF = 32
-
-
-class Ranks(Protocol):
-    """The part of :class:`runner.distributed.agreement.Ranks` used here."""
-
-    @property
-    def rank(self) -> int: ...
-    def sum(self, numbers: list[float]) -> list[float]: ...
 
 
 def at_a_stop(is_late: Callable[[], bool]) -> Callable[[], bool]:

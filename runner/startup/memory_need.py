@@ -13,33 +13,16 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
 
 import torch
 from torch import nn
 
+from runner.engine.protocol import Shard
+from runner.model.blueprint import Parameter
 from runner.system.units import format_bytes
 
 _GRADIENT_BYTES = 4  # FP32 on every engine
 _LAYER = re.compile(r"(.*?\.\d+)\.")
-
-
-class Shard(Protocol):
-    """See :class:`runner.engine.protocol.Shard`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def local(self) -> torch.Tensor: ...
-
-
-class Parameter(Protocol):
-    """See :class:`runner.model.blueprint.Parameter`."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def is_trained(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,25 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
 
 from runner.checkpoint.dtypes import is_finite
 from runner.checkpoint.protocol import Ranks, ShardedState
+from runner.checkpoint.ring import Ring
 from runner.policy.decision.history import Incident
 from runner.policy.retention.records import State
 from runner.train.state import TrainState
 
 Loss = Callable[[], float | None]  # nats per token, or None. Collective
-
-
-class LastOfRing(Protocol):
-    """The part of :class:`runner.checkpoint.ring.Ring` used here."""
-
-    @property
-    def last_state(self) -> State: ...
-    @property
-    def clean_step(self) -> int: ...
-    def prove_last(self) -> list[str]: ...
 
 
 class LastProof:
@@ -41,7 +31,7 @@ class LastProof:
     def __init__(
         self,
         *,
-        ring: LastOfRing,
+        ring: Ring,
         sharded: ShardedState,
         ranks: Ranks,
         state: TrainState,

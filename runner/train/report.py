@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
+from runner.checkpoint.ring import Ring
 from runner.distributed.observers import Alone, unobserved
 from runner.observe.console import Console, Progress
 from runner.observe.metrics import Metrics, MetricsLine
@@ -18,18 +18,13 @@ from runner.observe.throughput import Pace, Throughput
 from runner.observe.tracker import BackgroundTracker
 from runner.policy.decision.history import History, Incident
 from runner.policy.decision.judge import Verdict
-from runner.policy.retention.records import Record, State
+from runner.policy.retention.records import State
 from runner.policy.straggler import RankPace
 from runner.run_dir.time_account import Past
 from runner.system.json_lines import LineFile
 from runner.system.output import Loss
 from runner.train.agreed_step import StepInfo
 from runner.train.state import TrainState
-
-
-class Records(Protocol):
-    @property
-    def records(self) -> Sequence[Record]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +70,7 @@ class Reporter:
         *,
         throughput: Throughput,
         history: History,
-        ring: Records,
+        ring: Ring,
         total_steps: int,
         past: Past,
         began: float,

@@ -425,14 +425,14 @@ LOCKED = """
 import ctypes, sys
 from pathlib import Path
 from types import SimpleNamespace
-from runner.health import collective_trace, rank_monitor as module
+from runner.health import collective_trace, cause_reporter as module
 from tests.mechanism.test_witness import take_run, watched
 
 class Recorder:
     def _dump_fr_trace(self, *_): return b""
     def _dump_nccl_trace(self, *_): ctypes.PyDLL(None).sleep(1000)  # with the interpreter's lock
 
-module._TELL_SECONDS = 1.0
+module.TELL_SECONDS = 1.0
 collective_trace.torch = SimpleNamespace(_C=SimpleNamespace(_distributed_c10d=Recorder()))
 collective_trace.dist = SimpleNamespace(is_initialized=lambda: True)
 one = watched(Path(sys.argv[1]))

@@ -118,11 +118,11 @@ def test_one_tells_for_all(tmp_path: Path) -> None:
 
     def rank_of(rank: int) -> None:
         one = monitor(tmp_path, rank)
-        one._run_lease, one._neighbours = lease, NoPeers()
+        one._causes.run_lease, one._causes.neighbours = lease, NoPeers()
         if rank == 0:
             one.write_causes_to(lambda cause, number: written.append((number, cause)))
-        one._write(called(rank))
-        one._tell_cause()
+        one._causes.write(called(rank))
+        one._causes.tell_cause()
 
     threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(WORLD)]
     for thread in threads:

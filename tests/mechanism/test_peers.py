@@ -70,9 +70,9 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         codes.append(code)
         raise SystemExit(code)
 
-    monkeypatch.setattr(module, "leave", leave)
+    monkeypatch.setattr("runner.health.cause_reporter.leave", leave)
     monkeypatch.setattr("runner.health.preemption.leave", leave)
-    monkeypatch.setattr(module, "end_within", lambda *_: lambda: None)
+    monkeypatch.setattr("runner.health.cause_reporter.end_within", lambda *_: lambda: None)
     monkeypatch.setattr(module, "_TICK_SECONDS", 0.02)
     return codes
 
@@ -133,8 +133,8 @@ def test_who_left_in_order_is_no_death(
         peer.end(-signal.SIGKILL)
     elif isinstance(status, int):
         peer.end(status)
-    assert one._neighbours is not None
-    until(lambda: one._neighbours is not None and 1 in one._neighbours.deaths)
+    assert one._causes.neighbours is not None
+    until(lambda: one._causes.neighbours is not None and 1 in one._causes.neighbours.deaths)
     one._watchdog.add([lambda: ticks.append(1)])
     one.start()
     until(lambda: len(ticks) > 5)

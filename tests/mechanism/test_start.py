@@ -46,7 +46,9 @@ def test_a_stage_of_the_start_that_does_not_end(
 def test_a_rank_that_has_begun_is_not_ended_by_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "leave", lambda code: pytest.fail(f"left with {code}"))
+    monkeypatch.setattr(
+        "runner.health.cause_reporter.leave", lambda code: pytest.fail(f"left with {code}")
+    )
     monkeypatch.setattr(module, "_TICK_SECONDS", 0.02)
     one = watched(tmp_path, has_agent=False)
     ticks: list[int] = []
@@ -64,7 +66,7 @@ import ctypes, sys
 from pathlib import Path
 from runner.health import rank_monitor as module
 from tests.mechanism.test_witness import watched
-module._TELL_SECONDS = 0.5
+module.TELL_SECONDS = 0.5
 one = watched(Path(sys.argv[1]), has_agent=False)
 one.expect("connecting", 0.5)
 one.start()

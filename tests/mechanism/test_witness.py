@@ -12,7 +12,7 @@ import pytest
 
 from runner.distributed.env import JobEnv, RankEnv
 from runner.distributed.rendezvous import Facts
-from runner.health import rank_monitor as witness_module
+from runner.health import cause_reporter, rank_monitor
 from runner.health.hang import HangTimeouts
 from runner.health.preemption import StopRequest
 from runner.health.rank_monitor import RankMonitor, WatchRules
@@ -109,10 +109,10 @@ def endings(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[str]]:
     def error(text: str, *values: object) -> None:
         messages.append(text % values)
 
-    monkeypatch.setattr(witness_module, "leave", leave)
-    monkeypatch.setattr(witness_module, "end_within", lambda *_: lambda: None)
-    monkeypatch.setattr(witness_module, "_TICK_SECONDS", 0.02)
-    monkeypatch.setattr(witness_module._log, "error", error)
+    monkeypatch.setattr(cause_reporter, "leave", leave)
+    monkeypatch.setattr(cause_reporter, "end_within", lambda *_: lambda: None)
+    monkeypatch.setattr(rank_monitor, "_TICK_SECONDS", 0.02)
+    monkeypatch.setattr(cause_reporter._log, "error", error)
     return codes, messages
 
 
@@ -128,8 +128,8 @@ def test_a_run_that_stands_still_shows_no_sign_of_life(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its heartbeat went on, and every later launch was refused for it."""
-    monkeypatch.setattr(witness_module, "BEAT_SECONDS", 0.02)
-    monkeypatch.setattr(witness_module, "_TICK_SECONDS", 0.02)
+    monkeypatch.setattr(rank_monitor, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(rank_monitor, "_TICK_SECONDS", 0.02)
     beat = RunDir(tmp_path).incarnation / "beat"
     one = watched(tmp_path, world_size=1, limit=1.0, has_agent=False)  # else it ends us
     one.start()
@@ -152,7 +152,7 @@ def test_a_run_that_stands_still_shows_no_sign_of_life(
 RANK = """
 import sys, threading, time
 from pathlib import Path
-from runner.health import rank_monitor as module
+from runner.health import cause_reporter as module
 from tests.mechanism.test_witness import take_run, watched
 
 class Broken:
@@ -163,7 +163,7 @@ class Full:
     def write(self, text): time.sleep(1000)
     def flush(self): time.sleep(1000)
 
-module._TELL_SECONDS = 1.0
+module.TELL_SECONDS = 1.0
 LOST = RuntimeError("[/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:2")
 out = Path(sys.argv[1])
 one = watched(out)
@@ -180,7 +180,7 @@ ENDINGS = {
     ),
     "the training thread lost contact": ("sys.stderr = Full()\none.failed(LOST)"),
     "another thread tells and never ends": (
-        "one._telling.acquire()\none.failed(RuntimeError('mine'))"
+        "one._causes.turn.acquire()\none.failed(RuntimeError('mine'))"
     ),
     "telling raises": ("module.find_root_cause = lambda *_: 1 / 0\none.failed(LOST)"),
     "the evidence cannot be had": ("module.collectives = lambda: 1 / 0\none.failed(LOST)"),

@@ -1,9 +1,8 @@
-"""Warns that a run may be about to diverge, from slow numbers inside the model. Takes no action.
+"""Early warnings that a run may diverge, from numbers inside the model. Takes no action.
 
-A number is compared with its own past, a whole window of it, for absolute levels do not travel
-between models; a least level only keeps small numbers from being called large because they were
-smaller. One sign alone is information; an alarm takes two that stand together, at two looks in a
-row, and are not one and the same thing.
+Thresholds are relative to the run's own past, since absolute levels differ between models; a floor
+avoids false positives on tiny values. One signal is a warning. An alarm needs two independent
+signals in two consecutive measurements.
 """
 
 from __future__ import annotations
@@ -24,15 +23,14 @@ class Look:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A sign: above ``factor`` times the window's lowest value, and above ``least``.
+    """The threshold of a signal: ``factor`` times the window's minimum, and at least ``least``.
 
     Args:
-        accelerating: the second half of the window must also add more than the first by a fifth,
-            for each update: weights grow in the first steps of any training, and ever more slowly.
-            Updates of the warm-up count as the part of the peak rate that they have.
-        looks: at so many looks in a row. A number that jumps about from one update to the next says
-            nothing at one.
-        updates: only where the median matrix moves by more than this part of itself in an update.
+        accelerating: the slope must also be a fifth larger in the second half of the window than
+            in the first: in any training weights grow at first, and ever more slowly. An update
+            of the warm-up counts as its share of the peak learning rate.
+        looks: consecutive measurements that must exceed it; more than one for a noisy number.
+        updates: the median relative update of a matrix must exceed this.
     """
 
     factor: float
@@ -63,21 +61,21 @@ RULES: Mapping[str, Rule] = {
     "attention_logit": Rule(factor=4.0, least=50.0, meaning="the largest attention logit", looks=2),
     "logsumexp": Rule(factor=4.0, least=20.0, meaning="log Z of the output"),
 }
-# These two rise together in the first hundreds of steps of healthy trainings too: one piece of
-# evidence, not two.
+# These two also rise together in the first hundreds of steps of healthy runs, so they are not
+# independent.
 _TOGETHER = frozenset({"residual_rms", "grad_ratio"})
 _ALARM = ""
 _FASTER = 1.2  # of a slope that accelerates
-_AGREE = 2  # looks in a row at which two signs stand together
+_AGREE = 2  # consecutive measurements for an alarm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyRules:
     """
     Args:
-        every: updates between looks.
-        window: updates that are looked back on.
-        warmup: updates over which the rate rises to its peak.
+        every: updates between measurements.
+        window: updates of the past to compare with.
+        warmup: updates over which the learning rate rises to its peak.
     """
 
     every: int
@@ -85,19 +83,19 @@ class EarlyRules:
     warmup: int = 0
 
     def exposure(self, step: int) -> float:
-        """How much the updates up to ``step`` could move weights, in updates at the peak rate."""
+        """The sum of learning rates up to ``step``, in units of the peak rate."""
         rising = min(step, self.warmup)
         return rising * (rising + 1) / (2 * max(self.warmup, 1)) + step - rising
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sign:
-    """A number that stands out from its own past, whose lowest value is ``before``."""
+    """A number above its threshold; ``before`` is the minimum in the window."""
 
     signal: str
     value: float
     before: float
-    since: int  # the update at which it was lowest
+    since: int  # the update of that minimum
 
     @property
     def sentence(self) -> str:
@@ -111,7 +109,7 @@ class Sign:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warned:
-    """What is new: signs, or that the ``agreeing`` ones (none or several) stand together."""
+    """New signals; for an alarm, ``agreeing`` names the independent ones."""
 
     signs: Sequence[Sign]
     agreeing: tuple[str, ...]
@@ -128,18 +126,18 @@ class Warned:
 
 
 class EarlyWarnings:
-    """Folds measurements in order of their steps. Reports a sign again only after it
-    disappeared."""
+    """Takes measurements in the order of their steps. Reports a signal again only after it has
+    been below its threshold for a window."""
 
     def __init__(self, rules: EarlyRules) -> None:
         self.rules = rules
-        # Each look, with the signs in it by name.
+        # Each measurement, with its signals by name.
         self._past: deque[tuple[Look, Mapping[str, Sign]]] = deque()
-        # Signs, and alarms by the empty name: the update at which it was there last.
+        # The update at which each signal was seen last; an alarm has the empty name.
         self._last: dict[str, int] = {}
 
     def note(self, look: Look) -> Warned | None:
-        """Record a measurement; returns its new signs."""
+        """Record a measurement; returns its new signals."""
         while self._past and self._past[-1][0].step >= look.step:
             self._past.pop()  # after a rollback
         self._last = {name: step for name, step in self._last.items() if step < look.step}
@@ -160,11 +158,11 @@ class EarlyWarnings:
 
     @property
     def _apart(self) -> int:
-        """Updates within which a recurring sign is the same occurrence."""
+        """Updates within which a signal that recurs is not new."""
         return max(2 * self.rules.every, self.rules.window)
 
     def _holds(self, name: str, looks: int) -> bool:
-        """Whether the sign is there at the newest look and at those before it."""
+        """Whether the signal is in each of the newest ``looks`` measurements."""
         newest = list(self._past)[-looks:]
         return len(newest) == looks and all(name in signs for _, signs in newest)
 
@@ -174,7 +172,7 @@ class EarlyWarnings:
         if value is None or not before or not math.isfinite(value):
             return None
         if look.step - self._past[0][0].step < self.rules.window - self.rules.every:
-            return None  # in the first steps of a training everything moves
+            return None  # everything changes in the first steps of a training
         step, low = min(before, key=lambda one: one[1])
         if value <= rule.least or value <= rule.factor * low:
             return None
@@ -197,6 +195,6 @@ class EarlyWarnings:
 
 
 def _independent(names: Iterable[str]) -> tuple[str, ...]:
-    """The names, if they are more than one piece of evidence; else none."""
+    """The names, if at least two of them are independent; else none."""
     all_names = tuple(names)
     return all_names if len(all_names) > 1 and not _TOGETHER.issuperset(all_names) else ()

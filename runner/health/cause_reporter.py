@@ -1,0 +1,423 @@
+"""Reports why a run ends: writes this rank's report, and one rank reports the cause from all.
+
+What counts as the cause is decided in :mod:`runner.health.root_cause`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from runner.distributed.env import RankEnv
+from runner.distributed.rendezvous import Facts
+from runner.health.collective_trace import collectives, has_nccl
+from runner.health.heartbeat import Heartbeat
+from runner.health.leave import end_within, leave
+from runner.health.lost_peer import OWN, message_of, whose_fault
+from runner.health.node_reports import (
+    FROM_RANKS,
+    merge_node,
+    node_folder,
+    read_all_reports,
+    reported_nodes,
+)
+from runner.health.peer_processes import PeerProcesses
+from runner.health.rank_report import (
+    CAUSE,
+    Report,
+    has_reports,
+    now,
+    read_fatal_log,
+    read_reports,
+    reported,
+    stack_of,
+    stacks,
+    write_report,
+)
+from runner.health.root_cause import MEMORY, RootCause, find_root_cause
+from runner.run_dir.lease import RunLease
+from runner.run_dir.paths import RunDir
+from runner.system.environment import variables
+from runner.system.error import Superseded
+from runner.system.exit_codes import EXIT_CRASH
+from runner.system.files import write_json
+from runner.system.process import (
+    host_name,
+    is_alive,
+    num_oom_kills,
+    pid_namespace,
+)
+
+_log = logging.getLogger(__name__)
+
+_JOURNAL_SECONDS = 5.0
+_SECONDS_A_RANK = 3e-4  # added to the wait for evidence, for each rank of a large job
+# To write and report the cause, beyond watchdog.settle_seconds: a disk may not answer.
+TELL_SECONDS = 10.0
+
+
+class CauseReporter:
+    """One rank's reports. One thread reports, the one that gets :attr:`turn`; it never returns it.
+
+    Args:
+        settle_seconds: how long to wait for the other ranks' reports.
+
+    Attributes:
+        run_lease: of this start; nothing is reported before there is one.
+        neighbours: the processes of this node's other ranks.
+        journal: takes the cause and the start's number, on the rank that journals.
+    """
+
+    def __init__(
+        self, place: RankEnv, run_dir: RunDir, heart: Heartbeat, settle_seconds: float
+    ) -> None:
+        self._place = place
+        self._dir = run_dir
+        self._heart = heart
+        self._settle_base = settle_seconds
+        self._oom_kills = num_oom_kills()
+        self._peers: Sequence[Facts] = ()
+        self.turn = threading.Lock()
+        self.run_lease: RunLease | None = None
+        self.neighbours: PeerProcesses | None = None
+        self.journal: Callable[[RootCause, int], None] | None = None
+
+    def has_turn(self) -> bool:
+        """Whether this thread is the one to report, asked without waiting."""
+        return self.turn.acquire(blocking=False)
+
+    def waits_for_turn(self) -> bool:
+        """The same, asked by a thread that must say something; False: another one hangs in it."""
+        return self.turn.acquire(timeout=self.settle_seconds + TELL_SECONDS)
+
+    def watch_peers(self, peers: Sequence[Facts]) -> None:
+        here = pid_namespace()
+        self._peers = [peer for peer in peers if peer["pids"] == here]
+        others = {int(peer["rank"]): peer["process"] for peer in self._peers}
+        others.pop(self._place.rank, None)
+        self.neighbours = PeerProcesses(others)
+        self.neighbours.start()
+
+    def failed(self, error: Exception) -> None:
+        """Report that the training thread ends with an error that the other ranks do not share.
+
+        Returns when the error is this rank's own. When it says that others are gone, or does not
+        say whose fault it is, the cause comes from all ranks' reports and the process ends.
+        """
+        if self.run_lease is None:
+            return
+        code = error.exit_code if isinstance(error, Superseded) else EXIT_CRASH
+        cancel = self.end_soon(code)
+        # The turn is kept, because the watchdog has nothing to add. If the watchdog has it, the
+        # watchdog ends this process; if that takes too long, this thread does.
+        if not self.waits_for_turn():
+            leave(code)
+        if isinstance(error, Superseded):
+            self.give_way(error)
+        kind = whose_fault(error)
+        if kind != OWN:
+            self.conclude(kind, message_of(error), error)
+        try:
+            self.tell_own(error)
+        except Exception as failure:  # the caller's error matters more
+            _log.error("reporting an error failed: %s", failure)
+        finally:
+            cancel()
+
+    def uncaught(self, error: Exception) -> None:
+        """Report an uncaught error of a user's script.
+
+        Always returns, because the script decides what it does at its end.
+        """
+        if self.run_lease is None:
+            return
+        if not self.waits_for_turn():
+            return  # the watchdog has it, and ends this process
+        try:
+            kind = whose_fault(error)
+            if kind == OWN:
+                self._tell_own_again(error)
+            else:
+                self.write(self.report(kind, message_of(error), error))
+                self.tell_cause()
+        except Exception as failure:  # the script's error matters more
+            _log.error("reporting an error failed: %s", failure)
+
+    def give_way(self, error: Superseded) -> NoReturn:
+        """End: a newer incarnation has the run."""
+        self.leave_saying(str(error), error.exit_code)
+
+    def leave_saying(
+        self,
+        message: str,
+        code: int = EXIT_CRASH,
+        *,
+        is_own_fault: bool = False,
+        also: Callable[[], None] | None = None,
+    ) -> NoReturn:
+        """Log a message and end.
+
+        Args:
+            is_own_fault: this rank's report says it, too.
+            also: called last.
+        """
+        self.end_soon(code)
+        try:
+            if is_own_fault and self.run_lease is not None:
+                self.write(self.report("exception", message))
+            _log.error("%s", message)
+            if also is not None:
+                also()
+        finally:
+            leave(code)
+
+    def are_others_there(self) -> bool:
+        """Whether another rank has reported."""
+        # With many ranks the folder is not listed: the first rank that reports creates it.
+        folder = self.folder()
+        return folder.exists() if self._is_by_node else has_reports(folder)
+
+    def end_soon(self, code: int) -> Callable[[], None]:
+        """End this process within a limit, even if its last report is blocked."""
+        return end_within(self.settle_seconds + TELL_SECONDS, code)
+
+    def conclude(self, kind: str, message: str, error: Exception | None = None) -> NoReturn:
+        """Write this rank's report, wait for the others', report the cause once, and end."""
+        self.end_soon(EXIT_CRASH)
+        try:
+            self.write(self.report(kind, message, error))
+            self.tell_cause()
+        except Exception as failure:
+            _log.error("%s: %s; reporting it failed: %s", kind, message, failure)
+        finally:
+            leave(EXIT_CRASH)
+
+    def tell_own(self, error: Exception) -> None:
+        """Report this rank's own error, which the caller then raises."""
+        message = f"{type(error).__name__}: {message_of(error)}"
+        report = self.report("exception", message, error)
+        cause = find_root_cause([report], self._place.world_size)
+        self._say_cause(
+            cause
+        )  # first: the others announce a cause when they see a report without one
+        self.write(report)
+        self._write_down(cause)
+        _tell_torchrun(error)
+
+    def _tell_own_again(self, error: Exception) -> None:
+        """:meth:`_tell_own` within the handling of ``error``, which torchrun's error file needs."""
+        try:
+            raise error
+        except Exception:
+            self.tell_own(error)
+
+    def tell_cause(self) -> None:
+        """Report the cause from all ranks' reports, unless another rank does."""
+        if self._is_by_node:
+            self._tell_cause_of_many()
+            return
+        by_rank = self._wait_for_reports(self._place.world_size, self.settle_seconds)
+        own = self._place.rank
+        is_teller = own == min((rank for rank, is_own in by_rank.items() if is_own), default=own)
+        # A rank with an exception of its own has reported it already.
+        is_teller = is_teller and not (self.folder() / CAUSE).exists()
+        if is_teller or self._place.is_first:
+            cause = find_root_cause(read_reports(self.folder()), self._place.world_size)
+            if is_teller:
+                self._say_cause(cause)
+            self._write_down(cause)
+        self._end_silent_peers()
+
+    def _tell_cause_of_many(self) -> None:
+        """Merge each node's reports into one file; the lowest leader reports the cause."""
+        limit = time.monotonic() + self.settle_seconds
+        arrived = self._wait_for_reports(self._place.local_world_size, self.settle_seconds / 2)
+        leader = min((rank for rank, is_own in arrived.items() if is_own), default=self._place.rank)
+        folder, first = self.folder(), self._place.rank - self._place.local_rank
+        if leader == self._place.rank:
+            with contextlib.suppress(OSError):
+                merge_node(folder, first)
+            num_nodes = -(-self._place.world_size // self._place.local_world_size)
+            while time.monotonic() < limit:
+                is_over = (folder / CAUSE).exists() and not self._place.is_first
+                if is_over or (first == 0 and len(reported_nodes(folder)) >= num_nodes):
+                    break
+                time.sleep(0.1 + 1e-4 * num_nodes)
+            is_told = (folder / CAUSE).exists()
+            is_teller = not is_told and first == min(reported_nodes(folder), default=first)
+            if is_teller or self._place.is_first:
+                cause = find_root_cause(read_all_reports(folder), self._place.world_size)
+                if is_teller:
+                    self._say_cause(cause)
+                self._write_down(cause)
+        self._end_silent_peers()
+
+    def report(self, kind: str, message: str, error: BaseException | None = None) -> Report:
+        """Make a whole report, with collectives; write an early one first where NCCL must be asked.
+
+        The thread that asks may never release the interpreter's lock.
+        """
+        early = self._without_collectives(kind, message, error)
+        if self.run_lease is not None and has_nccl():
+            with contextlib.suppress(OSError):
+                write_report(self._own_folder(), early, early=True)
+        entries, untold = collectives()
+        return replace(early, collectives=entries, untold=untold)
+
+    def _without_collectives(self, kind: str, message: str, error: BaseException | None) -> Report:
+        heart = self._heart
+        return Report(
+            rank=self._place.rank,
+            world_size=self._place.world_size,
+            kind=kind,
+            step=heart.step,
+            phase=heart.phase,
+            seconds=round(heart.seconds, 3),
+            message=message,
+            traceback="".join(traceback.format_exception(error)) if error else "",
+            host=host_name(),
+            pid=os.getpid(),
+            time=now(),
+            stacks=[stack_of(error)] if error is not None else stacks(),
+        )
+
+    def write(self, report: Report, *, for_other: bool = False) -> None:
+        # Ending in time matters more than evidence: a full disk must not keep this process.
+        with contextlib.suppress(OSError):
+            write_report(self._own_folder(), report, for_other=for_other)
+
+    def _wait_for_reports(self, num_ranks: int, seconds: float) -> dict[int, bool]:
+        """Ranks with a report, and whether it is their own."""
+        limit = time.monotonic() + seconds
+        while True:
+            self._write_for_the_dead()
+            by_rank = reported(self._own_folder())
+            if len(by_rank) == num_ranks or time.monotonic() > limit:
+                return by_rank
+            time.sleep(0.02 + 1e-4 * num_ranks)
+
+    def _write_for_the_dead(self) -> None:
+        """Write a report about each dead rank of this node, on behalf of that rank."""
+        assert self.neighbours is not None and self.run_lease is not None
+        by_rank = reported(self._own_folder())
+        for rank, status in list(self.neighbours.deaths.items()):
+            if rank in by_rank:
+                continue
+            report = Report(
+                rank=rank,
+                world_size=self._place.world_size,
+                kind="signal" if status is not None and status < 0 else "exit",
+                step=self._heart.step,
+                phase=self._heart.phase,
+                message=self.death(status),
+                host=host_name(),
+                time=now(),
+            )
+            # Some signals leave a rank time for a fatal log.
+            fatal = self._dir.fatal(self.run_lease.number, rank)
+            self.write(read_fatal_log(fatal, report) or report, for_other=True)
+
+    def death(self, status: int | None) -> str:
+        """The kind and message of a peer's status (see :class:`PeerProcesses`)."""
+        if status is None:
+            return "gone without a report: SIGKILL, out of memory, or ended by its launcher"
+        if status >= 0:
+            return f"ended with exit code {status} and without a report"
+        oom = -status == signal.SIGKILL and num_oom_kills() > self._oom_kills
+        return f"killed by {_signal_name(-status)}" + (
+            " by the kernel, out of memory" if oom else ""
+        )
+
+    def _say_cause(self, cause: RootCause) -> None:
+        """Print the cause."""
+        folder = self.folder()
+        about = {"step": cause.step, "ranks": list(cause.ranks), "reason": cause.reason}
+        extra = {"incident": "crash", "fields": about}
+        _log.error("! step %d crash: %s", cause.step, cause.reason, extra=extra)
+        if cause.kind == MEMORY:
+            _log.info(
+                "out of memory: lower batch.micro_size (the next start halves it); in a loop of "
+                "your own, take smaller batches"
+            )
+        _log.info("evidence of each rank: %s", folder)
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / CAUSE, to_json(cause))
+
+    def _write_down(self, cause: RootCause) -> None:
+        journal, run_lease = self.journal, self.run_lease
+        if journal is None or run_lease is None:
+            return
+
+        def write() -> None:
+            with contextlib.suppress(OSError, Superseded):
+                journal(cause, run_lease.number)
+
+        # The training thread may be stuck in this very file: the next start can write it too.
+        writer = threading.Thread(target=write, daemon=True)
+        writer.start()
+        writer.join(_JOURNAL_SECONDS)
+
+    def _end_silent_peers(self) -> None:
+        """End stopped peers: each would hold the launcher up for half a minute."""
+        by_rank = reported(self._own_folder())
+        for peer in self._peers:
+            rank, process = int(peer["rank"]), peer["process"]
+            if rank != self._place.rank and rank not in by_rank and is_alive(process):
+                with contextlib.suppress(OSError):
+                    os.kill(int(process["pid"]), signal.SIGKILL)
+
+    def folder(self) -> Path:
+        assert self.run_lease is not None
+        return self._dir.incident(self.run_lease.number)
+
+    def _own_folder(self) -> Path:
+        """The folder for this rank's report."""
+        first = self._place.rank - self._place.local_rank
+        return node_folder(self.folder(), first) if self._is_by_node else self.folder()
+
+    @property
+    def _is_by_node(self) -> bool:
+        return self._place.world_size >= FROM_RANKS
+
+    @property
+    def settle_seconds(self) -> float:
+        """How long to wait for the others' reports; longer with more ranks."""
+        more = _SECONDS_A_RANK * self._place.world_size if self._is_by_node else 0.0
+        return self._settle_base + more
+
+
+def to_json(cause: RootCause) -> dict[str, object]:
+    """The cause as JSON, without the report, which has a file of its own."""
+    return {
+        "kind": cause.kind,
+        "ranks": list(cause.ranks),
+        "step": cause.step,
+        "reason": cause.reason,
+        "signature": cause.signature,
+    }
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _tell_torchrun(error: Exception) -> None:
+    """Write the file from which torchrun's table of failures takes the traceback."""
+    if "TORCHELASTIC_ERROR_FILE" in variables():
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        with contextlib.suppress(OSError):
+            get_error_handler().record_exception(error)
