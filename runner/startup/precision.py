@@ -15,13 +15,18 @@ from runner.config.network import stretch_as_begun
 from runner.config.schema import Precision, RunConfig
 from runner.config.validate import is_zero
 from runner.distributed.agreement import Ranks
-from runner.engine.precision import has_native_bf16
 from runner.system.environment import variables
 from runner.system.error import ConfigError
 
 Stored = Callable[[], Mapping[str, Any]]
 _KEY = "model.precision"
 _MOST_NAMED = 8
+# Caps on the instruction set that oneDNN may use (its "CPU Dispatcher Control"). None of these
+# multiplies in BF16, so under them oneDNN emulates BF16 on any CPU.
+_CAPS_WITHOUT_BF16 = frozenset(
+    ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
+)
+_CAPS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # the first one set wins
 
 
 def settle_precision(
@@ -115,3 +120,26 @@ def _who(lacking: list[int], world_size: int) -> str:
         return "the processor has"
     named = ", ".join(map(str, lacking[:_MOST_NAMED]))
     return f"the processors of rank {named}{' and others' * (len(lacking) > _MOST_NAMED)} have"
+
+
+def has_native_bf16(device: torch.device, environ: Mapping[str, str]) -> bool:
+    """Whether the device multiplies BF16 matrices natively, and so no slower than FP32.
+
+    Args:
+        environ: may cap oneDNN's instruction set by ``ONEDNN_MAX_CPU_ISA``.
+    """
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    # Without oneDNN torch only converts. With it, on ARM, support means native instructions.
+    has_library = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    if not has_library or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    is_x86: bool = torch.cpu._is_avx2_supported()  # every x86 CPU that oneDNN supports has AVX2
+    return not is_x86 or _x86_multiplies_bf16(environ)
+
+
+def _x86_multiplies_bf16(environ: Mapping[str, str]) -> bool:
+    """Whether an x86 CPU is native: oneDNN also reports AVX-512 emulation as supported."""
+    cap = next((environ[name] for name in _CAPS if environ.get(name)), "")
+    has = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return bool(has) and cap.upper() not in _CAPS_WITHOUT_BF16

@@ -16,12 +16,12 @@ from runner.config.compose import compose
 from runner.config.schema import Precision, RunConfig
 from runner.config.validate import is_zero
 from runner.distributed.env import RankEnv
-from runner.engine.precision import has_native_bf16
 from runner.policy.decision.skip_ledger import Ledger
 from runner.session import parts
 from runner.session.group import group_at_hand
 from runner.session.phases import Run
 from runner.session.session import open_run
+from runner.startup.precision import has_native_bf16
 from scripts.bench.fair import refuse_uneven
 from scripts.bench.task import Task
 

@@ -12,9 +12,8 @@ import torch
 
 from runner.config.compose import compose, from_yaml, to_yaml, trajectory
 from runner.config.schema import Precision, RunConfig
-from runner.engine.precision import has_native_bf16
 from runner.run_dir.paths import RunDir, settings_differing
-from runner.startup.precision import settle_precision
+from runner.startup.precision import has_native_bf16, settle_precision
 from runner.system.error import ConfigError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
