@@ -217,17 +217,11 @@ class RankMonitor:
             return
         try:
             self._run_lease.check()
-            if self._place.is_first and self._moves():
+            # Without progress a run must not look alive, also where the watchdog is disabled.
+            if self._place.is_first and is_moving(self.heart, self._rules.patience):
                 self._run_lease.beat()
         except Superseded as error:
             self._causes.give_way(error)
-
-    def _moves(self) -> bool:
-        """Whether the training thread makes progress; without progress a run must not look alive.
-
-        The watchdog's limits count even where the watchdog is disabled.
-        """
-        return is_moving(self.heart, self._rules.patience)
 
     def _is_due(self, what: str, seconds: float) -> bool:
         """Whether to look again: at most once in so many seconds, as all ranks share the disk."""

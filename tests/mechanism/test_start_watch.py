@@ -117,7 +117,8 @@ def test_a_neighbour_that_dies_ends_this_rank_and_is_told(
         process = own_process() | {"pid": neighbour.pid}
         peer = {"rank": 1, "process": process, "pids": pid_namespace()}
         one = watched(tmp_path, has_agent=False)
-        one._place = RankEnv(rank=0, world_size=4, local_rank=0, local_world_size=2)
+        place = RankEnv(rank=0, world_size=4, local_rank=0, local_world_size=2)
+        one._place = one._start._place = place
         one.start()
         one.watch_start(PrefixStore("holdfast/1", store), [peer])
         neighbour.send_signal(signal.SIGKILL)

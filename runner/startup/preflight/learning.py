@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -15,12 +15,12 @@ from runner.model.objective import LABELS
 from runner.startup import checks
 from runner.startup.checks import Check, named, not_tried
 from runner.startup.preflight.subject import (
-    Fractions,
     Inputs,
     Subject,
     Trainer,
     mean_loss,
     objective,
+    trains_adapters,
 )
 
 _STEPS_TO_TRAIN = 4  # in a low-rank pair one gradient is zero at first
@@ -51,7 +51,7 @@ def trained(subject: Subject) -> Iterator[Check]:
     """Test which parameters are trained, get a gradient, and change."""
     network = subject.copy()
     parameters = dict(network.named_parameters())
-    yield _frozen(subject, Fractions.of(parameters))
+    yield _frozen(subject, parameters)
     before = {name: p.detach().clone() for name, p in parameters.items() if p.requires_grad}
     seen: set[str] = set()
     trainer = Trainer(subject, network, with_dropout=True)
@@ -74,19 +74,17 @@ def _has_gradient(parameter: torch.nn.Parameter) -> bool:
     return parameter.grad is not None and bool((parameter.grad != 0).any())
 
 
-def _frozen(subject: Subject, shares: Fractions) -> Check:
-    name = "what is frozen is meant to be"
-    total = shares.trained + shares.frozen
-    few = shares.is_adapter
-    others = [n for n in shares.names if not any(word in n.lower() for word in _TABLES)]
-    holds = subject.frozen_by_settings or not others or few
+def _frozen(subject: Subject, parameters: Mapping[str, torch.nn.Parameter]) -> Check:
+    frozen = {n: p.numel() for n, p in parameters.items() if not p.requires_grad}
+    others = [n for n in frozen if not any(word in n.lower() for word in _TABLES)]
+    holds = subject.frozen_by_settings or not others or trains_adapters(parameters)
     how = "by the settings" if subject.frozen_by_settings else "by the model itself"
     message = "every parameter is trained"
-    if shares.names:
-        share = 100 * shares.frozen / total
-        message = f"{named(shares.names)}: {share:.2g} % of the elements are frozen, {how}"
+    if frozen:
+        share = 100 * sum(frozen.values()) / sum(p.numel() for p in parameters.values())
+        message = f"{named(list(frozen))}: {share:.2g} % of the elements are frozen, {how}"
     return Check(
-        name=name,
+        name="what is frozen is meant to be",
         holds=holds,
         found=message,
         remedy="requires_grad is off for them: say so with compute.frozen=[REGEX], or train them",
@@ -109,8 +107,7 @@ def by_heart(subject: Subject) -> Check:
     holds: bool | None = best < _aim(start)
     if not holds and steps < 100:
         holds = None  # a large model on a small machine
-    shares = Fractions.of(dict(subject.network.named_parameters()))
-    if not holds and shares.is_adapter:
+    if not holds and trains_adapters(dict(subject.network.named_parameters())):
         holds = best < 0.98 * start  # adapters cannot memorise much
     return Check(
         name=name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -216,29 +216,9 @@ def tried(trials: Sequence[Trial], subject: Subject, seconds: float) -> Iterator
         yield from checks
 
 
-@dataclass(slots=True, kw_only=True)
-class Fractions:
-    """Numbers of elements of a network's parameters, trained and frozen."""
-
-    trained: int = 0
-    frozen: int = 0
-    names: list[str] = field(default_factory=list)
-    trained_names: list[str] = field(default_factory=list)
-
-    @property
-    def is_adapter(self) -> bool:
-        """Whether the share or the names of trained parameters show adapters."""
-        few = self.trained < _FEW_TRAINED * (self.trained + self.frozen)
-        return few or any(map(is_adapter, self.trained_names))
-
-    @classmethod
-    def of(cls, parameters: Mapping[str, nn.Parameter]) -> Fractions:
-        fractions = cls()
-        for name, parameter in parameters.items():
-            if parameter.requires_grad:
-                fractions.trained += parameter.numel()
-                fractions.trained_names.append(name)
-            else:
-                fractions.frozen += parameter.numel()
-                fractions.names.append(name)
-        return fractions
+def trains_adapters(parameters: Mapping[str, nn.Parameter]) -> bool:
+    """Whether the share or the names of trained parameters show adapters."""
+    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    few = _FEW_TRAINED * sum(parameter.numel() for parameter in parameters.values())
+    is_few = sum(parameters[name].numel() for name in trained) < few
+    return is_few or any(map(is_adapter, trained))
