@@ -524,7 +524,7 @@ MUTANTS = (
     ),
     Mutant(
         "plans are kept when weights change",
-        "runner/startup/mixture.py",
+        "runner/startup/resume.py",
         "    stream.forget()\n",
         "",
         "tests/mechanism/test_mixture.py",

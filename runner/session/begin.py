@@ -34,8 +34,7 @@ from runner.session.quick import quick_preflight
 from runner.session.side_lines import rank_times, ring_lines
 from runner.session.start_line import start_incident, time_before
 from runner.startup.memory_need import SavedActivations
-from runner.startup.mixture import settle_mixture
-from runner.startup.resume import Resumed
+from runner.startup.resume import Resumed, settle_mixture
 from runner.system import output
 from runner.system.error import RankError
 from runner.system.json_lines import iter_lines

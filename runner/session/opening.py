@@ -33,10 +33,9 @@ from runner.session.group import RankGroup
 from runner.session.optim import rules_matched, state_shapes
 from runner.session.phases import Corpus, Inventory, Lease, RunJournal
 from runner.session.pretrained import keep_small_files, kept_files
-from runner.startup.micro_size import settle_micro_size
 from runner.startup.precision import settle_precision, settle_rope
 from runner.startup.restore import Restorer, open_remote, with_highest
-from runner.startup.resume import RunInventory, claim_run_dir, scan
+from runner.startup.resume import RunInventory, claim_run_dir, scan, settle_micro_size
 from runner.startup.shared_memory import StateOnDevice, node_folder, open_memory
 from runner.system.error import ConfigError, Preempted
 from runner.system.json_lines import LineFile

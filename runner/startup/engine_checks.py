@@ -381,11 +381,11 @@ def _attends(engine: Engine, trial: TrialBatch) -> Iterator[Check]:
         return max(abs(a - b) for a, b in zip(plain, changed, strict=True))
 
     before, own, later = moved(0, middle), moved(middle, middle + 1), moved(middle + 1, length)
-    own = own if math.isfinite(own) else 0.0
-    if math.isfinite(before) and math.isfinite(later):
-        effect = max(own, later)
-        yield no_look_ahead("the loss", before=before, effect=effect, place=middle)
+    effects = [effect for effect in (own, later) if math.isfinite(effect)]
+    if math.isfinite(before) and effects:
+        yield no_look_ahead("the loss", before=before, effect=max(effects), place=middle)
     if math.isfinite(later):
+        own = own if math.isfinite(own) else 0.0
         yield earlier_matter("the loss", own=own, later=later)
 
 

@@ -5,7 +5,7 @@ Rank 0 reads and tells all ranks; loading is collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,13 @@ from runner.checkpoint.protocol import Restored
 from runner.checkpoint.ring import Ring
 from runner.config.schema import RunConfig
 from runner.config.sources import unsteady_samples
+from runner.data.cursor import SampleStream
+from runner.data.mixture import MixtureOrder, Phase, describe_phase
 from runner.distributed.agreement import Ranks
 from runner.distributed.env import JobEnv
 from runner.engine.buffers import is_buffer
 from runner.health.crash_log import unexplained
+from runner.health.root_cause import MEMORY
 from runner.observe.journal import Journal, read_journal
 from runner.policy.decision.history import Incident
 from runner.policy.retention.records import Record, State, Tier, resume_order
@@ -28,6 +31,7 @@ from runner.system.error import CheckpointError, ConfigError
 from runner.system.json_lines import count_of, last_line, step_of
 from runner.train.state import TrainState
 
+_MICRO_SIZE = "micro_size"  # a kind of journal lines
 Tensors = Mapping[str, tuple[int, ...]]  # names and shapes of what a checkpoint holds
 
 
@@ -315,4 +319,114 @@ def _resume_point(journal: Journal, restored: Restored, unused: list[str]) -> Re
         known_discards=journal.history.discards_from(restored.cursor),
         tier=restored.tier,
         unused=tuple(unused),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroSize:
+    """Sequences per micro-batch in this start; ``incident`` where the last start had more."""
+
+    size: int
+    incident: Incident | None = None
+
+
+def settle_micro_size(wanted: int, lines: Sequence[Mapping[str, Any]]) -> MicroSize:
+    """Halve ``batch.micro_size`` after each crash for want of memory. Pure.
+
+    Not within the step: a rank that runs out of memory leaves the others in a collective that it
+    does not enter, and NCCL would wait for ever. The global batch stays, so the result agrees to
+    rounding.
+
+    Args:
+        wanted: ``batch.micro_size`` as configured; a changed value resets the halving.
+        lines: the journal's, including crashes that this start has found.
+    """
+    crashes = [line for line in lines if _is_for_memory(line)]
+    settled = [line["detail"] for line in lines if line.get("kind") == _MICRO_SIZE]
+    last = settled[-1] if settled and settled[-1].get("wanted") == wanted else None
+    if last is not None:
+        size, seen = int(last["size"]), int(last["crashes"])
+    else:
+        size, seen = wanted, int(settled[-1]["crashes"]) if settled else 0
+    if len(crashes) <= seen or size == 1:
+        return MicroSize(size=size)
+    half = -(-size // 2)
+    return MicroSize(
+        size=half,
+        incident=Incident(
+            kind=_MICRO_SIZE,
+            step=int(crashes[-1].get("step", 0)),
+            decision=f"batch.micro_size {size} -> {half}, the global batch stays",
+            reason=str(crashes[-1].get("reason", "")),
+            ranks=tuple(int(rank) for rank in crashes[-1].get("ranks", ())),
+            detail={"wanted": wanted, "size": half, "crashes": len(crashes)},
+        ),
+    )
+
+
+def _is_for_memory(line: Mapping[str, Any]) -> bool:
+    if line.get("kind") != "crash":
+        return False
+    detail = line.get("detail")
+    return isinstance(detail, Mapping) and detail.get("cause") == MEMORY
+
+
+def settle_mixture(
+    stream: SampleStream, journal: Journal, state: TrainState, *, reached: int
+) -> Incident | None:
+    """Give the stream its phases, and a new one where the weights have changed.
+
+    The journal has a line for each change of weights, with the position from which it holds. What
+    lies before that position keeps its weights, whatever checkpoint a later start loads.
+
+    Args:
+        reached: the position that the run had reached before, perhaps behind ``state.cursor``.
+
+    Returns:
+        The new phase for the journal, alike on all ranks; None where nothing changed.
+
+    Raises:
+        ConfigError: a source that the run has read from is gone.
+    """
+    order = stream.order
+    if not isinstance(order, MixtureOrder):
+        return None
+    history = journal.history
+    phases = [Phase(start=start, weights=weights) for start, weights in history.mixtures]
+    for phase in phases:
+        gone = [name for name in phase.weights if name not in order.names]
+        if gone:
+            raise ConfigError(
+                f"data.sources: {gone[0]!r} is missing, but this run has read from it; keep it, "
+                "with weight 0 to stop reading it"
+            )
+    wanted = _nonzero(order.wanted)
+    incident = None
+    if not phases or _nonzero(phases[-1].weights) != wanted:
+        # Behind all skipped positions up to there, whether it found them or was told: they must
+        # keep their samples. What it is told to skip further on it has not met yet.
+        stops = [stop for begin, stop in history.ledger if begin < reached]
+        start = max(state.cursor, history.known_stop, *stops) if phases else 0
+        phases.append(Phase(start=start, weights=wanted))
+        incident = _phase_incident(phases, state)
+    order.load(phases)
+    stream.forget()
+    return incident
+
+
+def _nonzero(weights: Mapping[str, float]) -> dict[str, float]:
+    """The weights without those of 0: a new source of weight 0 changes nothing."""
+    return {name: weight for name, weight in sorted(weights.items()) if weight > 0}
+
+
+def _phase_incident(phases: list[Phase], state: TrainState) -> Incident:
+    newest = phases[-1]
+    is_first = len(phases) == 1
+    was = "" if is_first else f"; before, {describe_phase(phases[-2])}"
+    return Incident(
+        kind="mixture",
+        step=state.updates,
+        decision=f"from position {newest.start} on: {describe_phase(newest)}",
+        reason=("data.sources" if is_first else "data.sources was changed") + was,
+        detail={"start": newest.start, "weights": dict(newest.weights)},
     )

@@ -11,7 +11,7 @@ from runner.health.root_cause import MEMORY, find_root_cause
 from runner.launch.outcome import EXIT_CODES
 from runner.policy.restart import MEMORY as POLICYS
 from runner.policy.restart import Again, Attempt, End, RestartRules, after
-from runner.startup.micro_size import settle_micro_size
+from runner.startup.resume import settle_micro_size
 
 
 def crash(cause: str = MEMORY) -> dict[str, Any]:

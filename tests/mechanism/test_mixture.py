@@ -26,7 +26,7 @@ from runner.policy.decision.history import Incident
 from runner.policy.decision.skip_ledger import Ledger
 from runner.run_dir.paths import RunDir
 from runner.session import parts
-from runner.startup.mixture import settle_mixture
+from runner.startup.resume import settle_mixture
 from runner.system.error import ConfigError, DataError
 from runner.system.json_lines import LineFile
 from runner.train.state import TrainState
