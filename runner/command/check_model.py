@@ -46,7 +46,7 @@ from runner.startup.engine_checks import (
     repeated_step,
     running_buffers,
     sample_losses,
-    step_numbers,
+    step_losses,
     with_gradient,
     works_of,
 )
@@ -183,14 +183,14 @@ def _no_other_source(engine: Engine, works: Sequence[MicroStep]) -> Check:
     for seed in (1, 2):
         np.random.seed(seed)
         random.seed(seed)
-        steps.append(step_numbers(engine, works))
+        steps.append(step_losses(engine, works))
     is_same = are_equal(*steps)
     return Check(
         name="no other random source",
         holds=is_same,
         found="numpy's and Python's generators change nothing"
         if is_same
-        else "the step depends on numpy's or Python's random numbers",
+        else "the loss depends on numpy's or Python's random numbers",
         remedy="draw from torch's global generator, which is seeded for each micro-batch",
     )
 
@@ -238,7 +238,7 @@ def _same_after_reload(engine: Engine, reloaded: Engine, works: Sequence[MicroSt
     for shard in reloaded.shards():
         shard.local.copy_(state[shard.name])
     reloaded.finish_load(engine.update_counts())
-    is_same = are_equal(step_numbers(engine, works), step_numbers(reloaded, works))
+    is_same = are_equal(step_losses(engine, works), step_losses(reloaded, works))
     return Check(
         name="the next step after a reload is equal",
         holds=is_same,

@@ -298,10 +298,11 @@ def sample_losses(engine: Engine, batch: Batch) -> torch.Tensor:
 
 
 def step_numbers(engine: Engine, works: Sequence[MicroStep]) -> list[torch.Tensor]:
-    """Compute one step without applying it, and return its numbers."""
+    """Compute one step without applying it; returns its numbers, :func:`step_losses` first."""
     with _in_words("a step"):
         sums: LocalSums = engine.accumulate(works)
-    numbers = [sums.loss, sums.grad_square, *sums.sequences.losses, *sums.sequences.gradient_norms]
+    sequences = sums.sequences
+    numbers = [sums.loss, *sequences.losses, sums.grad_square, *sequences.gradient_norms]
     copies = [part.detach().clone().double() for part in numbers]
     device = engine.device
     engine.apply(
@@ -310,6 +311,11 @@ def step_numbers(engine: Engine, works: Sequence[MicroStep]) -> list[torch.Tenso
         learning_rate=0.0,
     )
     return copies
+
+
+def step_losses(engine: Engine, works: Sequence[MicroStep]) -> list[torch.Tensor]:
+    """The losses of one step; a device may add gradients in any order."""
+    return step_numbers(engine, works)[: 1 + len(works)]
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
