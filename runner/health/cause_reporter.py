@@ -127,7 +127,7 @@ class CauseReporter:
         if kind != OWN:
             self.conclude(kind, message_of(error), error)
         try:
-            self.tell_own(error)
+            self._tell_own(error)
         except Exception as failure:  # the caller's error matters more
             _log.error("reporting an error failed: %s", failure)
         finally:
@@ -145,7 +145,10 @@ class CauseReporter:
         try:
             kind = whose_fault(error)
             if kind == OWN:
-                self._tell_own_again(error)
+                try:  # torchrun's error file takes the exception that is being handled
+                    raise error
+                except Exception:
+                    self._tell_own(error)
             else:
                 self.write(self.report(kind, message_of(error), error))
                 self.tell_cause()
@@ -201,7 +204,7 @@ class CauseReporter:
         finally:
             leave(EXIT_CRASH)
 
-    def tell_own(self, error: Exception) -> None:
+    def _tell_own(self, error: Exception) -> None:
         """Report this rank's own error, which the caller then raises."""
         message = f"{type(error).__name__}: {message_of(error)}"
         report = self.report("exception", message, error)
@@ -212,13 +215,6 @@ class CauseReporter:
         self.write(report)
         self._write_down(cause)
         _tell_torchrun(error)
-
-    def _tell_own_again(self, error: Exception) -> None:
-        """:meth:`_tell_own` within the handling of ``error``, which torchrun's error file needs."""
-        try:
-            raise error
-        except Exception:
-            self.tell_own(error)
 
     def tell_cause(self) -> None:
         """Report the cause from all ranks' reports, unless another rank does."""

@@ -12,16 +12,16 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from torch._C._distributed_c10d import Store
 
+from runner.config.schema import WatchdogConfig
 from runner.distributed.env import JobEnv, RankEnv, tell_begun
 from runner.distributed.rendezvous import Facts
 from runner.health.cause_reporter import TELL_SECONDS, CauseReporter
-from runner.health.hang import HangTimeouts, hang_message, is_moving
+from runner.health.hang import hang_message, is_moving
 from runner.health.heartbeat import Heartbeat
 from runner.health.preemption import StopRequest
 from runner.health.root_cause import RootCause
@@ -40,15 +40,6 @@ _TICK_SECONDS = 0.5
 _SHARED_SECONDS = 1.0  # between looks at a folder that all ranks share
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WatchRules:
-    """``watchdog.*``; ``enabled`` False leaves the heartbeat unwatched."""
-
-    enabled: bool
-    patience: HangTimeouts
-    settle_seconds: float
-
-
 class RankMonitor:
     """See the module's docstring.
 
@@ -62,17 +53,17 @@ class RankMonitor:
         place: RankEnv,
         launch: JobEnv,
         run_dir: RunDir,
-        rules: WatchRules,
+        watchdog: WatchdogConfig,
         stop: StopRequest,
     ) -> None:
         self.heart = Heartbeat()
         self._place = place
         self._launch = launch
         self._dir = run_dir
-        self._rules = rules
+        self._settings = watchdog
         self._stop = stop
         self._parent = first_parent()
-        self._causes = CauseReporter(place, run_dir, self.heart, rules.settle_seconds)
+        self._causes = CauseReporter(place, run_dir, self.heart, watchdog.settle_seconds)
         self._start = StartMonitor(place, self._causes)
         # Failures of the others are checked before the request to stop: torchrun makes one
         # when a rank has died, which is not a preemption.
@@ -121,10 +112,10 @@ class RankMonitor:
             faulthandler.enable(self._fatal[1])
         looks: list[Callable[[], None]] = [self._check_lease]
         last_resort = None
-        if self._rules.enabled:
+        if self._settings.enabled:
             looks.append(self._look_at_heart)
             if self._fatal is not None:
-                last_resort = (self._fatal[1], 2 * self._rules.patience.slow_seconds + 60)
+                last_resort = (self._fatal[1], 2 * self._settings.slow_seconds + 60)
         self._watchdog.resort_to(None)
         self._watchdog.add(looks, last_resort=last_resort)
         facts = {
@@ -180,7 +171,7 @@ class RankMonitor:
     # -- looks of the watchdog ------------------------------------------------------------
 
     def _look_at_heart(self) -> None:
-        message = hang_message(self.heart, self._rules.patience)
+        message = hang_message(self.heart, self._settings)
         if message is not None and self._causes.has_turn():
             self._causes.conclude("hang", message)
 
@@ -218,7 +209,7 @@ class RankMonitor:
         try:
             self._run_lease.check()
             # Without progress a run must not look alive, also where the watchdog is disabled.
-            if self._place.is_first and is_moving(self.heart, self._rules.patience):
+            if self._place.is_first and is_moving(self.heart, self._settings):
                 self._run_lease.beat()
         except Superseded as error:
             self._causes.give_way(error)

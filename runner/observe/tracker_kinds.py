@@ -9,6 +9,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,8 @@ def makers(
     if settings.mlflow:
         yield "mlflow", lambda: MlflowTracker(facts, settings.project)
     if settings._target_ is not None:
-        offered = {
-            "run_id": facts.run_id,
-            "config": dict(facts.config),
-            "digest": facts.digest,
-            "out": facts.out,
-        }
-        make = bound_target("track._target_", settings._target_, settings.arguments or {}, offered)
+        arguments = settings.arguments or {}
+        make = bound_target("track._target_", settings._target_, arguments, asdict(facts))
         yield settings._target_.rpartition(".")[2], make
 
 

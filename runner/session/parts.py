@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from runner.checkpoint.protocol import RingRules
 from runner.config.network import is_hf, recompute_kind, rope_scaling_of
 from runner.config.rules import judge_rules as judge_rules
-from runner.config.rules import named
 from runner.config.rules import remedy_rules as remedy_rules
 from runner.config.schema import (
     ExplainKind,
@@ -39,9 +38,8 @@ from runner.engine.wider_precision import Wider, widen_buffers
 from runner.explain.explaining_guard import ExplainRules
 from runner.fault.inject import FaultInjector
 from runner.fault.wrap import MicroBatchFaults, wrap_engine
-from runner.health.hang import HangTimeouts
 from runner.health.preemption import StopRequest
-from runner.health.rank_monitor import RankMonitor, WatchRules
+from runner.health.rank_monitor import RankMonitor
 from runner.model.blueprint import (
     Blueprint,
     DecoderBlueprint,
@@ -95,17 +93,8 @@ def rank_monitor(
     config: RunConfig, place: RankEnv, launch: JobEnv, run_dir: RunDir, stop: StopRequest
 ) -> RankMonitor:
     """Make the monitor of this rank."""
-    watchdog = config.watchdog
     return RankMonitor(
-        place=place,
-        launch=launch,
-        run_dir=run_dir,
-        stop=stop,
-        rules=WatchRules(
-            enabled=watchdog.enabled,
-            settle_seconds=watchdog.settle_seconds,
-            patience=HangTimeouts(**named(HangTimeouts, watchdog)),
-        ),
+        place=place, launch=launch, run_dir=run_dir, stop=stop, watchdog=config.watchdog
     )
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from runner.config.schema import WatchdogConfig
 from runner.health.flight_recorder import first_divergence
-from runner.health.hang import HangTimeouts, hang_limit, hang_message
+from runner.health.hang import hang_limit, hang_message
 from runner.health.heartbeat import Heartbeat
 from runner.health.rank_report import Report, own_line, read_fatal_log, read_reports, write_report
 from runner.health.root_cause import MEMORY, find_root_cause
@@ -266,7 +267,7 @@ def test_who_asked_for_a_collective_comes_before_who_handed_it_on() -> None:
 def test_the_patience_with_a_phase() -> None:
     now = [0.0]
     heart = Heartbeat(lambda: now[0])
-    patience = HangTimeouts(floor_seconds=2.0, factor=10.0, slow_seconds=60.0)
+    patience = WatchdogConfig(floor_seconds=2.0, factor=10.0, slow_seconds=60.0)
     assert hang_limit(heart, patience) == 60.0, "starting"
     for step in (1, 2, 3):
         now[0] += 0.5
@@ -279,5 +280,5 @@ def test_the_patience_with_a_phase() -> None:
     assert hang_message(heart, patience) == "no progress for 6.0 s (limit 5.0 s)"
     heart.enter("save")
     assert heart.seconds == 0.0 and hang_limit(heart, patience) == 60.0
-    fast = HangTimeouts(floor_seconds=30.0, factor=10.0, slow_seconds=10.0)
+    fast = WatchdogConfig(floor_seconds=30.0, factor=10.0, slow_seconds=10.0)
     assert hang_limit(heart, fast) == 30.0

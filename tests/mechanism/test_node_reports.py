@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from runner.config.schema import WatchdogConfig
 from runner.distributed.env import JobEnv, RankEnv
-from runner.health.hang import HangTimeouts
 from runner.health.node_reports import (
     FROM_RANKS,
     merge_node,
@@ -22,7 +22,7 @@ from runner.health.node_reports import (
     reported_nodes,
 )
 from runner.health.preemption import StopRequest
-from runner.health.rank_monitor import RankMonitor, WatchRules
+from runner.health.rank_monitor import RankMonitor
 from runner.health.rank_report import Report, write_report
 from runner.health.root_cause import RootCause, find_root_cause
 from runner.run_dir.lease import acquire
@@ -99,13 +99,15 @@ def test_a_torn_file_hides_no_other(tmp_path: Path, harm: bytes) -> None:
 
 
 def monitor(out: Path, rank: int) -> RankMonitor:
-    patience = HangTimeouts(floor_seconds=1000, factor=1, slow_seconds=1000)
+    watchdog = WatchdogConfig(
+        enabled=False, floor_seconds=1000, factor=1, slow_seconds=1000, settle_seconds=20.0
+    )
     place = RankEnv(rank=rank, world_size=WORLD, local_rank=rank % A_NODE, local_world_size=A_NODE)
     return RankMonitor(
         place=place,
         launch=JobEnv(job=None, order=(0, 0), step="", end_time=None, has_agent=False),
         run_dir=RunDir(out),
-        rules=WatchRules(enabled=False, patience=patience, settle_seconds=20.0),
+        watchdog=watchdog,
         stop=StopRequest(grace_seconds=5),
     )
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from runner.config.schema import WatchdogConfig
 from runner.distributed.env import JobEnv, RankEnv
 from runner.distributed.rendezvous import Facts
 from runner.health import cause_reporter, rank_monitor
-from runner.health.hang import HangTimeouts
 from runner.health.preemption import StopRequest
-from runner.health.rank_monitor import RankMonitor, WatchRules
+from runner.health.rank_monitor import RankMonitor
 from runner.health.watchdog import Watchdog
 from runner.run_dir.lease import acquire
 from runner.run_dir.paths import RunDir
@@ -87,12 +87,14 @@ def watched(
     stop: StopRequest | None = None,
 ) -> RankMonitor:
     """The first rank's witness, which has the run; nobody is ended for standing still."""
-    patience = HangTimeouts(floor_seconds=limit, factor=1.0, slow_seconds=limit)
+    watchdog = WatchdogConfig(
+        enabled=False, floor_seconds=limit, factor=1.0, slow_seconds=limit, settle_seconds=0.2
+    )
     return RankMonitor(
         place=RankEnv(rank=0, world_size=world_size, local_rank=0, local_world_size=world_size),
         launch=JobEnv(job=None, order=(0, 0), step="", end_time=None, has_agent=has_agent),
         run_dir=RunDir(out),
-        rules=WatchRules(enabled=False, patience=patience, settle_seconds=0.2),
+        watchdog=watchdog,
         stop=stop or StopRequest(grace_seconds=5),
     )
 
