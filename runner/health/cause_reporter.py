@@ -209,9 +209,8 @@ class CauseReporter:
         message = f"{type(error).__name__}: {message_of(error)}"
         report = self.report("exception", message, error)
         cause = find_root_cause([report], self._place.world_size)
-        self._say_cause(
-            cause
-        )  # first: the others announce a cause when they see a report without one
+        # First: the others announce a cause when they see a report without one.
+        self._say_cause(cause)
         self.write(report)
         self._write_down(cause)
         _tell_torchrun(error)
