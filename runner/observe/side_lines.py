@@ -68,10 +68,10 @@ class SideLines:
 
 
 class RankTimes:
-    """``ranks.jsonl``: seconds of each rank, the highest of the looks since the line before.
+    """``ranks.jsonl``: seconds of each rank, the maximum since the last line.
 
     Args:
-        every: steps between looks.
+        every: steps between measurements.
     """
 
     def __init__(self, lines: SideLines, *, every: int) -> None:

@@ -141,7 +141,7 @@ def _meta(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _KeepsNoScores(TorchFunctionMode):
-    """Attention as devices compute it; on the meta device torch takes the way that keeps scores."""
+    """Attention as on a device; the meta device's implementation keeps the scores."""
 
     def __torch_function__(
         self,
