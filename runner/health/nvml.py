@@ -20,7 +20,7 @@ class GpuHealth:
     """The health of one GPU.
 
     Args:
-        broken: why it must not be used, in words that :mod:`runner.health.hardware` recognises;
+        broken: why it must not be used, in words that :mod:`runner.health.root_cause` recognises;
             "" if it may.
         warnings: what a person should look at.
     """
