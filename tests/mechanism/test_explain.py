@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
-from runner.command.replay import _number, replay_command
+from runner.command.replay import replay_command
 from runner.command.replay_again import _checkpoint_before
 from runner.config.compose import compose
 from runner.data.cursor import BatchPlan
@@ -52,6 +52,7 @@ from runner.session import parts
 from runner.session.final_digest import collect_digest
 from runner.system.error import ConfigError, RankError
 from runner.system.json_lines import LineFile, read_lines
+from runner.tools.replay_lines import _number
 from runner.train.agreed_step import StepInfo
 from runner.train.state import TrainState
 from tests.observed import observers
