@@ -859,7 +859,7 @@ class RunConfig:
     explain: ExplainKind = key(
         ExplainKind.quick,
         "quick: find out why a step was bad by up to 10 further computations of it, in all "
-        "for at most 0.5 % of the run's steps (or 60 if that is more); full: up to 120, and 5 %; "
+        "for at most 0.5 % of the run's steps (or 60 if that is more); full: up to 300, and 5 %; "
         "off: never",
         trajectory=True,
     )
