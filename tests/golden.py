@@ -1,6 +1,7 @@
 """Texts that users read, in one file: a better sentence is a diff to read, and no broken test.
 
-    python -m tests.golden --write     # makes tests/records/messages.json anew
+    python -m tests.golden --write              # makes tests/records/messages.json anew
+    python -m tests.golden --write TEST...      # what these tests say of it; pytest's arguments
 
 A test calls :func:`same` with the text; what it is about (the key, the kind, the numbers) it
 compares itself.
@@ -49,11 +50,16 @@ def main() -> int:
     """Run the tests that compare texts, and keep what they say."""
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m tests.golden")
     parser.add_argument("--write", action="store_true", help="make the record anew")
-    if not parser.parse_args().write:
+    parser.add_argument("tests", nargs="*", help="pytest's arguments; none: all that compare texts")
+    options, more = parser.parse_known_args()
+    if not options.write:
         parser.error("only --write does something; the tests themselves compare")
-    using = [path for path in (ROOT / "tests").rglob("test_*.py") if "golden." in path.read_text()]
-    RECORD.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, using)]
+    tests = [*options.tests, *more]
+    if not tests:
+        files = (ROOT / "tests").rglob("test_*.py")
+        tests = [str(path) for path in files if "golden." in path.read_text()]
+        RECORD.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     return subprocess.run(command, cwd=ROOT, env=os.environ | {WRITE: "1"}, check=False).returncode
 
 
