@@ -5,12 +5,15 @@ An uncaught error of the script's own is reported to the other ranks and to the 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Any, Self
 
 from runner.embed.opening import OpenRun
 from runner.policy.decision.history import Incident
@@ -112,3 +115,36 @@ def close_at_exit(run: OpenRun) -> None:
     run.reporter.close()
     run.backlog.finish()
     run.group.monitor.end()
+
+
+class Holder:
+    """An object of the user's that holds an open run until it is closed or the process ends."""
+
+    _run: OpenRun
+    _finalizer: weakref.finalize[..., Any]
+
+    def _hold(self, run: OpenRun) -> None:
+        self._run = run
+        self._finalizer = weakref.finalize(self, close_at_exit, run)
+        atexit.register(self._finalizer)
+        watch_for_uncaught(run)
+
+    def _release(self) -> None:
+        self._finalizer()
+        atexit.unregister(self._finalizer)
+
+    @property
+    def _is_closed(self) -> bool:
+        return not self._finalizer.alive
+
+    def close(self) -> None:
+        """Finish what is under way, and release the directory. Collective."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """:meth:`close`; after an exception neither save nor wait for other ranks."""
+        if kind is None:
+            self.close()

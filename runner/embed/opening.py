@@ -10,7 +10,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,24 +29,21 @@ from runner.distributed.env import RankEnv, launch_from, place_from
 from runner.embed.state.staged_state import StagedState
 from runner.health.preemption import StopLook
 from runner.health.rank_monitor import RankMonitor
-from runner.observe.backlog import Backlog
 from runner.observe.console import Console
-from runner.observe.metrics import Metrics
 from runner.observe.throughput import Throughput
 from runner.policy.retention.records import Record, Tier
 from runner.run_dir.paths import RunDir, keep_for_owner
-from runner.run_dir.time_account import Past
 from runner.session import parts
+from runner.session.assemble import Assembly, backlog_of
 from runner.session.group import RankGroup
 from runner.session.opening import acquire_lease, open_journal, open_slots
-from runner.session.phases import Inventory, Lease, RunJournal
-from runner.session.side_lines import ring_lines
+from runner.session.phases import Inventory, Lease
 from runner.session.start_line import start_incident, time_before
-from runner.startup.resume import Resumed, resume_from, scan
+from runner.startup.resume import resume_from, scan
+from runner.startup.shared_memory import memory_every
 from runner.system.environment import variables
 from runner.system.error import ConfigError
 from runner.system.process import own_process, pid_namespace
-from runner.train.report import Outputs, Reporter
 from runner.train.state import Carried, TrainState
 
 _FINGERPRINT = "a loop of its own"  # stored in checkpoints; the data has no other name
@@ -102,15 +100,21 @@ def current_ranks(caller: str) -> tuple[Ranks, torch.device, RankEnv]:
     return Ranks(device), device, rank_env
 
 
-def join(config: RunConfig, ranks: Ranks, device: torch.device, rank_env: RankEnv) -> RankGroup:
-    """This rank's group, with a monitor that keeps the lease alive."""
+@contextmanager
+def joined(config: RunConfig, caller: str) -> Iterator[RankGroup]:
+    """This rank's group, with a monitor that keeps the lease alive; it ends if opening fails.
+
+    Args:
+        caller: the name to print in an error.
+    """
+    ranks, device, rank_env = current_ranks(caller)
     # Absolute: the script may change its working directory.
     run_dir, launch = RunDir(Path(config.out).absolute()), launch_from(variables())
     stop = parts.stop_request(config, launch)
     monitor: RankMonitor = parts.rank_monitor(config, rank_env, launch, run_dir, stop)
     _clear_shared_store(ranks)
     monitor.start()
-    return RankGroup(
+    group = RankGroup(
         place=rank_env,
         launch=launch,
         device=device,
@@ -127,6 +131,11 @@ def join(config: RunConfig, ranks: Ranks, device: torch.device, rank_env: RankEn
             {"rank": rank_env.rank, "process": own_process(), "pids": pid_namespace()}
         ),
     )
+    try:
+        yield group
+    except BaseException:
+        monitor.end()
+        raise
 
 
 def _clear_shared_store(ranks: Ranks) -> None:
@@ -202,23 +211,42 @@ class PendingTensors:
         return _tensors_in(directory.read(directory.folder_of(record)).manifest.train_state)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenRun:
+@dataclass(slots=True, kw_only=True)
+class OpenRun(Assembly):
     """The opened run of a user's loop, before its first step; ``owner``: the process's id."""
 
-    config: RunConfig
-    group: RankGroup
-    lease: Lease
-    written: RunJournal
-    backlog: Backlog
-    ring: Ring
     state: TrainState
-    resumed: Resumed
-    reporter: Reporter
     sharded: StagedState
     loads: PendingTensors
-    memory: MemoryParts
+    has_memory: bool
     owner: int
+
+    @property
+    def config(self) -> RunConfig:
+        """The settings."""
+        return self.lease.config
+
+    def make_memory(self, capture: Callable[[], Mapping[str, Any]]) -> None:
+        """Create slots in memory, once. Collective.
+
+        Args:
+            capture: takes the state, and returns its tensors.
+        """
+        if self.has_memory or not memory_every(self.lease.config.checkpoint):
+            return
+        tensors = capture()  # it may find other tensors than before, and drop the slots
+        self.has_memory = True
+        slots = _slots(self.lease, self.group, self.sharded)
+        if slots.memory is not None:
+            self.ring.drain()
+            self.loads.in_memory = tensors
+            self.ring.replace_memory(slots)
+
+    def drop_memory(self) -> None:
+        """Before a save with other tensors than before. Collective."""
+        self.ring.drain()
+        self.ring.replace_memory(NO_MEMORY)
+        self.has_memory = False
 
 
 def _tensors_in(train_state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -253,13 +281,7 @@ def open_run(
     run_journal = open_journal(
         lease, Inventory(found=inventory, restorer=None, restored=None), group
     )
-    backlog = Backlog(
-        patience_seconds=config.track.unwritten_seconds,
-        ask_to_stop=group.stop.ask,
-        from_first=ranks.from_first,
-        say=group.console.say,
-    )
-    backlog.add(run_journal.journal.file)
+    backlog = backlog_of(lease, run_journal)
     pending = PendingTensors(sharded.expect)
     memory = _memory_of_newest(lease, group, inventory.records, sharded, pending)
     ring = Ring(
@@ -268,7 +290,7 @@ def open_run(
         ranks=ranks,
         # The loop may change weights and buffers at any time, in ways that nobody sees.
         rules=replace(parts.ring_rules(config), overlap=False),
-        identity=identity(lease),
+        identity=_identity(lease),
         report=run_journal.report,
         before_write=lambda step: backlog.require_written(),
         memory=memory,
@@ -277,69 +299,37 @@ def open_run(
     state = TrainState(judge_rules(config), remedy_rules(config), carried)
     resumed = resume_from(inventory, group.run_dir, ring, run_journal.journal, state)
     spent = time_before(group, resumed, inventory.journal)
-    reporter = _reporter(group, lease, run_journal, resumed, ring, spent)
-    backlog.add(reporter.metrics_file)
+    run = OpenRun(
+        group=group,
+        lease=lease,
+        written=run_journal,
+        ring=ring,
+        backlog=backlog,
+        resumed=resumed,
+        state=state,
+        sharded=sharded,
+        loads=pending,
+        has_memory=memory.memory is not None,
+        owner=os.getpid(),
+    )
+    throughput = Throughput(flops_per_token=0.0, peak_flops=None)
+    run.open_reporter(run.outputs, lambda: throughput, total_steps=0, past=spent)
     run_journal.journal.add(
         start_incident(
             group, lease, resumed, spent, reason=command, parallel=command, data=_FINGERPRINT
         )
     )
     ring.begin()
-    return OpenRun(
-        config=config,
-        group=group,
-        lease=lease,
-        written=run_journal,
-        backlog=backlog,
-        ring=ring,
-        state=state,
-        resumed=resumed,
-        reporter=reporter,
-        sharded=sharded,
-        loads=pending,
-        memory=memory,
-        owner=os.getpid(),
-    )
+    return run
 
 
-def _reporter(
-    group: RankGroup,
-    lease: Lease,
-    run_journal: RunJournal,
-    resumed: Resumed,
-    ring: Ring,
-    spent: Past,
-) -> Reporter:
-    """The reporter: metrics on rank 0, no trackers and no live line."""
-    journal = run_journal.journal
-    reporter: Reporter = group.ranks.all_or_none(
-        "opening the metrics",
-        lambda: Reporter(
-            Outputs(
-                metrics=Metrics(
-                    group.run_dir.metrics if group.is_first else None,
-                    length=resumed.metrics_bytes,
-                    check=lease.run_lease.check,
-                ),
-                trackers=[],
-                console=group.console,
-                journal=journal.add,
-                ring_lines=ring_lines(lease, group, ring, journal),
-            ),
-            throughput=Throughput(flops_per_token=0.0, peak_flops=None),
-            history=journal.history,
-            ring=ring,
-            total_steps=0,
-            past=spent,
-            began=journal.began,
-        ),
-    )
-    return reporter
-
-
-def identity(lease: Lease) -> Identity:
-    """The identity that this loop's checkpoints have."""
+def _identity(lease: Lease) -> Identity:
     return Identity(config_digest=lease.config_digest, data_fingerprint=_FINGERPRINT)
+
+
+def _slots(lease: Lease, group: RankGroup, sharded: StagedState) -> MemoryParts:
+    """Slots in memory for the current tensors of ``sharded``. Collective."""
+    return open_slots(lease, group, sharded, _identity(lease))
 
 
 def _memory_of_newest(
@@ -360,9 +350,4 @@ def _memory_of_newest(
     except Exception:  # the checkpoint is damaged; the ring reports that
         return NO_MEMORY
     pending.in_memory = pending.newest
-    return memory_for(lease, group, sharded)
-
-
-def memory_for(lease: Lease, group: RankGroup, sharded: StagedState) -> MemoryParts:
-    """Slots in memory for the current tensors of ``sharded``. Collective."""
-    return open_slots(lease, group, sharded, identity(lease))
+    return _slots(lease, group, sharded)

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import atexit
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoint.memory.tier import NO_MEMORY
 from runner.checkpoint.protocol import CheckpointMetadata
 from runner.checkpoint.state_digest import state_digest
-from runner.embed.exits import close_at_exit, journal_errors, watch_for_uncaught
-from runner.embed.opening import current_ranks, join, memory_for, open_run
+from runner.embed.exits import Holder, journal_errors
+from runner.embed.opening import joined, open_run
 from runner.embed.settings import ring_config
 from runner.embed.state.object_state import Stateful, TreeState
 from runner.policy.decision.history import Incident
 from runner.policy.retention.records import State, Tier, resume_order
-from runner.startup.shared_memory import memory_every
 from runner.system.error import CheckpointError, ConfigError
 
 
-class Ring:
+class Ring(Holder):
     """Saves, proves and restores the state of a training script, and resumes it at a restart.
 
     A checkpoint is committed on all ranks or not at all: if a process is killed during a save, the
@@ -78,21 +74,12 @@ class Ring:
     ) -> None:
         _check(state)
         config = ring_config(out, memory=memory, given={"keep": keep, **settings})
-        ranks, device, rank_env = current_ranks("Ring")
-        group = join(config, ranks, device, rank_env)
-        self._tree = TreeState(state, ranks, device)
-        try:
-            self._run = open_run(config, group, self._tree, self._tree, command="runner.Ring")
-        except BaseException:
-            group.monitor.end()
-            raise
-        self._tree.before_change = self._rebuild_memory
-        self._has_memory = self._run.memory.memory is not None
-        self._wants_memory = memory_every(config.checkpoint) > 0
-        self._step = self._since = self._run.resumed.step
-        self._finalizer = weakref.finalize(self, close_at_exit, self._run)
-        atexit.register(self._finalizer)
-        watch_for_uncaught(self._run)
+        with joined(config, "Ring") as group:
+            self._tree = TreeState(state, group.ranks, group.device)
+            run = open_run(config, group, self._tree, self._tree, command="runner.Ring")
+        self._hold(run)
+        self._tree.before_change = run.drop_memory
+        self._step = self._since = run.resumed.step
 
     # -- for the loop ---------------------------------------------------------------------
 
@@ -115,7 +102,7 @@ class Ring:
         with journal_errors(opened):
             opened.state.updates = opened.state.cursor = step
             train_state = opened.state.to_json()
-            self._make_memory(train_state["loop"]["tensors"])
+            opened.make_memory(lambda: train_state["loop"]["tensors"])
             ring.after_step(step, step - self._since)
             ring.save(
                 CheckpointMetadata(
@@ -191,20 +178,11 @@ class Ring:
 
     def close(self) -> None:
         """Finish the save in progress, and release the directory."""
-        if not self._finalizer.alive:
+        if self._is_closed:
             return
         with journal_errors(self._run):
             self._run.ring.drain()
-        self._finalizer()
-        atexit.unregister(self._finalizer)
-
-    def __enter__(self) -> Ring:
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """:meth:`close`; after an exception, do not wait for other ranks."""
-        if kind is None:
-            self.close()
+        self._release()
 
     # -- state ----------------------------------------------------------------------------
 
@@ -231,26 +209,6 @@ class Ring:
     def digest(self) -> str:
         """SHA-256 over the current tensors by name; independent of their sharding."""
         return state_digest(self._tree.tensors(), {})
-
-    # -- memory ---------------------------------------------------------------------------
-
-    def _make_memory(self, tensors: Mapping[str, Any]) -> None:
-        """Create slots in memory once the tensors are known. Collective."""
-        opened = self._run
-        if self._has_memory or not self._wants_memory:
-            return
-        self._has_memory = True
-        memory_parts = memory_for(opened.lease, opened.group, self._tree)
-        if memory_parts.memory is not None:
-            opened.ring.drain()
-            opened.loads.in_memory = tensors
-            opened.ring.replace_memory(memory_parts)
-
-    def _rebuild_memory(self) -> None:
-        """Drop the slots before a save with other tensors than before. Collective."""
-        self._run.ring.drain()
-        self._run.ring.replace_memory(NO_MEMORY)
-        self._has_memory = False
 
 
 def _check(state: Mapping[str, Stateful]) -> None:

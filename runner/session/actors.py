@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from runner.data.feed import Feed
 from runner.distributed.observers import Observers
 from runner.fault.wrap import wrap_feed, wrap_group, wrap_heart
 from runner.run_dir.build_info import code_digest
 from runner.session import parts
+from runner.session.assemble import Assembly
 from runner.session.evaluation import best_checkpoint, evaluation, last_proof
 from runner.session.explaining import explaining_guard
 from runner.session.inspection import Parts, inspections
 from runner.session.layers import Layers
 from runner.session.optim import schedule
 from runner.session.phases import Actors, Machinery, Opened
-from runner.startup.resume import Resumed
-from runner.train.checkpoints import Checkpoints, Preemption, Proofs, SaveSchedule
+from runner.train.checkpoints import Preemption, Proofs
 from runner.train.corpus_check import CorpusCheck
-from runner.train.guard import Guard
 from runner.train.loop import Loop
 from runner.train.periodic import Periodic
 from runner.train.recovery import Recovery
-from runner.train.report import Reporter
 from runner.train.source_columns import SourceColumns
 from runner.train.step import Stepper, StepRules
 from runner.train.step_runner import StepPlanner, StepRunner
@@ -40,33 +39,18 @@ class Watchers:
 def make_actors(
     opened: Opened,
     machinery: Machinery,
-    resumed: Resumed,
+    assembly: Assembly,
     feed: Feed,
-    reporter: Reporter,
     watchers: Watchers,
 ) -> Actors:
-    observers = watchers.observers
+    observers, resumed, reporter = watchers.observers, assembly.resumed, assembly.reporter
     group, config, written = opened.group, opened.lease.config, opened.written
     ring, backlog = machinery.ring, machinery.backlog
     stepper = _stepper(opened, machinery, feed)
     if watchers.layers is not None:
         stepper.watch(watchers.layers.watch)
     best = best_checkpoint(opened, machinery, resumed)
-    saves = SaveSchedule(
-        disk=parts.cadence(
-            config,
-            group.place,
-            resumed.step,
-            written.journal.history,
-            group.ranks,
-            reporter.spent,
-            written.report,
-        ),
-        memory=parts.snapshot_times(config, written.journal.history, group.ranks, written.report)
-        if machinery.tier.memory
-        else None,
-        best=best,
-    )
+    saves = assembly.saves(in_memory=machinery.tier.memory is not None, best=best)
     checks = inspections(
         opened, machinery, resumed, Parts(feed, stepper, reporter, saves, observers)
     )
@@ -108,42 +92,28 @@ def make_actors(
 
 
 def make_loop(
-    opened: Opened, machinery: Machinery, actors: Actors, corpus_check: CorpusCheck
+    opened: Opened,
+    machinery: Machinery,
+    assembly: Assembly,
+    actors: Actors,
+    corpus_check: CorpusCheck,
 ) -> Loop:
-    group, config, journal = opened.group, opened.lease.config, opened.written.journal
-    ring, backlog, reporter = machinery.ring, machinery.backlog, actors.reporter
+    group, config = opened.group, opened.lease.config
     untrained_loss = opened.corpus.network.untrained_loss
     rules = parts.remedy_rules(config, untrained_loss=untrained_loss)
-    recovery = Recovery(
-        stepper=actors.stepper,
-        ring=ring,
-        journal=journal,
-        reporter=reporter,
+    guard, checkpoints = assembly.guard(
+        actors.steps,
+        actors.saves,
         rules=rules,
-        max_unreadable=config.data.max_unreadable,
-        before_restore=lambda step: machinery.faults.at("rollback", step),
-    )
-    guard = Guard(
-        rules=rules,
-        recovery=recovery,
-        steps=actors.steps,
-        ring=ring,
-        journal=journal,
-        reporter=reporter,
-        heart=group.heart,
-        backlog=backlog,
+        proofs=Proofs(last=last_proof(opened, machinery, actors.feed), corpus=corpus_check),
+        recovery=partial(
+            Recovery,
+            stepper=actors.stepper,
+            max_unreadable=config.data.max_unreadable,
+            before_restore=lambda step: machinery.faults.at("rollback", step),
+        ),
     )
     explaining = parts.explain_rules(config)
-    checkpoints = Checkpoints(
-        ring,
-        schedule=actors.saves,
-        proofs=Proofs(last=last_proof(opened, machinery, actors.feed), corpus=corpus_check),
-        rules=rules,
-        journal=journal,
-        reporter=reporter,
-        heart=group.heart,
-        backlog=backlog,
-    )
     return Loop(
         machinery.state,
         until=config.steps,
@@ -153,7 +123,7 @@ def make_loop(
         else guard,
         checkpoints=checkpoints,
         periodic=actors.periodic,
-        reporter=reporter,
+        reporter=actors.reporter,
         preemption=Preemption(stop=group.stop, reasons=group.asked_to_stop, look=group.stop_look),
     )
 

@@ -17,21 +17,20 @@ from runner.engine.protocol import MicroStep
 from runner.fault.inject import FaultInjector
 from runner.health.device_check import check_devices
 from runner.observe.alert import CommandAlerts
-from runner.observe.metrics import Metrics
 from runner.observe.page_writer import PageWriter
 from runner.policy.decision.history import Incident
 from runner.policy.decision.spike_frequency import SpikeScore
 from runner.policy.retention.records import Tier
-from runner.run_dir.time_account import Past
 from runner.session import parts
 from runner.session.actors import Watchers, make_actors, make_loop
+from runner.session.assemble import Assembly
 from runner.session.explaining import note_ended_starts, observer_note
 from runner.session.layers import SPIKES, Columns, make_layers, spike_score
 from runner.session.memory_line import memory_line
 from runner.session.optim import rules_matched
 from runner.session.phases import Machinery, Opened, Run
 from runner.session.quick import quick_preflight
-from runner.session.side_lines import rank_times, ring_lines
+from runner.session.side_lines import rank_times
 from runner.session.start_line import start_incident, time_before
 from runner.startup.memory_need import SavedActivations
 from runner.startup.resume import Resumed, settle_mixture
@@ -71,12 +70,22 @@ def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
     columns, pages = SourceColumns(corpus.mixture), _page_writer(opened)
     all_columns = _all_columns(opened, machinery, resumed, observers, columns)
     recomputed = _recorded(opened, resumed)
-    reporter = group.ranks.all_or_none(
-        "opening the metrics",
-        lambda: _reporter(opened, machinery, resumed, spent, all_columns, pages),
+    assembly = Assembly(
+        group=group,
+        lease=lease,
+        written=opened.written,
+        ring=machinery.ring,
+        backlog=machinery.backlog,
+        resumed=resumed,
     )
+    assembly.open_reporter(
+        lambda: _outputs(opened, assembly, all_columns, pages),
+        lambda: parts.throughput(lease.config, corpus.network, group.place, group.device),
+        total_steps=lease.config.steps,
+        past=spent,
+    )
+    reporter = assembly.reporter
     _read_curve(opened, observers, reporter)
-    machinery.backlog.add(reporter.metrics_file)
     # After the reporter has cut the metrics, so that lost lines are journalled once.
     start = start_incident(
         group,
@@ -107,9 +116,9 @@ def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
     corpus_check = _corpus_check(opened, machinery, resumed)
     corpus_check.begin()
     actors = make_actors(
-        opened, machinery, resumed, feed, reporter, Watchers(columns, all_columns.layers, observers)
+        opened, machinery, assembly, feed, Watchers(columns, all_columns.layers, observers)
     )
-    loop = make_loop(opened, machinery, actors, corpus_check)
+    loop = make_loop(opened, machinery, assembly, actors, corpus_check)
     if pages is not None:
         pages.begin()
     return Run(
@@ -188,41 +197,19 @@ def _page_writer(opened: Opened) -> PageWriter | None:
     )
 
 
-def _reporter(
-    opened: Opened,
-    machinery: Machinery,
-    resumed: Resumed,
-    spent: Past,
-    columns: Columns,
-    pages: PageWriter | None,
-) -> Reporter:
-    """Make metrics, trackers and the live line; files on rank 0 only."""
-    group, lease, journal = opened.group, opened.lease, opened.written.journal
-    config, check = lease.config, lease.run_lease.check
-    outputs = Outputs(
-        metrics=Metrics(
-            group.run_dir.metrics if group.is_first else None,
-            length=resumed.metrics_bytes,
-            check=check,
-        ),
+def _outputs(
+    opened: Opened, assembly: Assembly, columns: Columns, pages: PageWriter | None
+) -> Outputs:
+    """With trackers, columns, and the lines of ranks; files on rank 0 only."""
+    group = opened.group
+    return replace(
+        assembly.outputs(),
         trackers=opened.written.trackers,
-        console=group.console,
         lost=lambda: _losses(pages, opened.written.alerts) if group.is_first else (),
-        journal=journal.add,
         columns=columns.of,
         eval_columns=columns.sources.of_evaluation,
-        ring_lines=ring_lines(lease, group, machinery.ring, journal),
-        rank_times=rank_times(lease, group, journal),
+        rank_times=rank_times(opened.lease, group, opened.written.journal),
         alone=columns.observers.alone,
-    )
-    return Reporter(
-        outputs,
-        throughput=parts.throughput(config, opened.corpus.network, group.place, group.device),
-        history=journal.history,
-        ring=machinery.ring,
-        total_steps=config.steps,
-        past=spent,
-        began=journal.began,
     )
 
 

@@ -15,8 +15,8 @@ from runner.engine.randomness import same_randomness
 from runner.fault.inject import FaultInjector
 from runner.fault.spec import parse_faults
 from runner.model.blueprint import GuestBlueprint
-from runner.observe.backlog import Backlog
 from runner.session import parts
+from runner.session.assemble import backlog_of
 from runner.session.opening import identity_of, open_slots
 from runner.session.phases import Machinery, Opened
 from runner.startup.checks import refuse_or_say
@@ -42,13 +42,7 @@ def build(opened: Opened) -> Machinery:
     limit_groups(config.parallel.timeout_seconds)
     has_weights = _keep_buffers(opened, engine)
     tier = open_slots(lease, group, engine, identity_of(lease, corpus))
-    backlog = Backlog(
-        patience_seconds=config.track.unwritten_seconds,
-        ask_to_stop=group.stop.ask,
-        from_first=group.ranks.from_first,
-        say=group.console.say,
-    )
-    backlog.add(opened.written.journal.file)
+    backlog = backlog_of(lease, opened.written)
 
     def before_write(step: int) -> None:
         faults.at("save", step)

@@ -6,9 +6,7 @@ and the optimizer's step stay in the loop.
 
 from __future__ import annotations
 
-import atexit
 import logging
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from torch import nn
 from runner.checkpoint.state_digest import state_digest
 from runner.config.schema import RunConfig
 from runner.embed.data.loaders import Exhausted, OtherBatch, Source, source_of
-from runner.embed.exits import close_at_exit, journal_errors, watch_for_uncaught
+from runner.embed.exits import Holder, journal_errors
 from runner.embed.loop.arguments import check_alike, check_arguments, check_clip
 from runner.embed.loop.device_gate import DeviceGate, require_gated
 from runner.embed.loop.guarded_steps import GuardedSteps
@@ -33,7 +31,7 @@ from runner.embed.loop.rollback_state import (
     require_beginning,
 )
 from runner.embed.loop.zero_engine import ZeroMeasurer, ZeroState, engine_in
-from runner.embed.opening import current_ranks, handle_signals, join, open_run
+from runner.embed.opening import handle_signals, joined, open_run
 from runner.embed.settings import run_config
 from runner.embed.state.generators import Randomness, StepDraws
 from runner.embed.state.loop_state import LoopState
@@ -54,7 +52,7 @@ class _InHand:
     after: Randomness | None
 
 
-class Guard:
+class Guard(Holder):
     """Guards a user's training loop: detects bad steps and refuses their updates.
 
     A step whose loss or gradient is NaN or Inf, or that spikes, is discarded. If bad steps persist,
@@ -131,25 +129,18 @@ class Guard:
             if engine is not None:
                 raise ConfigError("sync=False: a DeepSpeed engine is told before it steps")
             require_gated(optimizers, schedulers)
-        ranks, device, rank_env = current_ranks("Guard")
-        group = join(config, ranks, device, rank_env)
         self._position = DataPosition()
         generators = Randomness()
-        try:
+        with joined(config, "Guard") as group:
             self._open(config, group, models, optimizers, schedulers, engine, clip)
-        except BaseException:
-            group.monitor.end()
-            raise
         # What the script builds between here and the first batch is as in the first start.
         generators.restore()
         self._gate = DeviceGate(self._sharded.optimizers) if config.guard.sync is False else None
         self._steps = GuardedSteps(
             self._run, self._sharded, self._carried, self._measurer, self._gate
         )
-        self._sharded.before_change = self._steps.rebuild_memory
-        self._finalizer = weakref.finalize(self, close_at_exit, self._run)
-        atexit.register(self._finalizer)
-        watch_for_uncaught(self._run)
+        self._sharded.before_change = self._run.drop_memory
+        self._hold(self._run)
         handle_signals(group)
         self._sources: list[Source] = []
         # Of the step that is being computed, and those to be given once more.
@@ -333,7 +324,7 @@ class Guard:
 
         Without it the run ends with its last checkpoint, that of the end of the last pass.
         """
-        if not self._finalizer.alive:
+        if self._is_closed:
             return
         self._steps.settle()
         self._finish_reading()
@@ -341,16 +332,7 @@ class Guard:
         failure = self._steps.finish()
         suffix = f", but the last checkpoint is not clean: {failure}" if failure else ""
         self._sum_up(f"closed{suffix}", digest=self.state_digest())
-        self._finalizer()
-        atexit.unregister(self._finalizer)
-
-    def __enter__(self) -> Guard:
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """:meth:`close`, except after an exception: an incomplete step is not saved."""
-        if kind is None:
-            self.close()
+        self._release()
 
     # -- state ----------------------------------------------------------------------------
 

@@ -13,27 +13,24 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
-from runner.checkpoint.memory.tier import NO_MEMORY
 from runner.config.rules import remedy_rules
 from runner.embed.loop.device_gate import DeviceGate, HostSide, Scalers
 from runner.embed.loop.measure import Measurer
 from runner.embed.loop.rollback_state import RollbackState
-from runner.embed.opening import OpenRun, memory_for
+from runner.embed.opening import OpenRun
 from runner.embed.state.generators import Randomness
 from runner.embed.state.loop_state import LoopState
 from runner.policy.decision.history import Incident, discarded_signals
 from runner.policy.decision.judge import Verdict
 from runner.run_dir.build_info import code_digest
-from runner.session import parts
-from runner.startup.shared_memory import memory_every
 from runner.system.error import ConfigError
 from runner.train.agreed_step import CLOSED, GRAD_NORM, AgreedStep, RankReport, StepInfo
-from runner.train.checkpoints import Checkpoints, Preemption, Proofs, SaveSchedule
+from runner.train.checkpoints import Preemption, Proofs
 from runner.train.final_proof import LastProof
-from runner.train.guard import Guard as StepGuard
 from runner.train.recovery import Recovery
 
 _AT_ONCE = 4  # steps of a start whose numbers are never read late: they show what changes
@@ -91,7 +88,22 @@ class GuardedSteps:
         self._history = run.written.journal.history
         self._known_discards = deque(run.resumed.known_discards)
         self._code = code_digest()
-        self._guard, self._checkpoints = _make_guard(self, run, carried, measurer)
+        last = LastProof(
+            ring=run.ring,
+            sharded=run.sharded,
+            ranks=run.group.ranks,
+            state=run.state,
+            last_batch=lambda: run.state.last_loss,
+            earlier=lambda: None,
+            report=run.written.report,
+        )
+        self._guard, self._checkpoints = run.guard(
+            self,
+            run.saves(in_memory=True),
+            rules=remedy_rules(run.config),
+            proofs=Proofs(last=last),
+            recovery=partial(Recovery, stepper=measurer, data_goes_on=lambda: carried.data_goes_on),
+        )
         self.pending: tuple[StepInfo, Verdict] | None = None
         self.has_rolled_back = self.was_too_early = self.reads_draw = False
         self.undoes_refused = False
@@ -105,7 +117,6 @@ class GuardedSteps:
         self._unread: _Unread | None = None
         self._num_judged = 0
         self._is_asked_to_stop = False
-        self._has_memory = run.memory.memory is not None
         self._start = 0  # range of the current step's batches; _stop is None between steps
         self._stop: int | None = None
         self._began = time.monotonic()
@@ -382,7 +393,7 @@ class GuardedSteps:
             info, verdict, "apply", learning_rate=self._learning_rate(), state=state
         )
         self._checkpoints.prove(state)
-        self._make_memory()
+        self._run.make_memory(lambda: self._sharded.capture()["tensors"])
         self._checkpoints.after_update(state, info.seconds)
         self._run.group.heart.enter("other")
 
@@ -395,25 +406,6 @@ class GuardedSteps:
         self._checkpoints.save_and_leave(
             self._state, Preemption(stop=group.stop, reasons=group.asked_to_stop)
         )
-
-    def _make_memory(self) -> None:
-        """Create slots in memory once the optimizer has its state. Collective."""
-        run = self._run
-        if self._has_memory or not memory_every(run.config.checkpoint):
-            return
-        # This may find other tensors than before, and drop the slots.
-        captured = self._sharded.capture()
-        self._has_memory = True
-        memory_parts = memory_for(run.lease, run.group, self._sharded)
-        if memory_parts.memory is not None:
-            run.loads.in_memory = captured["tensors"]
-            run.ring.replace_memory(memory_parts)
-
-    def rebuild_memory(self) -> None:
-        """Drop the slots in memory before a save with other tensors than before. Collective."""
-        self._run.ring.drain()
-        self._run.ring.replace_memory(NO_MEMORY)
-        self._has_memory = False
 
     # -- the end --------------------------------------------------------------------------
 
@@ -466,60 +458,3 @@ class GuardedSteps:
     def finish(self) -> str | None:
         """Commit and prove the final state; why it is not clean, or None. Collective."""
         return self._checkpoints.finish(self._state, lambda: None)
-
-
-def _make_guard(
-    steps: GuardedSteps, run: OpenRun, carried: RollbackState, measurer: Measurer
-) -> tuple[StepGuard, Checkpoints]:
-    """The guard and the checkpoints, as in ``python -m runner``."""
-    config, group, run_history = run.config, run.group, run.written.journal
-    rules = remedy_rules(config)
-    recovery = Recovery(
-        stepper=measurer,
-        ring=run.ring,
-        journal=run_history,
-        reporter=run.reporter,
-        rules=rules,
-        data_goes_on=lambda: carried.data_goes_on,
-    )
-    guard = StepGuard(
-        rules=rules,
-        recovery=recovery,
-        steps=steps,
-        ring=run.ring,
-        journal=run_history,
-        reporter=run.reporter,
-        heart=group.heart,
-        backlog=run.backlog,
-    )
-    disk = parts.cadence(
-        config,
-        group.place,
-        run.resumed.step,
-        run_history.history,
-        group.ranks,
-        run.reporter.spent,
-        run.written.report,
-    )
-    memory = parts.snapshot_times(config, run_history.history, group.ranks, run.written.report)
-    checkpoints = Checkpoints(
-        run.ring,
-        schedule=SaveSchedule(disk=disk, memory=memory),
-        proofs=Proofs(
-            last=LastProof(
-                ring=run.ring,
-                sharded=run.sharded,
-                ranks=group.ranks,
-                state=run.state,
-                last_batch=lambda: run.state.last_loss,
-                earlier=lambda: None,
-                report=run.written.report,
-            )
-        ),
-        rules=rules,
-        journal=run_history,
-        reporter=run.reporter,
-        heart=group.heart,
-        backlog=run.backlog,
-    )
-    return guard, checkpoints
