@@ -45,7 +45,7 @@ _NO_DIGEST_ABOVE = 1 << 28  # elements; above, a digest after each pass would ta
 
 @dataclass(frozen=True, slots=True)
 class _InHand:
-    """A batch that may be given once more; ``after``: the generators as reading it left them."""
+    """A batch that may be replayed; ``after``: the generators as reading it left them."""
 
     number: int
     batch: Any
@@ -133,7 +133,7 @@ class Guard(Holder):
         generators = Randomness()
         with joined(config, "Guard") as group:
             self._open(config, group, models, optimizers, schedulers, engine, clip)
-        # What the script builds between here and the first batch is as in the first start.
+        # Code between here and the first batch draws the same numbers at each start.
         generators.restore()
         self._gate = DeviceGate(self._sharded.optimizers) if config.guard.sync is False else None
         self._steps = GuardedSteps(
@@ -143,9 +143,8 @@ class Guard(Holder):
         self._hold(self._run)
         handle_signals(group)
         self._sources: list[Source] = []
-        # Of the step that is being computed, and those to be given once more.
-        self._in_hand: list[_InHand] = []
-        self._again: deque[_InHand] = deque()
+        self._in_hand: list[_InHand] = []  # of the step that is being computed
+        self._replayed: deque[_InHand] = deque()  # to be handed out once more
         self._draws: StepDraws | None = None  # of a step of several batches, read in sequence
         self._accumulates = config.batch.global_size > 1  # or it is seen to
         self._steps.read_again = self._read_again
@@ -229,16 +228,9 @@ class Guard(Holder):
             Halted: the guard's budget is spent.
             RankError: a rank is at another step than the others.
         """
-        story = self._steps
         with journal_errors(self._run):
-            is_allowed = story.judge(loss, tokens)
-        if story.was_too_early and not (story.has_rolled_back and self._carried.has_moved):
-            # What was read after a step that was refused late may follow from what it computed.
-            draws = self._draws if self._in_hand and self._in_hand[0].after is None else None
-            if not self._go_back(draws, draws is not None and draws.has_drawn):
-                self._again.extend(self._in_hand)
-        story.was_too_early = False
-        self._in_hand.clear()
+            is_allowed = self._steps.judge(loss, tokens)
+        self._replay_aborted()
         return is_allowed
 
     def note(self, loss: torch.Tensor | float) -> None:
@@ -328,7 +320,7 @@ class Guard(Holder):
             return
         self._steps.settle()
         self._finish_reading()
-        self._lay_down(is_end=True)
+        self._abort_step(is_end=True)
         failure = self._steps.finish()
         suffix = f", but the last checkpoint is not clean: {failure}" if failure else ""
         self._sum_up(f"closed{suffix}", digest=self.state_digest())
@@ -344,8 +336,7 @@ class Guard(Holder):
     @property
     def updates(self) -> int:
         """Updates applied so far, over all starts, without those that a rollback undid."""
-        pending = self._steps.pending is not None or self._steps.is_unread
-        return self._run.state.updates + int(pending)
+        return self._run.state.updates + self._steps.num_uncounted
 
     @property
     def resumed_step(self) -> int:
@@ -430,7 +421,7 @@ class Guard(Holder):
         story, place = self._steps, self._position
         while True:
             if story.has_rolled_back and self._carried.has_moved:
-                self._again.clear()
+                self._replayed.clear()
                 self._reposition()
             story.has_rolled_back = False
             story.replay_known_discards()
@@ -439,10 +430,10 @@ class Guard(Holder):
             source = place.source
             assert source is not None
             number = story.next_number()
-            if self._again:
-                again = self._again.popleft()
-                if again.number >= number:
-                    return self._handed_out_again(again)
+            if self._replayed:
+                replayed = self._replayed.popleft()
+                if replayed.number >= number:
+                    return self._hand_out_again(replayed)
                 continue
             try:
                 return self._read(source, number)
@@ -461,7 +452,7 @@ class Guard(Holder):
             Exhausted: the source has no such batch.
         """
         story, place = self._steps, self._position
-        is_first, has_read = not story.is_in_hand, source.drawn > 0
+        is_first, has_read = story.in_hand is None, source.drawn > 0
         before = Randomness() if self._gate or source.skips_unread else None
         self._accumulates = self._accumulates or not is_first
         if is_first:
@@ -480,21 +471,32 @@ class Guard(Holder):
         if not (is_first and source.skips_unread):
             before = None
         # What can be read again by its number need not be held.
-        if (self._gate or story.computes_twice) and not source.reads_by_number:
-            self._in_hand.append(_InHand(number, batch, after if story.computes_twice else None))
+        if (self._gate or story.discards_first) and not source.reads_by_number:
+            self._in_hand.append(_InHand(number, batch, after if story.discards_first else None))
         story.begin_batch(number, self._draws.left if self._draws is not None else before)
         return (batch,)
 
-    def _handed_out_again(self, again: _InHand) -> tuple[Any]:
-        self._in_hand.append(again)
+    def _hand_out_again(self, replayed: _InHand) -> tuple[Any]:
+        self._in_hand.append(replayed)
         left = None
-        if again.after is not None and self._draws is not None:
-            again.after.restore()
+        if replayed.after is not None and self._draws is not None:
+            replayed.after.restore()
             left = self._draws.left
         else:
             self._draws = None  # what was computed before these reads was undone
-        self._steps.begin_batch(again.number, left)
-        return (again.batch,)
+        self._steps.begin_batch(replayed.number, left)
+        return (replayed.batch,)
+
+    def _replay_aborted(self) -> None:
+        """Have the batches of an aborted step handed out once more. Collective."""
+        story = self._steps
+        if story.must_replay and not (story.has_rolled_back and self._carried.has_moved):
+            # What was read after a step that was refused late may follow from what it computed.
+            draws = self._draws if self._in_hand and self._in_hand[0].after is None else None
+            if not self._go_back(draws, draws is not None and draws.has_drawn):
+                self._replayed.extend(self._in_hand)
+        story.must_replay = False
+        self._in_hand.clear()
 
     def _read_again(self) -> None:
         """Have the batches of a refused step read once more, one after the other. Collective.
@@ -534,18 +536,18 @@ class Guard(Holder):
         if self._has_begun:
             self.settle()
             self._finish_reading()
-            self._lay_down()
+            self._abort_step()
 
-    def _lay_down(self, *, is_end: bool = False) -> None:
-        """The loop is left, maybe with batches in hand: the next start is to read them."""
-        again = len(self._again)
-        self._again.clear()
-        numbers, source = self._steps.lay_down(), self._position.source
-        if source is None or (numbers is None and not again):
+    def _abort_step(self, *, is_end: bool = False) -> None:
+        """Abort the step of batches in hand: the next start is to read them."""
+        num_replayed = len(self._replayed)
+        self._replayed.clear()
+        aborted, source = self._steps.abort(), self._position.source
+        if source is None or (aborted is None and not num_replayed):
             return
-        start, stop = numbers or (self._steps.next_number(),) * 2
-        if not source.give_back(stop - start + again):
-            self._steps.pass_over((start, stop + again))
+        start, stop = aborted or (self._steps.next_number(),) * 2
+        if not source.give_back(stop - start + num_replayed):
+            self._steps.skip_batches(start, stop + num_replayed)
             if is_end:
                 self._read_again()
         elif is_end and self._draws is not None:
@@ -564,7 +566,7 @@ class Guard(Holder):
             ConfigError: the loop has never asked the guard.
         """
         story, source = self._steps, self._position.source
-        if story.is_in_hand and not story.num_judged and source is not None:
+        if story.in_hand and not story.num_judged and source is not None:
             raise ConfigError(
                 f"guard.over: the loop has read {source.drawn} batches and never called "
                 "guard.ok(loss): nothing was guarded, counted or saved; call it between backward "

@@ -1,9 +1,8 @@
-"""The steps of a user's loop: read, judge, act; then count, prove, save.
+"""The steps of a user's loop: judge, apply or discard; then count, prove, save.
 
-Where the numbers are read late (``sync=False``) a step is decided on by the device, and the loop
-goes on. The host reads the numbers when the next step is to be decided on; if the update was held
-back, what was computed since was computed too early: all that it changed is put back, and its
-batches are given to the loop once more. So the limits, and the bits, are those of a guard that
+With ``sync=False`` the device gates the update and the host checks the result one step later. If
+the update was withheld, the step computed meanwhile is speculative: it is aborted, which undoes its
+side effects, and its batches are replayed. So the limits, and the bits, are those of a guard that
 waits.
 """
 
@@ -36,21 +35,38 @@ from runner.train.recovery import Recovery
 _AT_ONCE = 4  # steps of a start whose numbers are never read late: they show what changes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Refusal:
+@dataclass(slots=True, kw_only=True)
+class _Step:
+    """Batches ``[start, stop)``, read and not decided on; ``before``: the generators before it."""
+
+    start: int
+    stop: int
+    began: float
+    before: Randomness
+
+
+@dataclass(frozen=True, slots=True)
+class _Allowed:
+    """A step whose update the loop may make; ``verdict`` None: a loss scaler is to skip it."""
+
+    info: StepInfo
+    verdict: Verdict | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
     """The state when a step was refused; what the loop changes after that is undone."""
 
     randomness: Randomness
     host_side: HostSide
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Unread:
-    """A step that the device has decided on and the host has not; with what it is undone by."""
+    """A step whose gate result the host has not read, and the state needed to undo it."""
 
     agreed: AgreedStep
-    began: float
-    randomness: Randomness | None
+    step: _Step
     host_side: HostSide
 
 
@@ -58,11 +74,10 @@ class GuardedSteps:
     """Handles the steps of a user's loop on one rank.
 
     Attributes:
-        pending: the step whose update was allowed, but is not counted yet.
         has_rolled_back: whether a checkpoint was loaded since this was last set to False.
-        was_too_early: the batches in hand are to be given once more; until it is set to False.
+        must_replay: the batches in hand must be handed out once more; until it is set to False.
         reads_draw: reading a batch draws from the random generators of this rank.
-        computes_twice: the first step of this start is to be computed once more.
+        discards_first: the first step of this start is aborted and replayed.
         undoes_refused: what the loop does between a refusal and :meth:`settle` is undone; nothing
             but its own body may run in between.
         read_again: called when a step was refused and the generators are as before it. Collective.
@@ -84,10 +99,13 @@ class GuardedSteps:
         self._run = run
         self._state = run.state
         self._sharded = sharded
+        self._carried = carried
         self._measurer = measurer
+        self._gate = gate
         self._history = run.written.journal.history
         self._known_discards = deque(run.resumed.known_discards)
         self._code = code_digest()
+        self._scalers = Scalers(carried.schedulers)
         last = LastProof(
             ring=run.ring,
             sharded=run.sharded,
@@ -104,23 +122,14 @@ class GuardedSteps:
             proofs=Proofs(last=last),
             recovery=partial(Recovery, stepper=measurer, data_goes_on=lambda: carried.data_goes_on),
         )
-        self.pending: tuple[StepInfo, Verdict] | None = None
-        self.has_rolled_back = self.was_too_early = self.reads_draw = False
-        self.undoes_refused = False
+        self.has_rolled_back = self.must_replay = self.reads_draw = self.undoes_refused = False
+        self.discards_first = run.state.updates > 0 and measurer.adds_differently_at_first()
         self.read_again: Callable[[], None] = lambda: None
-        self.computes_twice = run.state.updates > 0 and measurer.adds_differently_at_first()
-        self._refusal: _Refusal | None = None
-        self._overflow: StepInfo | None = None  # a step that a loss scaler is to skip
-        self._scalers = Scalers(carried.schedulers)
-        self._carried = carried
-        self._gate = gate
-        self._unread: _Unread | None = None
-        self._num_judged = 0
+        self.num_judged = 0  # steps of this start that the loop has asked about
         self._is_asked_to_stop = False
-        self._start = 0  # range of the current step's batches; _stop is None between steps
-        self._stop: int | None = None
-        self._began = time.monotonic()
-        self._randomness: Randomness | None = None
+        self._step: _Step | None = None  # its batches are in hand
+        self._decided: _Allowed | _Refused | None = None  # until :meth:`settle`
+        self._unread: _Unread | None = None  # until the step after it is judged
 
     # -- for the recovery -----------------------------------------------------------------
 
@@ -130,26 +139,45 @@ class GuardedSteps:
 
     # -- reading --------------------------------------------------------------------------
 
+    @property
+    def in_hand(self) -> tuple[int, int] | None:
+        """The batches of the step that is not decided on, half open."""
+        return None if self._step is None else (self._step.start, self._step.stop)
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether the last update is still unconfirmed."""
+        return self._unread is not None
+
+    @property
+    def num_uncounted(self) -> int:
+        """Updates that were allowed and are not counted yet."""
+        is_allowed = isinstance(self._decided, _Allowed) and self._decided.verdict is not None
+        return int(is_allowed or self.is_unread)
+
     def begin(self) -> None:
         """Save a first checkpoint as a rollback target. Collective."""
         self._checkpoints.begin(self._state)
 
     def next_number(self) -> int:
         """The number of the next batch that is not skipped."""
-        position = self._state.cursor if self._unread is None else self._unread.agreed.batch.stop
-        position = position if self._stop is None else self._stop
+        position = self._state.cursor
+        if self._step is not None:
+            position = self._step.stop
+        elif self._unread is not None:
+            position = self._unread.step.stop
         return next(iter(self._history.ledger.allowed(position)))[0]
 
     def replay_known_discards(self) -> None:
         """Judge steps again that were discarded before a restart, without computing. Collective."""
-        while self._known_discards and self._stop is None:
+        while self._known_discards and self._step is None:
             incident = self._known_discards[0]
             assert incident.samples is not None
             if incident.samples[0] >= self.next_number():
                 return
             self._known_discards.popleft()
-            info = StepInfo(signals=discarded_signals(incident), known=incident)
-            if not self._handle_known(info):
+            self._judge(StepInfo(signals=discarded_signals(incident), known=incident))
+            if not self.has_rolled_back:
                 self._state.cursor = max(self._state.cursor, incident.samples[1])
 
     def begin_batch(self, number: int, randomness: Randomness | None) -> None:
@@ -159,92 +187,81 @@ class GuardedSteps:
             randomness: the generators to go back to where the step is refused; None: as they are
                 now, or as was said of the step's batch before.
         """
-        if self._stop is None:
-            self._start = number
+        if self._step is None:
             self._measurer.begin_step()
-            self._randomness = randomness or Randomness()
-            self._sharded.before_batch(keep_older=self._unread is not None)
-            self._began = time.monotonic()
+            before = randomness or Randomness()
+            self._sharded.before_batch(keep_older=self.is_unread)
+            self._step = _Step(start=number, stop=number + 1, began=time.monotonic(), before=before)
             self._run.group.heart.begin_step(self._state.updates + 1)
-        elif randomness is not None:
-            self._randomness = randomness
-        self._stop = number + 1
-
-    def _forget_batches(self) -> None:
-        """End the current step's range of batches."""
-        self._stop = self._randomness = None
+            return
+        self._step.before = randomness or self._step.before
+        self._step.stop = number + 1
 
     # -- judging --------------------------------------------------------------------------
 
     def note(self, loss: torch.Tensor | float) -> None:
-        """The loss of the batch in hand, where others of the same step follow."""
-        if self._stop is None:
+        """Record the loss of one micro-batch of an accumulated step."""
+        if self._step is None:
             raise ConfigError(
                 "guard.note: no batch of guard.over is in hand; call it inside the loop, for each "
                 "batch of a step but the last, whose loss guard.ok is given"
             )
-        self._measurer.note(loss, self._stop - 1)
+        self._measurer.note(loss, self._step.stop - 1)
 
     def judge(self, loss: torch.Tensor | float, tokens: int) -> bool:
         """Whether the update may be made. Collective."""
-        is_allowed = not self._gives_again() and self._decide(loss, tokens)
+        is_allowed = self._decide(loss, tokens)
         if not is_allowed and self.undoes_refused:
-            self._refusal = _Refusal(
-                randomness=Randomness(),
-                host_side=HostSide(self._sharded.optimizers, self._carried.schedulers),
-            )
+            self._decided = _Refused(Randomness(), self._host_side())
         return is_allowed
 
     def _decide(self, loss: torch.Tensor | float, tokens: int) -> bool:
-        if self.pending is not None:
+        if self.discards_first and self.undoes_refused and self._step is not None:
+            # DDP rebuilds its buckets after the first backward: only later steps reduce in the
+            # run's order.
+            self.discards_first = False
+            self.must_replay = True
+            self._measurer.forget_gradients()
+            self._undo_reading(self._step)
+            return False
+        if isinstance(self._decided, _Allowed):
             self.settle()
-        if self._stop is None:
+        step = self._step
+        if step is None:
             raise ConfigError(
                 "guard.ok: no batch of guard.over was read since the last call; call it once a "
                 "step, inside the loop over guard.over(loader)"
             )
-        if self._unread is not None and not self._read_late():
+        if self._unread is not None and not self._confirm(self._unread):
             return False
-        agreed = self._launched(loss, tokens, self._stop)
-        self._num_judged += 1
-        if self._may_read_late():
-            self._hold_back(agreed)
-            return True
-        info = self._read(agreed, self._began)
-        if self.undoes_refused and self._scalers.is_overflow(info.signals):
+        agreed = self._launch(loss, tokens, step)
+        self.num_judged += 1
+        if self._gate is not None and self._may_read_late():
             self._measurer.clip(agreed.numbers[GRAD_NORM])
-            self._overflow = info
+            self._gate.closed = agreed.numbers[CLOSED].float()
+            self._unread, self._step = _Unread(agreed, step, self._host_side()), None
             return True
-        verdict = self._judge_step(info)
-        if verdict is not None:
+        info = self._read(agreed, step)
+        is_overflow = self.undoes_refused and self._scalers.is_overflow(info.signals)
+        verdict = None if is_overflow else self._judge(info)
+        if is_overflow or verdict is not None:
             self._measurer.clip(agreed.numbers[GRAD_NORM])
-            self.pending = (info, verdict)
+            self._decided = _Allowed(info, verdict)
             return True
         if not self.has_rolled_back:
             self._measurer.require_unchanged()
         self._measurer.forget_gradients()
         if not self.has_rolled_back:
-            self._undo_reading()
+            self._undo_reading(step)
             self.read_again()
-        self._forget_batches()
+        self._step = None
         if info.stop_requested:
             self._leave()
         return False
 
-    def _gives_again(self) -> bool:
-        """Undo the first step of a start: the next backward is as one in the midst of a run."""
-        if not (self.computes_twice and self.undoes_refused and self._stop is not None):
-            return False
-        self.computes_twice = False
-        self._measurer.forget_gradients()
-        self._undo_reading()
-        self._forget_batches()
-        self.was_too_early = True
-        return True
-
-    def _launched(self, loss: torch.Tensor | float, tokens: int, stop: int) -> AgreedStep:
+    def _launch(self, loss: torch.Tensor | float, tokens: int, step: _Step) -> AgreedStep:
         run, state, rollbacks = self._run, self._state, self._history.rollbacks
-        step, batches = state.updates + 1, (self._start, stop)
+        number, batches = state.updates + 1, (step.start, step.stop)
         run.group.heart.enter("agree")
         decisions = [
             self._history.num_discarded,
@@ -253,13 +270,13 @@ class GuardedSteps:
         ]
         return self._measurer.launch(
             loss,
-            step=step,
+            step=number,
             batches=batches,
             tokens=tokens,
             bounds=state.baseline.bounds if run.config.guard.enabled else None,
             report=RankReport(
                 identity={
-                    "step": step,
+                    "step": number,
                     "batches": list(batches),
                     "config": run.lease.config_digest,
                     "code": self._code,
@@ -272,36 +289,34 @@ class GuardedSteps:
             draws=self.reads_draw,
         )
 
-    def _read(self, agreed: AgreedStep, began: float) -> StepInfo:
-        info = replace(self._measurer.read(agreed), seconds=time.monotonic() - began)
+    def _read(self, agreed: AgreedStep, step: _Step) -> StepInfo:
+        info = replace(self._measurer.read(agreed), seconds=time.monotonic() - step.began)
         self._guard.note_lines(info)
         self._checkpoints.apply_progress(info, self._state)
         return info
 
-    def _judge_step(self, info: StepInfo) -> Verdict | None:
+    def _judge(self, info: StepInfo) -> Verdict | None:
+        """The verdict of an update that counts; None: the step is discarded. Collective."""
         num_rollbacks = len(self._history.rollbacks)
         verdict = self._guard.handle(info, self._state)
         self.has_rolled_back = self.has_rolled_back or len(self._history.rollbacks) > num_rollbacks
         return verdict
 
-    def _handle_known(self, info: StepInfo) -> bool:
-        """Judge a known discard; whether it led to a rollback."""
-        self._judge_step(info)
-        return self.has_rolled_back
-
-    def _undo_reading(self) -> None:
-        """Restore buffers and randomness from before this step's batches."""
+    def _undo_reading(self, step: _Step) -> None:
+        """Restore buffers and generators from before the step's batches, which are let go."""
         self._sharded.undo_batch()
-        if self._randomness is not None:
-            self._randomness.restore()
+        step.before.restore()
+        self._step = None
+
+    def _host_side(self) -> HostSide:
+        return HostSide(self._sharded.optimizers, self._carried.schedulers)
 
     # -- reading late ---------------------------------------------------------------------
 
     def _may_read_late(self) -> bool:
         """Whether nothing needs the state behind this step before the next. Equal on all ranks."""
         return (
-            self._gate is not None
-            and self._num_judged > _AT_ONCE
+            self.num_judged > _AT_ONCE
             and not self._checkpoints.is_due(self._state.updates + 1)
             and not self._known_discards
             # After one bad step the next may be bad too: this only avoids wasted work.
@@ -310,96 +325,67 @@ class GuardedSteps:
             and not self._measurer.reads_draw
         )
 
-    def _hold_back(self, agreed: AgreedStep) -> None:
-        """Have the device apply the update or not."""
+    def _confirm(self, unread: _Unread) -> bool:
+        """Read the step before; whether it was applied and counts. If not, abort the speculative
+        step whose batches are in hand. Collective."""
         assert self._gate is not None
-        self._measurer.clip(agreed.numbers[GRAD_NORM])
-        self._gate.closed = agreed.numbers[CLOSED].float()
-        self._unread = _Unread(
-            agreed=agreed,
-            began=self._began,
-            randomness=self._randomness,
-            host_side=HostSide(self._sharded.optimizers, self._carried.schedulers),
-        )
-        self._forget_batches()
-
-    def _read_late(self) -> bool:
-        """Read the step before; whether it was applied and counts. Collective."""
-        unread, self._unread = self._unread, None
-        assert unread is not None and self._gate is not None
-        self._gate.closed = None
-        info = self._read(unread.agreed, unread.began)
+        self._unread = self._gate.closed = None
+        info = self._read(unread.agreed, unread.step)
         self._is_asked_to_stop = self._is_asked_to_stop or info.stop_requested
-        verdict = self._judge_step(info)
+        verdict = self._judge(info)
         if verdict is not None:
             self._count(info, verdict)
             return True
-        is_in_hand = self._stop is not None
-        self.was_too_early = is_in_hand
+        self.must_replay = self._step is not None
         self._measurer.forget_gradients()
         if not self.has_rolled_back:
-            self._sharded.undo_batch(older=is_in_hand)
+            self._sharded.undo_batch(older=self.must_replay)
             unread.host_side.restore()
-            if unread.randomness is not None:
-                unread.randomness.restore()
-        self._forget_batches()
+            unread.step.before.restore()
+        self._step = None
         return False
 
     def finish_reading(self) -> None:
         """The state is that of the last update the host knows of when it returns. Collective."""
         if self._unread is not None:
-            self._read_late()
-
-    @property
-    def is_unread(self) -> bool:
-        """Whether the last update may be none, and the host does not know it yet."""
-        return self._unread is not None
+            self._confirm(self._unread)
 
     # -- after the update -----------------------------------------------------------------
 
     def settle(self) -> None:
-        """Count the update that the loop was allowed to make; prove and save. Collective."""
-        self._undo_after_refusal()
-        if self._overflow is not None:
-            info, self._overflow = self._overflow, None
-            self._state.cursor = info.signals.stop
-            self._forget_batches()
-            if info.stop_requested:
-                self._leave()
-        if self.pending is None:
+        """Count the update that the loop was allowed to make; prove and save. Collective.
+
+        After a refusal undo what the loop did since: it may step its schedule or evaluate then too,
+        and a batch that is skipped leaves no trace of that.
+        """
+        decided, self._decided = self._decided, None
+        if isinstance(decided, _Refused):
+            self._scalers.forget_step()
+            decided.host_side.restore()
+            decided.randomness.restore()
+            self._sharded.undo_batch()
+            self._measurer.forget_late_gradients()
+        if not isinstance(decided, _Allowed):
             return
-        (info, verdict), self.pending = self.pending, None
-        self._forget_batches()
-        self._count(replace(info, seconds=time.monotonic() - self._began), verdict)
+        step, self._step = self._step, None
+        info, verdict = decided.info, decided.verdict
+        if verdict is None:
+            self._state.cursor = info.signals.stop
+        else:
+            assert step is not None
+            self._count(replace(info, seconds=time.monotonic() - step.began), verdict)
         if info.stop_requested:
             self._leave()
 
-    def _undo_after_refusal(self) -> None:
-        """A loop may step its schedule or evaluate after a refusal too: a batch that is skipped
-        leaves no trace of that."""
-        refusal, self._refusal = self._refusal, None
-        if refusal is None:
-            return
-        self._scalers.forget_step()
-        refusal.host_side.restore()
-        refusal.randomness.restore()
-        self._sharded.undo_batch()
-        self._measurer.forget_late_gradients()
-
     def _count(self, info: StepInfo, verdict: Verdict) -> None:
-        state = self._state
+        state, groups = self._state, self._sharded.optimizers[0].param_groups
+        rate = float(groups[0].get("lr", 0.0)) if groups else 0.0
         state.advance(info.signals)
-        self._run.reporter.step(
-            info, verdict, "apply", learning_rate=self._learning_rate(), state=state
-        )
+        self._run.reporter.step(info, verdict, "apply", learning_rate=rate, state=state)
         self._checkpoints.prove(state)
         self._run.make_memory(lambda: self._sharded.capture()["tensors"])
         self._checkpoints.after_update(state, info.seconds)
         self._run.group.heart.enter("other")
-
-    def _learning_rate(self) -> float:
-        groups = self._sharded.optimizers[0].param_groups
-        return float(groups[0].get("lr", 0.0)) if groups else 0.0
 
     def _leave(self) -> None:
         group = self._run.group
@@ -409,23 +395,17 @@ class GuardedSteps:
 
     # -- the end --------------------------------------------------------------------------
 
-    def lay_down(self) -> tuple[int, int] | None:
-        """The loop was left with batches in hand: it is as if they had not been read.
-
-        Returns:
-            Their numbers, half open; None if none were in hand.
-        """
-        if self._stop is None:
+    def abort(self) -> tuple[int, int] | None:
+        """Abort the current step: undo its forward passes; the numbers of its batches, or None."""
+        step = self._step
+        if step is None:
             return None
-        numbers = (self._start, self._stop)
-        self._undo_reading()
+        self._undo_reading(step)
         self._measurer.forget_gradients()
-        self._forget_batches()
-        return numbers
+        return step.start, step.stop
 
-    def pass_over(self, numbers: tuple[int, int]) -> None:
+    def skip_batches(self, start: int, stop: int) -> None:
         """Skip batches that were read, not applied, and cannot be read again. Collective."""
-        start, stop = numbers
         skipped = list(range(start, stop))
         self._run.written.report(
             Incident(
@@ -434,22 +414,12 @@ class GuardedSteps:
                 decision=f"skip {len(skipped)} batch{'es' if len(skipped) > 1 else ''}",
                 reason="the loop was left with them in hand, and their loader cannot give them "
                 "again",
-                samples=numbers,
+                samples=(start, stop),
                 sample_ids=tuple(f"batch {number}" for number in skipped),
                 detail={"positions": skipped, "indices": skipped, "errors": []},
             )
         )
         self._state.cursor = stop
-
-    @property
-    def is_in_hand(self) -> bool:
-        """Whether a batch was read for which the loop has not asked yet."""
-        return self._stop is not None
-
-    @property
-    def num_judged(self) -> int:
-        """Steps of this start that the loop has asked about."""
-        return self._num_judged
 
     def commit(self) -> None:
         """Commit the current state to disk. Collective."""
