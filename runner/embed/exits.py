@@ -71,7 +71,7 @@ def journal_errors(run: OpenRun) -> Iterator[None]:
 
 
 def watch_for_uncaught(run: OpenRun) -> None:
-    """Have an error with which this process ends journalled, until :func:`close_at_exit`."""
+    """Journal an error that ends this process, until :func:`close_at_exit`."""
     global _former_hook
     if not _under_watch:
         _former_hook, sys.excepthook = sys.excepthook, _tell_uncaught
@@ -88,19 +88,9 @@ def _tell_uncaught(
     _former_hook(kind, error, trace)
     is_at_prompt = hasattr(sys, "ps1")
     if isinstance(error, Exception) and not isinstance(error, RunnerError | SystemExit):
-        for run in [] if is_at_prompt or _is_forked() else list(_under_watch):
+        is_forked = any(run.owner != os.getpid() for run in _under_watch)
+        for run in [] if is_at_prompt or is_forked else list(_under_watch):
             run.group.monitor.uncaught(error)
-
-
-def _is_forked() -> bool:
-    """Whether the script forked this process from the one that opened the run."""
-    return any(run.owner != os.getpid() for run in _under_watch)
-
-
-def _forget(run: OpenRun) -> None:
-    _under_watch[:] = [one for one in _under_watch if one is not run]
-    if not _under_watch and sys.excepthook is _tell_uncaught:
-        sys.excepthook = _former_hook
 
 
 def close_at_exit(run: OpenRun) -> None:
@@ -110,7 +100,9 @@ def close_at_exit(run: OpenRun) -> None:
     """
     if run.owner != os.getpid():
         return
-    _forget(run)
+    _under_watch[:] = [other for other in _under_watch if other is not run]
+    if not _under_watch and sys.excepthook is _tell_uncaught:
+        sys.excepthook = _former_hook
     run.ring.close(wait=True)
     run.reporter.close()
     run.backlog.finish()

@@ -141,9 +141,9 @@ def joined(config: RunConfig, caller: str) -> Iterator[RankGroup]:
 def _clear_shared_store(ranks: Ranks) -> None:
     """Delete the keys that this attempt's process groups have left. Collective.
 
-    The agent's store may outlive torchrun's restarts (torch 2.13: with a static rendezvous always),
-    and gloo of the next attempt would connect to addresses of processes that are gone, or wait for
-    them. Groups that exist are connected, and need their keys no more.
+    The agent's store may outlive torchrun's restarts (torch 2.13: with a static rendezvous always).
+    gloo of the next attempt would then connect to addresses of dead processes, or wait for them.
+    Groups that exist are connected and no longer need their keys.
     """
     if variables().get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not dist.is_initialized():
         return
@@ -288,7 +288,7 @@ def open_run(
         lease.directory(group),
         sharded=sharded,
         ranks=ranks,
-        # The loop may change weights and buffers at any time, in ways that nobody sees.
+        # The loop may change weights and buffers at any time, without any call of ours.
         rules=replace(parts.ring_rules(config), overlap=False),
         identity=_identity(lease),
         report=run_journal.report,

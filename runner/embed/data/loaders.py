@@ -12,7 +12,7 @@ import inspect
 import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from runner.embed.data.batch_identity import batch_digest
 from runner.embed.data.sampler import Sampler, keeps_own_position
@@ -33,29 +33,40 @@ class Exhausted(Exception):
         self.count = count
 
 
-class Source(Protocol):
-    """One pass over a loader, of which ``drawn`` batches were taken."""
+class Source:
+    """One pass over a loader, of which ``drawn`` batches were taken.
 
-    is_over: bool  # there is no further batch
-    rereads: bool  # batches can be read again
-    reads_by_number: bool  # any batch can be read at any time
-    skips_unread: bool  # a batch that is skipped is not read
+    Attributes:
+        is_over: there is no further batch.
+        rereads: batches can be read again.
+        reads_by_number: any batch can be read at any time.
+        skips_unread: a batch that is skipped is not read.
+    """
 
-    @property
-    def drawn(self) -> int: ...
+    rereads = reads_by_number = skips_unread = False
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._iterator: Iterator[Any] = iter(())
+        self.is_over = False
+        self.drawn = 0
+
     @property
     def last_draw(self) -> int | None:
         """The newest batch whose reading drew from the global random generators."""
-        ...
+        return None
 
     @property
     def can_begin_again(self) -> bool:
         """Whether the loader can be read from its beginning once more in this process."""
-        ...
+        return True
 
     def begin(self) -> Any:
         """Begin the pass. Returns what :meth:`resume` needs to begin it again."""
-        ...
+        raise NotImplementedError
+
+    def _begin(self, iterator: Iterator[Any], *, drawn: int, is_over: bool = False) -> None:
+        self._iterator, self.drawn, self.is_over = iterator, drawn, is_over
 
     def read(self, number: int) -> Any:
         """Read batch ``number`` of this pass; earlier batches that were not taken are skipped.
@@ -63,23 +74,31 @@ class Source(Protocol):
         Raises:
             Exhausted: there is no such batch.
         """
-        ...
+        while True:
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                self.is_over = True
+                raise Exhausted(self.drawn) from None
+            self.drawn += 1
+            if self.drawn > number:
+                return batch
 
     def state(self) -> Any:
         """What :meth:`resume` needs to continue from here."""
-        ...
+        raise NotImplementedError
 
     def mark(self) -> Any:
         """:meth:`state`, for :meth:`resume` in this process."""
-        ...
+        return copy.deepcopy(self.state())
 
     def resume(self, begun: Any, state: Any, drawn: int, *, is_over: bool) -> None:
         """Continue after ``drawn`` batches; with no batch if the pass is over."""
-        ...
+        raise NotImplementedError
 
     def give_back(self, count: int) -> bool:
         """The newest batches count as not taken; False where a later start could not read them."""
-        ...
+        return False
 
 
 def source_of(loader: Any) -> Source:
@@ -122,19 +141,10 @@ def _loses_a_buffer(loader: Any) -> bool:
     return False
 
 
-class Indexed:
+class Indexed(Source):
     """A loader with ``[i]`` and ``len``, which returns the same batch each time."""
 
-    is_over = False  # its length tells
-    rereads = True
-    reads_by_number = True
-    skips_unread = True
-    last_draw: int | None = None
-    can_begin_again = True
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-        self.drawn = 0
+    rereads = reads_by_number = skips_unread = True
 
     def begin(self) -> None:
         self.drawn = 0
@@ -142,14 +152,12 @@ class Indexed:
     def read(self, number: int) -> Any:
         count = len(self._loader)
         if number >= count:
-            raise Exhausted(count)
+            raise Exhausted(count)  # the length tells; ``is_over`` stays False
         self.drawn = number + 1
         return self._loader[number]
 
     def state(self) -> None:
         return None
-
-    mark = state
 
     def resume(self, begun: Any, state: Any, drawn: int, *, is_over: bool) -> None:
         self.drawn = drawn
@@ -159,56 +167,11 @@ class Indexed:
         return True
 
 
-class _Sequential:
-    """A source whose batches are read in sequence."""
-
-    rereads = False
-    reads_by_number = False
-    skips_unread = False
-
-    @property
-    def last_draw(self) -> int | None:
-        return None
-
-    @property
-    def can_begin_again(self) -> bool:
-        return True
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-        self._iterator: Iterator[Any] = iter(())
-        self.is_over = False
-        self.drawn = 0
-
-    def _begin(self, iterator: Iterator[Any], *, drawn: int, is_over: bool = False) -> None:
-        self._iterator, self.drawn, self.is_over = iterator, drawn, is_over
-
-    def read(self, number: int) -> Any:
-        while True:
-            try:
-                batch = next(self._iterator)
-            except StopIteration:
-                self.is_over = True
-                raise Exhausted(self.drawn) from None
-            self.drawn += 1
-            if self.drawn > number:
-                return batch
-
-    def state(self) -> Any:
-        raise NotImplementedError
-
-    def mark(self) -> Any:
-        return copy.deepcopy(self.state())
-
-    def give_back(self, count: int) -> bool:
-        return False
-
-
 class OtherBatch(ConfigError):
     """A loader that was read again did not give the batch that it gave before."""
 
 
-class Plain(_Sequential):
+class Plain(Source):
     """Any iterable. A restart reads it from the beginning up to the run's position.
 
     Where reading drew from the global random generators (an endless generator over a DataLoader
@@ -219,7 +182,7 @@ class Plain(_Sequential):
         super().__init__(loader)
         # Number of a batch, and the generators from before it was read.
         self._draws: deque[tuple[int, Randomness]] = deque(maxlen=_NUM_DRAWS)
-        # Of batches that an earlier start has read and given back: they are to be the same.
+        # Generators before batches that an earlier start read and gave back: they are read alike.
         self._given_back: dict[int, Randomness] = {}
         self._last = ""  # digest of the last batch
         self._drew_to_begin = False
@@ -313,7 +276,7 @@ class Plain(_Sequential):
         return [name for name in _PASSES if type(getattr(self._loader, name, None)) is int]
 
 
-class Sampled(_Sequential):
+class Sampled(Source):
     """A DataLoader with our sampler, which can start at any batch."""
 
     rereads = True
@@ -342,7 +305,7 @@ class Sampled(_Sequential):
         self._begin(iterator, drawn=drawn, is_over=is_over)
 
 
-class Resumable(_Sequential):
+class Resumable(Source):
     """A loader with ``state_dict``: torchdata, MosaicML Streaming, litdata."""
 
     rereads = True

@@ -198,7 +198,9 @@ class Sampler(TorchSampler[list[int]]):
                 f"Sampler.over({type(loader).__name__}): it keeps its own position; iterate over "
                 "it and save its state_dict()"
             )
-        return _CountedBatches(self, loader)
+        drawn, batches = self._begin(loader)
+        counted: Iterator[Any] = self._counted(loader, drawn, batches, self._num_moved)
+        return counted
 
     def skip(self, start: int, stop: int) -> None:
         """Never read positions ``[start, stop)`` from the next batch on.
@@ -337,6 +339,41 @@ class Sampler(TorchSampler[list[int]]):
         if counted_by is None:
             self._place = self._next_pass(place)
 
+    def _begin(self, loader: Iterable[Any]) -> tuple[deque[_DrawnBatch], Iterator[Any]]:
+        """Begin to read at the position: the batches drawn and not counted yet, and the batches."""
+        drawn: deque[_DrawnBatch] = deque()
+        self._counted_by = drawn
+        try:
+            return drawn, iter(loader)
+        finally:
+            self._counted_by = None
+
+    def _counted(
+        self,
+        loader: Iterable[Any],
+        drawn: deque[_DrawnBatch],
+        batches: Iterator[Any],
+        num_moved: int,
+    ) -> Iterator[Any]:
+        """Move the position with each batch; begin again where it was moved from outside."""
+        while True:
+            if num_moved != self._num_moved:
+                num_moved = self._num_moved
+                # Without changing random generators, from which a loader draws a seed.
+                randomness = Randomness()
+                states = [(own, own.get_state()) for own in generators_of(loader)]
+                drawn, batches = self._begin(loader)
+                randomness.restore()
+                for generator, state in states:
+                    generator.set_state(state)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                self._place = self._next_pass(self._place)
+                return
+            self._count_batch(*drawn.popleft())
+            yield batch
+
     def _count_batch(self, first: int, place: _Position) -> None:
         self.positions = (first, place.cursor)
         self._place = place
@@ -347,54 +384,6 @@ def _require_whole(name: str, value: Any, *, least: int | None = None) -> None:
         raise ConfigError(f"Sampler: {name}={value!r}: must be an integer")
     if least is not None and value < least:
         raise ConfigError(f"Sampler: {name}={value}: must be at least {least}")
-
-
-class _CountedBatches:
-    """The batches of a loader; each moves the sampler's position when it is returned."""
-
-    def __init__(self, sampler: Sampler, loader: Iterable[Any]) -> None:
-        self._sampler, self._loader = sampler, loader
-        self._num_moved: int
-        self._batches: Iterator[Any]
-        self._is_over: bool
-        self._begin()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        sampler = self._sampler
-        if self._num_moved != sampler._num_moved:
-            self._restart()
-        try:
-            batch = next(self._batches)
-        except StopIteration:
-            if not self._is_over:
-                self._is_over = True
-                sampler._place = sampler._next_pass(sampler._place)
-            raise
-        sampler._count_batch(*self._drawn.popleft())
-        return batch
-
-    def _begin(self) -> None:
-        sampler = self._sampler
-        self._is_over = False
-        self._num_moved = sampler._num_moved
-        self._drawn: deque[_DrawnBatch] = deque()
-        sampler._counted_by = self._drawn
-        try:
-            self._batches = iter(self._loader)
-        finally:
-            sampler._counted_by = None
-
-    def _restart(self) -> None:
-        """Begin again without changing random generators, from which a loader draws a seed."""
-        randomness = Randomness()
-        generator_states = [(one, one.get_state()) for one in generators_of(self._loader)]
-        self._begin()
-        randomness.restore()
-        for generator, state in generator_states:
-            generator.set_state(state)
 
 
 def keeps_own_position(loader: Any) -> bool:

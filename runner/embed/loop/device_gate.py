@@ -1,4 +1,4 @@
-"""The gate of optimizers that obey a number on the device, so that the host need not wait for it.
+"""Gates optimizers by a number on the device, so that the host need not wait for it.
 
 torch's fused optimizers read ``found_inf``, the hook of ``torch.amp.GradScaler``: where it is 1
 they leave parameters, moments and step counts as they are, bit for bit.
@@ -34,21 +34,21 @@ def require_gated(
         # Private in torch, by which GradScaler asks; tests/mechanism/test_guard_late.py pins it.
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
             raise ConfigError(
-                f"Guard: sync=False needs optimizers that the device can hold back (found_inf): "
+                f"Guard: sync=False needs optimizers that the device can gate (found_inf): "
                 f"torch's fused ones (fused=True: Adam, AdamW, SGD, Adagrad), and this is "
                 f"{type(optimizer).__name__}; leave sync out"
             )
     if any(isinstance(one, torch.amp.GradScaler) for one in schedulers):
         raise ConfigError(
-            "Guard: sync=False and a GradScaler: both hold the optimizer back by found_inf, and "
+            "Guard: sync=False and a GradScaler: both gate the optimizer by found_inf, and "
             "the scaler waits for the device; leave sync out, or use BF16 or FP32 without it"
         )
 
 
 class DeviceGate:
-    """Holds optimizers back while :attr:`closed` is a tensor that is 1.
+    """Withholds updates while :attr:`closed` is a tensor that is 1, by hooks of the optimizers.
 
-    By hooks of the optimizers: what somebody else has set beside it (a loss scaler) counts too.
+    A ``found_inf`` that is set already is kept.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -81,7 +81,7 @@ class DeviceGate:
 class HostSide:
     """What a loop changes on the host with each update: schedulers, and the optimizers' options.
 
-    Taken before an update that the device may hold back, and put back if it has.
+    Captured before an update that the device may withhold; restored if it has.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Scalers:
         ]
 
     def is_overflow(self, signals: StepSignals) -> bool:
-        """Whether a scaler is to skip the step: gradients are Inf, the loss is finite."""
+        """Whether a scaler will skip the step: gradients are Inf, the loss is finite."""
         return (
             bool(self._scalers)
             and math.isfinite(signals.loss)

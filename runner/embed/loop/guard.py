@@ -73,8 +73,8 @@ class Guard(Holder):
         accumulate: batches of :meth:`over` per step, so per call of :meth:`ok`.
         settings: ``guard.*`` and ``checkpoint.*`` by their names (``persist=2``, ``keep=3``);
             ``skip=[[a, b]]``: batches never to be read, half open; ``allow_change=True``: go on
-            with other settings than the run was begun with; ``sync=False``: the device holds the
-            update back, and the host reads the numbers one step later, see docs/loop.md.
+            with other settings than the run was begun with; ``sync=False``: the device
+            gates the update, and the host checks the result one step later, see docs/loop.md.
 
     Raises:
         ConfigError: an invalid setting, or ``out`` is in use or holds another run.
@@ -215,9 +215,9 @@ class Guard(Holder):
         Call it once per step on every rank, after ``backward`` and before the optimizer's step.
         False means that the step was discarded, or the run has already gone back to a checkpoint;
         the gradients are gone. After a resume of three or more ranks with plain gradients the first
-        step is computed twice: it is False, and the batches come once more. With ``sync=False``
-        True leaves it to the device whether the update is made, and False may also mean that the
-        step's batches come once more.
+        step is aborted: False, and its batches are replayed. With ``sync=False`` True leaves it to
+        the device whether the update is made, and False may also mean that this step was
+        speculative and its batches are replayed.
 
         Args:
             loss: this rank's, a scalar or a tensor whose mean it is; the guard judges the mean
@@ -234,7 +234,7 @@ class Guard(Holder):
         return is_allowed
 
     def note(self, loss: torch.Tensor | float) -> None:
-        """With ``accumulate``: the loss of a batch whose step is not whole yet. Waits for nothing.
+        """With ``accumulate``: record the loss of a micro-batch but the last. Waits for nothing.
 
         :meth:`ok` then judges the mean of these and of the loss that it is given, and NaN in any of
         them discards the step, also where the gradients are finite.
@@ -285,7 +285,7 @@ class Guard(Holder):
         """
         if self._gate is not None:
             raise ConfigError(
-                "sync=False needs guard.over: a batch may have to be given once more; leave it out"
+                "sync=False needs guard.over: a batch may have to be replayed; leave it out"
             )
         self._carried.data_goes_on = True
         if not self._has_begun:
@@ -386,7 +386,7 @@ class Guard(Holder):
         self._carried.restore_randomness()
 
     def _require_equal_lengths(self, loader: Any) -> None:
-        """A rank whose pass ends before the others' would leave them in a collective alone."""
+        """A rank whose pass ends early would leave the others waiting in a collective."""
         try:
             length = len(loader)
         except TypeError:
@@ -491,7 +491,7 @@ class Guard(Holder):
         """Have the batches of an aborted step handed out once more. Collective."""
         story = self._steps
         if story.must_replay and not (story.has_rolled_back and self._carried.has_moved):
-            # What was read after a step that was refused late may follow from what it computed.
+            # What the speculative step read may depend on what the withheld one computed.
             draws = self._draws if self._in_hand and self._in_hand[0].after is None else None
             if not self._go_back(draws, draws is not None and draws.has_drawn):
                 self._replayed.extend(self._in_hand)
@@ -499,7 +499,7 @@ class Guard(Holder):
         self._in_hand.clear()
 
     def _read_again(self) -> None:
-        """Have the batches of a refused step read once more, one after the other. Collective.
+        """Read the batches of a discarded step again, one after the other. Collective.
 
         Where reading draws from a generator from which the loop has drawn as well since the step
         began, what its later batches are, and how they leave the generator, depends on what was
@@ -532,7 +532,7 @@ class Guard(Holder):
             self._steps.finish_reading()
 
     def _leave_pass(self) -> None:
-        """The pass before may have been left by ``break``, with an update not counted yet."""
+        """The last pass may have been left by ``break``, with an update not counted yet."""
         if self._has_begun:
             self.settle()
             self._finish_reading()
@@ -551,7 +551,7 @@ class Guard(Holder):
             if is_end:
                 self._read_again()
         elif is_end and self._draws is not None:
-            self._draws.before.restore()  # a script that goes on has read them, the next start not
+            self._draws.before.restore()  # as the next start finds them
 
     def _is_done(self, steps: int | None) -> bool:
         if steps is None or self.updates < steps:

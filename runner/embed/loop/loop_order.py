@@ -1,7 +1,7 @@
-"""Whether a loop asks the guard at the right place: after backward, and before weights change.
+"""Checks that a loop calls the guard after backward and before its weights change.
 
-Seen from the weights: an update before the question could not be refused. In the first steps of a
-start the values are compared, later torch's counters of changes in place.
+An update made before the call could not be refused. In the first steps of a start values are
+compared, later torch's version counters of in-place changes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TOLERANCE = 1e-6  # of a gradient's norm between ranks; where it was reduced it
 
 
 class LoopOrder:
-    """Watches the weights between a step's first batch and the question.
+    """Watches the weights between a step's first batch and ``guard.ok``.
 
     Args:
         parameters: of the models and optimizers, by name.
@@ -40,7 +40,7 @@ class LoopOrder:
         return 0 < self._num_begun <= _COMPARED
 
     def begin(self) -> None:
-        """A step's first batch was read."""
+        """Remember the weights as a step's first batch finds them."""
         self._num_begun += 1
         self._versions = self._current_versions()
         self._values = self._current_values() if self.is_compared else None

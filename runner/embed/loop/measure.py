@@ -66,20 +66,21 @@ class Measurer:
         self._order: LoopOrder | None = LoopOrder(state.parameters, ranks)
 
     def note(self, loss: torch.Tensor | float, number: int) -> None:
-        """The loss of batch ``number``, whose gradients others of the same step are added to."""
+        """Record the loss of one micro-batch of an accumulated step."""
         self._noted[number] = _scalar(loss, self._state.compute_device)
 
     def adds_differently_at_first(self) -> bool:
-        """Whether a process's first backward may add the ranks' gradients in another order.
+        """Whether the first backward of a process may reduce gradients in another order.
 
-        DistributedDataParallel makes its buckets anew after the first. Of two ranks it is a + b.
+        DistributedDataParallel rebuilds its buckets after the first. With two ranks any order gives
+        the same sum.
         """
         return self._ranks.world_size > _TWO and any(
             not isinstance(parameter, DTensor) for parameter, _ in self._parameters()
         )
 
     def begin_step(self) -> None:
-        """Another step begins: its first batch was read."""
+        """Begin a step: its first batch was read."""
         self._noted = {}
         if self._order is not None:
             self._order.begin()
@@ -145,7 +146,7 @@ class Measurer:
         return info
 
     def _loss_of_step(self, loss: torch.Tensor | float, batches: tuple[int, int]) -> torch.Tensor:
-        """The mean over this rank's batches that it was told of."""
+        """The mean over the losses of this rank's micro-batches."""
         value = _scalar(loss, self._state.compute_device)
         judged, self._noted = self._noted, {}
         if judged:
@@ -225,7 +226,7 @@ class Measurer:
             parameter.grad = None
 
     def forget_late_gradients(self) -> None:
-        """Drop gradients that the loop computed after its step was refused."""
+        """Drop gradients that the loop computed after its step was discarded."""
         self.forget_gradients()
 
     def suspects(self, plan: BatchPlan) -> list[Suspect]:
@@ -247,7 +248,7 @@ class Measurer:
         ]
 
     def _worst_of(self, plan: BatchPlan) -> int:
-        """Of this rank's batches of the step the one not finite, or the loudest."""
+        """This rank's batch of the step that is not finite, or has the highest loss."""
         if not self._judged:
             return plan.start
         losses = dict(

@@ -62,13 +62,13 @@ class DataPosition:
         self.begun, self.state = unpack(stored["begun"]), unpack(stored["state"])
 
     def forget_last_batch(self) -> None:
-        """The position is another rank's, whose batches may be others."""
+        """The position is another rank's: do not compare its last batch with this rank's."""
         if isinstance(self.state, dict) and "last" in self.state:
             self.state["last"] = ""
 
 
 class CannotReadAgain(RunnerError):
-    """The run can only go on from its checkpoint in another process."""
+    """The run can only be resumed from its checkpoint by another process."""
 
 
 def require_beginning(source: Source, ranks: Ranks, what: str) -> None:
@@ -90,7 +90,7 @@ class RollbackState:
     """Saves and restores this state, see :class:`runner.train.state.Carried`.
 
     Attributes:
-        data_goes_on: whether a rollback skips all that was read since, and need not read it again.
+        data_goes_on: whether the data continues after a rollback, and what was read is skipped.
         has_moved: whether the last rollback has set the data position back.
         schedulers: the loop's.
     """
@@ -146,8 +146,8 @@ class RollbackState:
     def _must_read_again(self, place: Mapping[str, Any]) -> bool:
         """Whether reading has drawn from the random generators since the checkpoint. Collective.
 
-        The generators go back, and data that goes on would not have drawn: what follows would not
-        be what a run reads that was told to skip all that. So it is read again, and passed over.
+        The generators go back, but data that continues would not draw again, and later batches
+        would differ from those of a run that skips the range. So it is read again and dropped.
 
         Raises:
             CannotReadAgain: the loader is an iterator, which has no beginning.

@@ -144,7 +144,7 @@ class ZeroMeasurer(Measurer):
         return False
 
     def forget_late_gradients(self) -> None:
-        """None: DeepSpeed has ended the step."""
+        """Nothing to drop: DeepSpeed has ended the step."""
 
     def forget_gradients(self) -> None:
         """Make DeepSpeed skip the step as on an overflow; nothing else changes. Collective.

@@ -1,6 +1,6 @@
-"""State of modules beside tensors: what ``get_extra_state`` returns, and numbers that they count.
+"""State of modules beside tensors: what ``get_extra_state`` returns, and counters.
 
-A discard undoes what forward passes changed of it; a checkpoint has it.
+A discard undoes what forward passes changed of it, and it is saved in checkpoints.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class StepDraws:
     """What the batches of one step drew from the generators as they were read.
 
     A loop that accumulates computes between two reads, and its dropout draws as well. If the step
-    is refused, the generators are to be as if its batches had been read, one after the other, and
+    is discarded, the generators must be as if its batches had been read, one after the other, and
     nothing computed.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""What a loop may change in its course: groups of parameters, what is frozen, which mode is on.
+"""What a loop may change while it runs: parameter groups, frozen parameters, modes of modules.
 
 Freezing, unfreezing and groups added later are part of the state: a rollback undoes them, and a
 restart finds them as they were.

@@ -138,11 +138,12 @@ class LoopState(StagedState):
         slices: dict[str, TensorSlice] = {}
         tensors: dict[str, Any] = {}
 
-        def add(name: str, tensor: torch.Tensor, like: str | None) -> None:
+        def add(name: str, tensor: torch.Tensor, like: str | None = None) -> str:
             slice_ = tensor_slice(name, tensor.dtype, self._where(tensor, name, like))
             slice_.read = lambda: local(tensor)
             slices[name] = slice_
             tensors[name] = slice_.entry(like, home_of(tensor))
+            return name
 
         for name, parameter in self.parameters.items():
             if parameter.numel():  # the ring cannot hold an empty tensor
@@ -187,7 +188,7 @@ class LoopState(StagedState):
         slice_.read = lambda: self.buffers.live(name).detach()
         return slice_
 
-    def _pack_optimizer(self, number: int, add: Callable[..., None]) -> dict[str, Any]:
+    def _pack_optimizer(self, number: int, add: Callable[..., str]) -> dict[str, Any]:
         optimizer = self.optimizers[number]
         members = self._groups[number].to_json()
         states = {}
@@ -199,17 +200,12 @@ class LoopState(StagedState):
         groups = []
         for group_number, group in enumerate(optimizer.param_groups):
             options = {key: value for key, value in group.items() if key != "params"}
-            groups.append(
-                pack(
-                    options,
-                    f"optim/{number}/group/{group_number}",
-                    lambda t, where: _add(add, t, where),
-                )
-            )
+            where = f"optim/{number}/group/{group_number}"
+            groups.append(pack(options, where, lambda tensor, name: add(name, tensor)))
         return {"states": states, "groups": groups, **members}
 
     def _pack_state(
-        self, number: int, name: str, parameter: torch.Tensor, add: Callable[..., None]
+        self, number: int, name: str, parameter: torch.Tensor, add: Callable[..., str]
     ) -> Any:
         def tensor(value: torch.Tensor, where: str) -> Any:
             if not value.numel():
@@ -217,8 +213,7 @@ class LoopState(StagedState):
             is_like = value.shape == parameter.shape and (
                 isinstance(value, DTensor) == isinstance(parameter, DTensor)
             )
-            add(where, value, name if is_like else None)
-            return where
+            return add(where, value, name if is_like else None)
 
         state = self.optimizers[number].state[parameter]
         return pack(state, f"optim/{number}/{name}", tensor)
@@ -341,7 +336,7 @@ class LoopState(StagedState):
             if (
                 existing is not None
                 and existing.dtype == slice_.dtype
-                and _is_size(existing, slice_)
+                and local(existing).numel() == slice_.geometry.count
             ):
                 self._fill(existing, name)
                 return existing
@@ -382,15 +377,6 @@ class LoopState(StagedState):
                             return where
 
                         pack(optimizer.state[parameter], f"optim/{number}/{name}", collect)
-
-
-def _add(add: Callable[..., None], tensor: torch.Tensor, where: str) -> str:
-    add(where, tensor, None)
-    return where
-
-
-def _is_size(live: torch.Tensor, place: TensorSlice) -> bool:
-    return local(live).numel() == place.geometry.count
 
 
 def _prefixed(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:

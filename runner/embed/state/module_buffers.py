@@ -60,7 +60,7 @@ class Buffers:
                     self._kept[name].is_changing = has_running_statistics(module)
 
     def _unknown(self) -> list[tuple[str, nn.Module, str]]:
-        """Buffers that were made since the last look: name, module, key."""
+        """Buffers that were created since the last check: name, module, key."""
         unknown = [
             (name, module, key)
             for name, (module, key) in self._empty.items()
@@ -79,7 +79,7 @@ class Buffers:
         return unknown
 
     def _adopt(self) -> None:
-        """Keep what a forward pass has made; it is saved, because it may depend on data."""
+        """Save what a forward pass has created, because it may depend on data."""
         unknown = self._unknown()
         if not unknown:
             return
@@ -92,7 +92,7 @@ class Buffers:
         self._sizes = [len(module._buffers) for _, module in self._modules]
 
     def _forget(self, name: str, module: nn.Module, key: str, *, was_registered: bool) -> None:
-        """As if the buffer had not been made."""
+        """Remove a buffer, as if it had not been created."""
         self._kept.pop(name, None)
         if was_registered:
             module._buffers[key] = None
@@ -101,7 +101,7 @@ class Buffers:
             module._buffers.pop(key, None)
 
     def give(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Make a buffer that a checkpoint holds and no forward pass has made here yet."""
+        """Create a buffer that a checkpoint holds and no forward pass has created here yet."""
         if name in self._empty:
             module, key = self._empty[name]
             near = [*module.parameters(), *module.buffers()]
@@ -110,7 +110,7 @@ class Buffers:
             self._adopt()
 
     def drop_all_but(self, names: Collection[str]) -> None:
-        """Of what forward passes have made, keep what a checkpoint holds."""
+        """Remove buffers that forward passes have created and a checkpoint does not hold."""
         for name, (module, key, was_registered) in list(self._born.items()):
             if name not in names:
                 del self._born[name]
@@ -167,7 +167,7 @@ class Buffers:
         self._kept[name].note_change()
 
     def put_back_original(self, saved: Collection[str]) -> None:
-        """A checkpoint without a buffer is from before its first change.
+        """Reset buffers that the checkpoint lacks: it is from before their first change.
 
         Args:
             saved: names of the buffers that the checkpoint holds.
