@@ -212,6 +212,25 @@ def test_it_ends_at_the_very_update(tmp_path: Path) -> None:
     assert ends[1][1:] == ([(6, 7), (21, 22)], 21)
 
 
+@pytest.mark.parametrize("kind", ["plain", "stateful"])
+def test_a_loop_left_in_a_speculative_step_loses_no_batch(tmp_path: Path, kind: str) -> None:
+    """The step before is found bad only when the loop is left; the next start reads the batch."""
+    data = batches({7}, num=14)
+    for stop in (8, None):
+        job = Job.make(fused)
+        guard = Guard(tmp_path, model=job.model, optimizer=job.optimizer, every=50, sync=False)
+        for number, batch in enumerate(guard.over(KINDS[kind](data))):
+            if number == stop:
+                assert guard._steps.is_unread
+                break
+            if guard.ok(job.backward(batch)):
+                job.optimizer.step()
+            job.optimizer.zero_grad()
+        guard.close()
+    assert guard.skipped == ([(7, 8)] if kind == "plain" else [(7, 9)])
+    assert guard.updates == (13 if kind == "plain" else 12)
+
+
 def test_another_start_may_wait(tmp_path: Path) -> None:
     """It changes nothing of the run."""
     data = batches({18, 30, 31, 32})

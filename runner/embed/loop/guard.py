@@ -231,6 +231,7 @@ class Guard(Holder):
         with journal_errors(self._run):
             is_allowed = self._steps.judge(loss, tokens)
         self._replay_aborted()
+        self._in_hand.clear()
         return is_allowed
 
     def note(self, loss: torch.Tensor | float) -> None:
@@ -490,7 +491,9 @@ class Guard(Holder):
     def _replay_aborted(self) -> None:
         """Have the batches of an aborted step handed out once more. Collective."""
         story = self._steps
-        if story.must_replay and not (story.has_rolled_back and self._carried.has_moved):
+        if not story.must_replay:
+            return
+        if not (story.has_rolled_back and self._carried.has_moved):
             # What the speculative step read may depend on what the withheld one computed.
             draws = self._draws if self._in_hand and self._in_hand[0].after is None else None
             if not self._go_back(draws, draws is not None and draws.has_drawn):
@@ -530,6 +533,7 @@ class Guard(Holder):
     def _finish_reading(self) -> None:
         with journal_errors(self._run):
             self._steps.finish_reading()
+        self._replay_aborted()
 
     def _leave_pass(self) -> None:
         """The last pass may have been left by ``break``, with an update not counted yet."""
