@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from runner.data.dataset import Dataset, describe
 from runner.data.feed import Feed, RankBatch
 from runner.data.mixture import MixtureOrder
 from runner.distributed.agreement import Ranks
-from runner.engine.protocol import Engine, LocalSums, MicroStep
+from runner.engine.protocol import Engine, LocalSums, MicroStep, Sequences
 from runner.health.heartbeat import Heartbeat
 from runner.policy.decision.signals import Bounds, StepSignals
 from runner.policy.decision.skip_ledger import Ledger
@@ -47,7 +46,6 @@ from runner.train.agreed_step import (
 )
 from runner.train.gate import is_closed
 from runner.train.layers import LayerWatch, Measured
-from runner.train.source_losses import SourceLosses
 
 _CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 _MAX_SUSPECTS = 8  # of one rank
@@ -129,6 +127,43 @@ class StepRules:
     mixture: MixtureOrder | None = None
 
 
+class SourceLosses:
+    """The training loss of each source of a mixture, summed with the step's other numbers.
+
+    Args:
+        order: order of the sources; None without sources, so nothing is summed.
+        own_positions: stream positions of this rank's rows, None for padding.
+    """
+
+    def __init__(
+        self, order: MixtureOrder | None, own_positions: Callable[[BatchPlan], list[int | None]]
+    ) -> None:
+        self._order = order
+        self._own_positions = own_positions
+        self.num = 0 if order is None else len(order.names)
+
+    def packed(self, plan: BatchPlan, sequences: Sequences) -> list[torch.Tensor]:
+        """This rank's sums: each source's loss, then its number of terms; FP64 ``[2 * num]``.
+
+        In a list, which is empty without sources. Does not wait.
+        """
+        if self._order is None:
+            return []
+        sources = self._order.sources(plan.indices).tolist()
+        source_of = dict(zip(plan.positions.tolist(), sources, strict=True))
+        rows = [-1 if at is None else source_of.get(at, -1) for at in self._own_positions(plan)]
+        values = torch.stack([torch.cat(sequences.losses), torch.cat(sequences.counts)]).double()
+        of_row = on_device([float(source) for source in rows], values.device)
+        numbers = torch.arange(self.num, dtype=torch.float64, device=values.device)
+        # Selected, not multiplied by a mask: a NaN row must affect its own source only.
+        chosen = torch.where(of_row == numbers[:, None, None], values, 0.0)
+        return [chosen.sum(dim=2).T.reshape(-1)]
+
+    def read(self, sums: list[float]) -> tuple[tuple[float, float], ...]:
+        """(loss, count) of each source, from the sums over all ranks."""
+        return tuple(zip(sums[: self.num], sums[self.num :], strict=True))
+
+
 class Stepper:
     """Runs attempted steps on one rank.
 
@@ -153,9 +188,7 @@ class Stepper:
         self._layers: LayerWatch | None = None
         self._late_layers: _LateNumbers | None = None
         self._engine = engine
-        self._sources = SourceLosses(
-            rules.mixture, feed.own_positions, partial(on_device, device=engine.device)
-        )
+        self._sources = SourceLosses(rules.mixture, feed.own_positions)
         self._feed = feed
         self._dataset = dataset
         self._ranks = ranks

@@ -48,6 +48,8 @@ class StepPlanner:
 
     def plan(self, batch: BatchPlan, updates: int, bounds: Bounds) -> StepPlan:
         """Plan the step after ``updates`` applied ones."""
+        history, rollbacks = self.journal.history, self.journal.history.rollbacks
+        last = rollbacks[-1].serial if rollbacks else 0
         return StepPlan(
             batch=batch,
             step=updates + 1,
@@ -57,18 +59,13 @@ class StepPlanner:
             stop=self.stop(),
             observer_failed=self.observers.has_failed,
             progress=self.progress(),
-            decisions=self._decisions(),
-            is_wide=self.journal.history.is_wide(batch.start),
+            decisions=f"{history.num_discarded} discards, {len(rollbacks)} rollbacks, last {last}",
+            is_wide=history.is_wide(batch.start),
         )
 
     def learning_rate(self, updates: int) -> float:
         """Learning rate of the step after ``updates`` applied ones, with rollback cuts."""
         return self.schedule.rate(updates) * cut_factor(updates, self.journal.history.cuts)
-
-    def _decisions(self) -> str:
-        history = self.journal.history
-        last = history.rollbacks[-1].serial if history.rollbacks else 0
-        return f"{history.num_discarded} discards, {len(history.rollbacks)} rollbacks, last {last}"
 
 
 class StepRunner:
@@ -118,7 +115,9 @@ class StepRunner:
                 return StepInfo(signals=discarded_signals(incident), known=incident)
             step = self._launch(batch, state.updates, state.baseline.bounds)
         if self._may_run_ahead(step, state):
-            self._ahead = self._launch_after(step, state)
+            # Assuming that ``step`` is applied and clean.
+            batch, bounds = self.planner.batch(step.batch.stop), state.baseline.bounds_ahead
+            self._ahead = self._launch(batch, state.updates + 1, bounds, after=step)
         info = self._stepper.read(step)
         self.planner.observers.step = info.signals.step
         if info.observer_failed:
@@ -140,12 +139,6 @@ class StepRunner:
     ) -> InFlightStep:
         plan = self.planner.plan(batch, updates, bounds)
         return self._stepper.launch(plan, self.planner.journal.history.ledger, after=after)
-
-    def _launch_after(self, step: InFlightStep, state: TrainState) -> InFlightStep:
-        """Launch the next step, assuming that ``step`` is applied and clean."""
-        batch = self.planner.batch(step.plan.batch.stop)
-        bounds = state.baseline.bounds_ahead
-        return self._launch(batch, state.updates + 1, bounds, after=step)
 
     def _may_run_ahead(self, step: InFlightStep, state: TrainState) -> bool:
         """Whether the step after ``step`` may be launched before ``step`` is read.
