@@ -19,7 +19,7 @@ from torch import nn
 
 from runner.distributed.agreement import Ranks
 from runner.embed.loop.measure import Measurer
-from runner.embed.state.geometry import Geometry
+from runner.embed.state.geometry import Geometry, row
 from runner.embed.state.loop_state import LoopState
 from runner.engine.norm import squared_norm
 from runner.engine.zero import stage_of
@@ -98,14 +98,7 @@ class ZeroState(LoopState):
     def _where(self, tensor: torch.Tensor, name: str, like: str | None) -> Geometry:
         if like not in self._flats:
             return super()._where(tensor, name, like)
-        count, ranks = tensor.numel(), self._ranks
-        return Geometry(
-            shape=(ranks.world_size, count),
-            start=ranks.rank * count,
-            count=count,
-            index=0,
-            copies=1,
-        )
+        return row([tensor.numel()], self._ranks.rank, self._ranks.world_size)
 
     def expect(self, tensors: Mapping[str, Any]) -> None:
         for name in sorted(self._flats):

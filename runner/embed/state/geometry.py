@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,19 @@ class Geometry:
         return first, min(size, self.count - first)
 
 
+def replicated(shape: Sequence[int], *, rank: int, world_size: int) -> Geometry:
+    """Of a tensor that is the same on all ranks."""
+    return Geometry(
+        shape=tuple(shape), start=0, count=math.prod(shape), index=rank, copies=world_size
+    )
+
+
+def row(shape: Sequence[int], number: int, num_rows: int) -> Geometry:
+    """Of a tensor that differs between ranks: each rank's is one row."""
+    count = math.prod(shape)
+    return Geometry(shape=(num_rows, *shape), start=number * count, count=count, index=0, copies=1)
+
+
 def geometry(tensor: torch.Tensor, name: str, *, rank: int, world_size: int) -> Geometry:
     """The geometry of a DTensor, or of a plain tensor that is the same on all ranks.
 
@@ -42,16 +56,15 @@ def geometry(tensor: torch.Tensor, name: str, *, rank: int, world_size: int) -> 
         ConfigError: the ring does not support its placements.
     """
     if not isinstance(tensor, DTensor):
-        shape = tuple(tensor.shape)
-        return Geometry(shape=shape, start=0, count=math.prod(shape), index=rank, copies=world_size)
+        return replicated(tensor.shape, rank=rank, world_size=world_size)
     mesh, shards = tensor.device_mesh, [p for p in tensor.placements if not p.is_replicate()]
-    replicated = [n for n, placement in enumerate(tensor.placements) if placement.is_replicate()]
+    copied = [n for n, placement in enumerate(tensor.placements) if placement.is_replicate()]
     is_plain = all(type(p) in (Shard, Replicate) for p in tensor.placements)
     if (
         not is_plain
         or any(shard.dim != 0 for shard in shards if isinstance(shard, Shard))
         or len(shards) > 1
-        or (shards and len(replicated) > 1)
+        or (shards and len(copied) > 1)
         or mesh.size() != world_size
     ):
         raise ConfigError(
@@ -59,18 +72,18 @@ def geometry(tensor: torch.Tensor, name: str, *, rank: int, world_size: int) -> 
             "only parameters replicated, or sharded along dimension 0 on one dimension of a mesh "
             "of all ranks (FSDP2, HSDP), can be saved"
         )
-    return _of_dtensor(tensor, replicated, rank=rank, world_size=world_size)
+    return _of_dtensor(tensor, copied, rank=rank, world_size=world_size)
 
 
-def _of_dtensor(tensor: DTensor, replicated: list[int], *, rank: int, world_size: int) -> Geometry:
+def _of_dtensor(tensor: DTensor, copied: list[int], *, rank: int, world_size: int) -> Geometry:
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
-    sharded_dim = next((n for n in range(mesh.ndim) if n not in replicated), None)
+    sharded_dim = next((n for n in range(mesh.ndim) if n not in copied), None)
     if sharded_dim is None:
-        return Geometry(shape=shape, start=0, count=math.prod(shape), index=rank, copies=world_size)
+        return replicated(shape, rank=rank, world_size=world_size)
     index, copies, group = 0, 1, None
-    if replicated:
-        index, copies = mesh.get_local_rank(replicated[0]), mesh.size(replicated[0])
-        group = mesh.get_group(replicated[0])
+    if copied:
+        index, copies = mesh.get_local_rank(copied[0]), mesh.size(copied[0])
+        group = mesh.get_group(copied[0])
     # FSDP2 gives each rank ceil(rows / ranks) rows (torch.chunk).
     per_rank = -(-shape[0] // mesh.size(sharded_dim))
     rows_before = min(shape[0], per_rank * mesh.get_local_rank(sharded_dim))

@@ -7,6 +7,7 @@ first step removes the state again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from runner.distributed.agreement import Ranks
 from runner.embed.state.codec import dtype_of, inline, outline, pack, unpack
 from runner.embed.state.extra_state import ExtraState
-from runner.embed.state.geometry import Geometry, local
+from runner.embed.state.geometry import Geometry, local, row
 from runner.embed.state.groups import Modes, ParameterGroups
 from runner.embed.state.lanes import encode
 from runner.embed.state.module_buffers import Buffers
@@ -149,7 +150,10 @@ class LoopState(StagedState):
             if parameter.numel():  # the ring cannot hold an empty tensor
                 add(f"param/{name}", parameter, name)
         for name in self._changing_buffers():
-            slice_ = self._buffer_slice(name, self._ranks.rank, self._ranks.world_size)
+            live = self.buffers.live(name)
+            where = row(live.shape, self._ranks.rank, self._ranks.world_size)
+            slice_ = tensor_slice(f"buffer/{name}", live.dtype, where)
+            slice_.read = partial(self.buffers.live, name)
             slices[slice_.name] = slice_
             tensors[slice_.name] = slice_.entry(None, "buffer")
         captured: dict[str, Any] = {
@@ -173,20 +177,6 @@ class LoopState(StagedState):
         for name in names:
             self.buffers.mark(name)
         return names
-
-    def _buffer_slice(self, name: str, row: int, rows: int) -> TensorSlice:
-        """The slice of a buffer; the ranks' buffers are rows of one tensor."""
-        live = self.buffers.live(name)
-        where = Geometry(
-            shape=(rows, *live.shape),
-            start=row * live.numel(),
-            count=live.numel(),
-            index=0,
-            copies=1,
-        )
-        slice_ = tensor_slice(f"buffer/{name}", live.dtype, where)
-        slice_.read = lambda: self.buffers.live(name).detach()
-        return slice_
 
     def _pack_optimizer(self, number: int, add: Callable[..., str]) -> dict[str, Any]:
         optimizer = self.optimizers[number]
@@ -240,8 +230,7 @@ class LoopState(StagedState):
             key = name.removeprefix("buffer/")
             if key not in self.buffers or list(self.buffers.live(key).shape) != list(shape[1:]):
                 raise CheckpointError(f"the checkpoint is of another model: buffer {key!r}")
-            row = self._ranks.rank % shape[0]
-            return self._buffer_slice(key, row, shape[0]).geometry
+            return row(shape[1:], self._ranks.rank % shape[0], shape[0])
         if like is None:
             return self._replicated(shape)
         parameter = self.parameters.get(like)

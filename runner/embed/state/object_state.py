@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from runner.distributed.agreement import Ranks
 from runner.embed.state.codec import dtype_of, inline, outline, pack, unpack
-from runner.embed.state.geometry import Geometry, local
+from runner.embed.state.geometry import Geometry, local, row
 from runner.embed.state.lanes import encode
 from runner.embed.state.staged_state import StagedState, TensorSlice, home_of, tensor_slice
 from runner.system.error import CheckpointError, ConfigError
@@ -99,19 +99,12 @@ class TreeState(StagedState):
 
     def _slice(self, name: str, tensor: torch.Tensor) -> TensorSlice:
         if name in self._differing:
-            where = self._row(tensor.shape, self._ranks.rank, self._ranks.world_size)
+            where = row(tensor.shape, self._ranks.rank, self._ranks.world_size)
         else:
             where = self.geometry_of(tensor, name)
         slice_ = tensor_slice(name, tensor.dtype, where)
         slice_.read = lambda: local(tensor)
         return slice_
-
-    def _row(self, shape: Sequence[int], row: int, rows: int) -> Geometry:
-        """The geometry of a tensor that differs between ranks: one row per rank."""
-        count = torch.Size(shape).numel()
-        return Geometry(
-            shape=(rows, *shape), start=row * count, count=count, index=0, copies=1, group=None
-        )
 
     # -- agreeing -------------------------------------------------------------------------
 
@@ -156,7 +149,7 @@ class TreeState(StagedState):
         self, name: str, shape: Sequence[int], like: str | None, home: str
     ) -> Geometry:
         if home == _OWN:
-            return self._row(shape[1:], self._ranks.rank % shape[0], shape[0])
+            return row(shape[1:], self._ranks.rank % shape[0], shape[0])
         cut = self._sharded_like(name, shape, like)
         return self._replicated(shape) if cut is None else self.geometry_of(cut, name)
 

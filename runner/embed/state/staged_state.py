@@ -7,7 +7,6 @@ a part, and they exchange the parts at a load.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from runner.checkpoint.dtypes import ITEM_SIZES
 from runner.distributed.agreement import Ranks
 from runner.embed.state import lanes
 from runner.embed.state.codec import dtype_of
-from runner.embed.state.geometry import Geometry, geometry, local
+from runner.embed.state.geometry import Geometry, geometry, local, replicated
 
 _BUCKET_BYTES = 1 << 26  # that ranks exchange at a time
 
@@ -170,14 +169,7 @@ class StagedState:
 
     def _replicated(self, shape: Sequence[int]) -> Geometry:
         """The geometry of a tensor that is the same on all ranks."""
-        ranks = self._ranks
-        return Geometry(
-            shape=tuple(shape),
-            start=0,
-            count=math.prod(shape),
-            index=ranks.rank,
-            copies=ranks.world_size,
-        )
+        return replicated(shape, rank=self._ranks.rank, world_size=self._ranks.world_size)
 
     def finish_load(self, update_counts: Mapping[str, int]) -> None:
         """Exchange the parts that the ranks have read. Collective."""
