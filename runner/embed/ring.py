@@ -196,7 +196,7 @@ class Ring(Holder):
         """(step, ``clean`` or ``committed``, ``disk`` or ``memory``) of each checkpoint, by age."""
         return [
             (record.step, record.state.value, record.tier.value)
-            for record in sorted(self._run.ring.records, key=lambda one: one.serial)
+            for record in sorted(self._run.ring.records, key=lambda record: record.serial)
             if record.state is not State.tainted
         ]
 

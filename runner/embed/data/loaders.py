@@ -244,8 +244,8 @@ class Plain(Source):
         self._begin(iter(self._loader), drawn=0)
         state = state or {}  # None in a checkpoint of an older version
         draws = {
-            number: one if isinstance(one, Randomness) else Randomness.from_json(one)
-            for number, one in state.get("draws", [])
+            number: kept if isinstance(kept, Randomness) else Randomness.from_json(kept)
+            for number, kept in state.get("draws", [])
         }
         while self.drawn < drawn:
             if self.drawn in draws:
@@ -263,8 +263,8 @@ class Plain(Source):
                     f"batch {drawn - 1} that it gave before"
                 )
         self._draws.clear()
-        self._draws.extend((number, one) for number, one in draws.items() if number < drawn)
-        self._given_back = {number: one for number, one in draws.items() if number >= drawn}
+        self._draws.extend((number, kept) for number, kept in draws.items() if number < drawn)
+        self._given_back = {number: kept for number, kept in draws.items() if number >= drawn}
         self._last = state.get("last", "")
 
     def give_back(self, count: int) -> bool:

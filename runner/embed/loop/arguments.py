@@ -74,7 +74,7 @@ def _check_optimizer(optimizer: Any, given: Sequence[Any]) -> None:
         )
     for key, inner in vars(optimizer).items():
         is_another = isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state
-        if is_another and all(inner is not one for one in given):
+        if is_another and all(inner is not other for other in given):
             raise ConfigError(
                 f"Guard: optimizer={name}: has an optimizer with a state of its own, .{key} "
                 f"({type(inner).__name__}), that would not be saved; give both: "

@@ -38,7 +38,7 @@ def require_gated(
                 f"torch's fused ones (fused=True: Adam, AdamW, SGD, Adagrad), and this is "
                 f"{type(optimizer).__name__}; leave sync out"
             )
-    if any(isinstance(one, torch.amp.GradScaler) for one in schedulers):
+    if any(isinstance(scheduler, torch.amp.GradScaler) for scheduler in schedulers):
         raise ConfigError(
             "Guard: sync=False and a GradScaler: both gate the optimizer by found_inf, and "
             "the scaler waits for the device; leave sync out, or use BF16 or FP32 without it"
@@ -88,7 +88,7 @@ class HostSide:
         self, optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Scheduler]
     ) -> None:
         self._optimizers, self._schedulers = optimizers, schedulers
-        self._states = [copy.deepcopy(one.state_dict()) for one in schedulers]
+        self._states = [copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers]
         self._options = [
             [
                 {key: _copy(value) for key, value in group.items() if key != "params"}
@@ -124,7 +124,9 @@ class Scalers:
 
     def __init__(self, schedulers: Sequence[Any]) -> None:
         self._scalers = [
-            one for one in schedulers if isinstance(one, torch.amp.GradScaler) and one.is_enabled()
+            scaler
+            for scaler in schedulers
+            if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled()
         ]
 
     def is_overflow(self, signals: StepSignals) -> bool:
@@ -133,11 +135,11 @@ class Scalers:
             bool(self._scalers)
             and math.isfinite(signals.loss)
             and math.isinf(signals.grad_norm)  # NaN comes from data
-            and all(one.get_scale() >= _LOWEST_SCALE for one in self._scalers)
+            and all(scaler.get_scale() >= _LOWEST_SCALE for scaler in self._scalers)
         )
 
     def forget_step(self) -> None:
         """Forget which gradients were unscaled, so that the next step can unscale its own."""
-        for one in self._scalers:
+        for scaler in self._scalers:
             with contextlib.suppress(AssertionError):  # nothing was scaled yet
-                one.update(one.get_scale())
+                scaler.update(scaler.get_scale())

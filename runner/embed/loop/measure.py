@@ -158,7 +158,9 @@ class Measurer:
     def _parameters(self) -> list[tuple[torch.Tensor, int]]:
         """Each trained parameter, and how many ranks hold the same part of it."""
         sizes = [
-            len(group["params"]) for one in self._state.optimizers for group in one.param_groups
+            len(group["params"])
+            for optimizer in self._state.optimizers
+            for group in optimizer.param_groups
         ]
         if sizes != self._sizes:
             self._sizes = sizes

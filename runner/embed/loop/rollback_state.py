@@ -118,8 +118,8 @@ class RollbackState:
                 "random": Randomness().to_json(),
                 "data": self._position.to_json(),
                 "schedulers": [
-                    pack(one.state_dict(), f"scheduler {number}")
-                    for number, one in enumerate(self.schedulers)
+                    pack(scheduler.state_dict(), f"scheduler {number}")
+                    for number, scheduler in enumerate(self.schedulers)
                 ],
             },
         )

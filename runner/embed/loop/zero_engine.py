@@ -41,7 +41,7 @@ def engine_in(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> Any | N
     """
     if not any(map(is_deepspeed, [*models, *optimizers])):
         return None
-    names = [type(one).__name__ for one in (*models, *optimizers)]
+    names = [type(given).__name__ for given in (*models, *optimizers)]
     if len(models) > 1 or len(optimizers) > 1 or names[0] != "DeepSpeedEngine":
         raise _unsupported(
             f"{' and '.join(names)}: give the engine as model= and its optimizer as optimizer=, "

@@ -80,7 +80,9 @@ class ExtraState:
             ConfigError: a module's extra state cannot be saved.
         """
         self._find_counters()
-        saved = {name: one for name, one in self._counted().items() if name not in self._caching}
+        saved = {
+            name: numbers for name, numbers in self._counted().items() if name not in self._caching
+        }
         return {"extra": self._packed(), "counters": saved}
 
     def load_json(self, stored: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ class Modes:
         """Names of what is frozen, and of what is in evaluation mode."""
         return {
             "frozen": [name for name, p in self._parameters.items() if not p.requires_grad],
-            "evaluating": [name for name, one in self._modules.items() if not one.training],
+            "evaluating": [name for name, module in self._modules.items() if not module.training],
         }
 
     def load_json(self, stored: Mapping[str, Sequence[str]]) -> None:

@@ -70,7 +70,9 @@ class LoopState(StagedState):
         plain = [(plain_name(f"{name}.").rstrip("."), module) for name, module in named]
         self.modes = Modes(plain, self.parameters)
         self.buffers, self.extra = Buffers(plain), ExtraState(plain)
-        self._groups = [ParameterGroups(one, self._names, self.parameters) for one in optimizers]
+        self._groups = [
+            ParameterGroups(optimizer, self._names, self.parameters) for optimizer in optimizers
+        ]
 
     @property
     def compute_device(self) -> torch.device:

@@ -72,7 +72,7 @@ class TreeState(StagedState):
             entries[name] = slices[name].entry(like, home)
         self._set_slices(slices)
         by_rank = self._ranks.gather(own_parts)
-        if all(one == by_rank[0] for one in by_rank):
+        if all(parts == by_rank[0] for parts in by_rank):
             by_rank = by_rank[:1]
         return {"tensors": dict(sorted(entries.items())), "parts": by_rank}
 
@@ -80,8 +80,8 @@ class TreeState(StagedState):
         """Every part's state as JSON; fills :attr:`_live` with its tensors."""
         self._live = {}
         return {
-            name: pack(one.state_dict(), name, self._take_tensor)
-            for name, one in self._parts.items()
+            name: pack(part.state_dict(), name, self._take_tensor)
+            for name, part in self._parts.items()
         }
 
     def _take_tensor(self, tensor: torch.Tensor, name: str) -> Any:
@@ -127,7 +127,7 @@ class TreeState(StagedState):
         self._compared |= set(digests)
         if len(set(ranks.gather(_digest_of(digests)))) > 1:
             by_rank = ranks.gather(digests)
-            self._differing |= {name for name in digests if len({one[name] for one in by_rank}) > 1}
+            self._differing |= {name for name in digests if len({own[name] for own in by_rank}) > 1}
         self._differing &= set(self._live)
 
     def _digests(self) -> Iterator[tuple[str, str]]:
@@ -236,11 +236,11 @@ def _digest_of(value: Any) -> str:
 
 def _describe_difference(by_rank: Sequence[Mapping[str, Any]]) -> str:
     """A message about the first tensor that differs between ranks."""
-    names = sorted({name for one in by_rank for name in one})
+    names = sorted({name for tensors in by_rank for name in tensors})
     for name in names:
-        values = [one.get(name) for one in by_rank]
-        if any(one != values[0] for one in values):
-            seen = ["none" if one is None else f"{one[0]} {one[1]}" for one in values]
+        values = [tensors.get(name) for tensors in by_rank]
+        if any(value != values[0] for value in values):
+            seen = ["none" if value is None else f"{value[0]} {value[1]}" for value in values]
             return (
                 f"Ring: tensor {name!r} differs between ranks: {seen}; all ranks must hold the "
                 "same names, shapes and types"

@@ -173,8 +173,8 @@ class StagedState:
 
     def finish_load(self, update_counts: Mapping[str, int]) -> None:
         """Exchange the parts that the ranks have read. Collective."""
-        shared = [one for one in self._loading.values() if one.geometry.copies > 1]
-        for group in {id(one.geometry.group): one.geometry.group for one in shared}.values():
+        shared = [part for part in self._loading.values() if part.geometry.copies > 1]
+        for group in {id(part.geometry.group): part.geometry.group for part in shared}.values():
             bucket: list[torch.Tensor] = []
             for slice_ in shared:
                 if slice_.geometry.group is group and slice_.staged is not None:
