@@ -127,9 +127,9 @@ def train(out: Path, layout: str, *, poison: bool, stop_at: int = -1, **settings
         loss = model(batch).square().mean()
         loss.backward()
         if layout in TWO_A_STEP and count % 2 == 0:
-            number = guard._steps._stop
-            assert number is not None
-            is_bad = is_micro and poison and rank == 1 and number - 1 in BAD
+            in_hand = guard._steps.in_hand
+            assert in_hand is not None
+            is_bad = is_micro and poison and rank == 1 and in_hand[1] - 1 in BAD
             guard.note(loss * float("nan") if is_bad else loss)
             continue
         if count == stop_at:

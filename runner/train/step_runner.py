@@ -115,9 +115,7 @@ class StepRunner:
                 return StepInfo(signals=discarded_signals(incident), known=incident)
             step = self._launch(batch, state.updates, state.baseline.bounds)
         if self._may_run_ahead(step, state):
-            # Assuming that ``step`` is applied and clean.
-            batch, bounds = self.planner.batch(step.batch.stop), state.baseline.bounds_ahead
-            self._ahead = self._launch(batch, state.updates + 1, bounds, after=step)
+            self._ahead = self._launch_after(step, state)
         info = self._stepper.read(step)
         self.planner.observers.step = info.signals.step
         if info.observer_failed:
@@ -139,6 +137,11 @@ class StepRunner:
     ) -> InFlightStep:
         plan = self.planner.plan(batch, updates, bounds)
         return self._stepper.launch(plan, self.planner.journal.history.ledger, after=after)
+
+    def _launch_after(self, step: InFlightStep, state: TrainState) -> InFlightStep:
+        """Launch the next step, assuming that ``step`` is applied and clean."""
+        batch, bounds = self.planner.batch(step.batch.stop), state.baseline.bounds_ahead
+        return self._launch(batch, state.updates + 1, bounds, after=step)
 
     def _may_run_ahead(self, step: InFlightStep, state: TrainState) -> bool:
         """Whether the step after ``step`` may be launched before ``step`` is read.
