@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.run import main
 
+from runner.health.leave import leave_after_exit_functions
 from runner.launch import command_line, torchrun
 from runner.launch.crash_evidence import evidence, has_to_leave, journal_lines
 from runner.system.exit_codes import EXIT_CRASH
@@ -107,4 +108,4 @@ def _nodes(arguments: Sequence[str]) -> torchrun.Nodes:
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:]))
+    leave_after_exit_functions(run(sys.argv[1:]))

@@ -216,11 +216,13 @@ def failing_disk(folder: Path, call: str, bad: str) -> Path:
 
 @pytest.mark.parametrize(("engine", "call"), ENGINES)
 def test_what_one_rank_cannot_read_is_passed_over_by_all(
-    tmp_path: Path, part_of_two: Result, clean_bf16: Result, engine: str, call: str
+    tmp_path: Path, part_of_two: Result, engine: str, call: str
 ) -> None:
     """While it is verified and while it is loaded, where some engines gather in between."""
-    out = tmp_path / "run"
+    out, without = tmp_path / "run", tmp_path / "without"
     shutil.copytree(part_of_two.out, out)
+    shutil.copytree(part_of_two.out, without)
+    shutil.rmtree(newest(without))
     program = failing_disk(tmp_path, call, "step-00000040")
     run = finish(out, f"parallel={engine}", BF16, program=program)
     told, *later = run.journal("checkpoint_damaged")
@@ -231,8 +233,9 @@ def test_what_one_rank_cannot_read_is_passed_over_by_all(
         assert "step-00000040/rank-0000" in line["reason"], line
         assert "Input/output error" in line["reason"], line
     assert "resuming at step 30 of 60" in run.text and not run.journal("crash"), run.tail
-    # On two ranks every gradient is a sum of two, so that all engines give the same bits.
-    assert run.digest == clean_bf16.digest, run.tail
+    # Not the run with one engine only: torch 2.15 rounds AdamW otherwise on DeepSpeed's flat tensor.
+    twin = finish(without, f"parallel={engine}", BF16)
+    assert "resuming at step 30 of 60" in twin.text and run.digest == twin.digest, run.tail
     assert_every_sample_once(run)
 
 
