@@ -173,5 +173,5 @@ def as_told(case: Case) -> Case:
         **{"faults": (), "bad": (), "sick": "", "flaky": 0.0, "breaks": ()},
         **{"audit": 0, "layers": 0, "replicas": 0, "preflight": False, "explain": "off"},
         **{"tracker": False, "best": False, "memory": False, "looked": False, "late": False},
-        late_copies=False,
+        **{"late_copies": False, "keep": 9},
     )

@@ -15,7 +15,7 @@ from scripts.swarm.check_loop import check_loop, check_script
 from scripts.swarm.command import BATCH, STEPS
 from scripts.swarm.output import TRACEBACK, own, tail
 from scripts.swarm.play import Counter, Played, crashes, journal, play, positions
-from scripts.swarm.twins import Twins
+from scripts.swarm.twins import Leg, Twins
 from tests.run import left_behind, read_lines
 
 _COMPARED = ("step", "cursor", "loss", "grad_norm", "lr", "samples", "eval_loss")
@@ -188,10 +188,10 @@ def _is_compared(case: Case, played: Played) -> bool:
     return True
 
 
-def _legs(case: Case, played: Played) -> list[tuple[int, int]] | None:
+def _legs(case: Case, played: Played) -> list[Leg] | None:
     """Starts whose settings differ from the one before, and how far each is to go."""
     resumed = [line["step"] for line in journal(played.out) if line["kind"] == "start"]
-    legs = [(0, STEPS)]
+    legs = [Leg(0, STEPS, STEPS)]
     for number, one in enumerate(case.breaks, start=1):
         if number >= len(played.starts) or not (one.ranks or one.engine or one.weights):
             continue
@@ -203,11 +203,13 @@ def _legs(case: Case, played: Played) -> list[tuple[int, int]] | None:
         back = [line for line in journal(played.out) if line["kind"] == "rollback"]
         if back or any(step < at for step in resumed[number + 1 :]):
             return None
-        legs[-1] = (legs[-1][0], at)
-        legs = [leg for leg in legs if leg[1] > 0]
-        if legs and legs[-1][1] <= (legs[-2][1] if len(legs) > 1 else 0):
+        # New weights hold from where the run had got, which may be behind the checkpoint.
+        reached = max(at, played.starts[number - 1].steps) if one.weights else at
+        legs[-1] = Leg(legs[-1].start, at, reached)
+        legs = [leg for leg in legs if leg.stop > 0]
+        if legs and legs[-1].stop <= (legs[-2].stop if len(legs) > 1 else 0):
             legs.pop()
-        legs.append((number, STEPS))
+        legs.append(Leg(number, STEPS, STEPS))
     return legs
 
 

@@ -9,11 +9,24 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from scripts.swarm.case import Case
 from scripts.swarm.command import layout_of, overrides, told
 from scripts.swarm.play import Counter, Played, play
+
+
+class Leg(NamedTuple):
+    """What a twin does with the settings of one start of the case.
+
+    Args:
+        stop: the step from which the next leg goes on.
+        reached: the step that this one gets to; what it saved behind ``stop`` is deleted.
+    """
+
+    start: int
+    stop: int
+    reached: int
 
 
 class Twins:
@@ -24,12 +37,8 @@ class Twins:
         self._known: dict[str, Played] = {}
         self._lock = threading.Lock()
 
-    def of(self, case: Case, legs: Sequence[tuple[int, int]], skipped: Sequence[Any]) -> Played:
-        """
-        Args:
-            legs: number of a start of the case, and the step to which it is told to go.
-        """
-        key = json.dumps([overrides(case, self._shared, start) for start, _ in legs])
+    def of(self, case: Case, legs: Sequence[Leg], skipped: Sequence[Any]) -> Played:
+        key = json.dumps([overrides(case, self._shared, start) for start, *_ in legs])
         key = hashlib.sha256(f"{key}{legs}{skipped}".encode()).hexdigest()[:16]
         with self._lock:
             known = self._known.get(key)
@@ -39,19 +48,21 @@ class Twins:
                 self._known[key] = known
         return known
 
-    def _make(
-        self, case: Case, legs: Sequence[tuple[int, int]], skipped: Sequence[Any], out: Path
-    ) -> Played:
+    def _make(self, case: Case, legs: Sequence[Leg], skipped: Sequence[Any], out: Path) -> Played:
         if out.exists():  # another case needs it at the same time
             out = out.with_name(f"{out.name}-{threading.get_ident()}")
         played: Played | None = None
-        for start, steps in legs:
+        for start, stop, reached in legs:
             engine, ranks = layout_of(case, start)
             before = tuple(replace(one, engine="", ranks=0) for one in case.breaks[:start])
             one = replace(case, engine=engine, ranks=ranks, breaks=before)
-            words = [*told(skipped), f"steps={steps}", "resume.allow=[data.sources]"]
-            shutil.rmtree(out.parent / f"{out.name}-memory", ignore_errors=True)
-            played = _play_once(one, out, self._shared, self._counter, start, words)
+            for steps in sorted({stop, reached}):
+                words = [*told(skipped), f"steps={steps}", "resume.allow=[data.sources]"]
+                shutil.rmtree(out.parent / f"{out.name}-memory", ignore_errors=True)
+                played = _play_once(one, out, self._shared, self._counter, start, words)
+            for folder in (out / "ring").glob("*-step-*"):
+                if int(folder.name.rpartition("-")[2]) > stop:
+                    shutil.rmtree(folder)
         assert played is not None
         return played
 
