@@ -233,7 +233,7 @@ def test_what_one_rank_cannot_read_is_passed_over_by_all(
         assert "step-00000040/rank-0000" in line["reason"], line
         assert "Input/output error" in line["reason"], line
     assert "resuming at step 30 of 60" in run.text and not run.journal("crash"), run.tail
-    # Not the run with one engine only: torch 2.15 rounds AdamW otherwise on DeepSpeed's flat tensor.
+    # Not a run with one engine only: torch 2.15 rounds AdamW otherwise on DeepSpeed's flat tensor.
     twin = finish(without, f"parallel={engine}", BF16)
     assert "resuming at step 30 of 60" in twin.text and run.digest == twin.digest, run.tail
     assert_every_sample_once(run)
