@@ -89,6 +89,24 @@ def run_layout(name: str, options: argparse.Namespace) -> None:
     print(f"{name}: given up after {_MOST_STARTS} starts", file=sys.stderr)
 
 
+def run_unseen(options: argparse.Namespace) -> None:
+    """Whole runs of kinds that no rule was tuned on, and undisturbed ones."""
+    from scripts.explain_trials.unseen import Trials, append, read_rows
+    from tests.unseen_kinds import drawn, healthy
+
+    describe = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
+    known = {row.key for row in read_rows(options.rows)}
+    with tempfile.TemporaryDirectory(prefix="unseen-", dir="/dev/shm") as folder:
+        trials = Trials(Path(folder), commit, options.keep)
+        for one in (*drawn(options.seed), *healthy(options.seed)):
+            key = f"{options.seed}/{one.name}"
+            if key not in known and _is_wanted(f"{one.group}/{one.name}", options.kinds):
+                row = trials.try_one(one, key)
+                append(options.rows, row)
+                print(row, flush=True)
+
+
 def _is_wanted(name: str, words: str) -> bool:
     wanted = [word for word in words.split(";") if word]
     return not wanted or any(word in name for word in wanted)
@@ -96,7 +114,7 @@ def _is_wanted(name: str, words: str) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("run", "page", "healthy", "worker"))
+    parser.add_argument("what", choices=("run", "page", "healthy", "unseen", "worker"))
     parser.add_argument("--rows", type=Path, default=ROWS)
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--rounds", type=int, default=1, help="trials of each kind and layout")
@@ -105,6 +123,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="layouts: whole name, or parts a;b")
     parser.add_argument("--kinds", default="", help="kinds whose name contains one of a;b")
     parser.add_argument("--runs", type=int, default=100, help="healthy ones")
+    parser.add_argument("--keep", type=Path, help="folder for unseen runs that are not right")
     parser.add_argument("--name", default="", help=argparse.SUPPRESS)
     parser.add_argument("--out", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -116,6 +135,9 @@ def main() -> None:
         for name in whole:
             if _is_wanted(name, options.only):
                 run_layout(name, options)
+    elif options.what == "unseen":
+        options.rows = options.rows.with_suffix(".unseen.jsonl")
+        run_unseen(options)
     elif options.what == "healthy":
         healthy.run_all(options.rows.with_suffix(".healthy.jsonl"), options.runs)
     else:
