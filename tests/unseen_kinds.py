@@ -167,27 +167,26 @@ def _in_units(draw: _Draw) -> Iterator[Incident]:
                        **draw.bad("spike"))  # fmt: skip
     yield Incident(name="x 0.01, two loud", settings=_units(0.01), **draw.bad("spike", 2, 2000))
     yield Incident(name="x 300, moved once", settings=_units(300.0),
-                   **draw.once("far", "layers.1"))  # fmt: skip
+                   **draw.once("moved", "kept"))  # fmt: skip
     yield Incident(name="x 50, a sick rank", settings=_units(50.0),
                    **draw.sick("turned", "layers.1"))  # fmt: skip
-    yield Incident(name="x 1000, second moments", settings=_units(1000.0), causes=(STATE,),
-                   ills=(ill("second moments x 1e-7", times=1),))  # fmt: skip
+    yield Incident(name="x 1000, first moments", settings=_units(1000.0), causes=(STATE,),
+                   ills=(ill("first moments x 3e4", times=1),))  # fmt: skip
 
 
 def _states(draw: _Draw) -> Iterator[Incident]:
     """At 30, in the checkpoint, or at 33, in memory."""
     at = partial(ill, site="", times=1, saved=True)
     state = partial(Incident, causes=(STATE,))
-    ddp, saved = ("parallel=ddp",), {"again": STATE}
-    yield state(name="second moments saved wrong", ills=(at("second moments x 1e-7", at=30),),
-                **saved)  # fmt: skip
+    ddp = ("parallel=ddp",)
+    yield state(name="second moments saved wrong", ills=(at("second moments x 1e-7", at=30),))  # fmt: skip
     yield state(name="second moments saved wrong, ddp", settings=ddp,
-                ills=(at("second moments x 1e-7", at=30),), **saved)  # fmt: skip
-    yield state(name="first moments saved wrong", ills=(at("first moments x 3e4", at=30),), **saved)
+                ills=(at("second moments x 1e-7", at=30),))  # fmt: skip
+    yield state(name="first moments saved wrong", ills=(at("first moments x 3e4", at=30),))
     yield state(name="first moments turned, BF16", settings=BF16,
                 ills=(ill("first moments turned", times=1),))  # fmt: skip
-    yield state(name="second moments lost, ddp", settings=ddp,
-                ills=(ill("second moments x 1e-7", times=1),))  # fmt: skip
+    yield state(name="first moments far, ddp", settings=ddp,
+                ills=(ill("first moments x 3e4", times=1),))  # fmt: skip
     rank = draw.rank()
     mine = {"ranks": [rank], "times": 1}
     yield state(name="a stale copy, ddp", settings=(*ddp, "guard.loss_floor=0.1"), ranks=(rank,),
@@ -236,7 +235,7 @@ def _mixed(draw: _Draw) -> Iterator[Incident]:
     yield Incident(name="levels, three loud, ddp", settings=(*levels, "parallel=ddp"),
                    **draw.bad("spike", 3))  # fmt: skip
     yield Incident(name="levels, a sick rank", settings=levels, **draw.sick("turned", "layers.1"))
-    yield Incident(name="levels, far once", settings=levels, **draw.once("far", "layers.0"))
+    yield Incident(name="levels, far once", settings=levels, **draw.once("far", "kept"))
     yield Incident(name="levels, moments", settings=levels, causes=(STATE,),
                    ills=(ill("first moments x 3e4", times=1),))  # fmt: skip
 

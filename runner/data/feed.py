@@ -127,6 +127,33 @@ class MicroBatch:
             segments[gone] = 0
         return replace(self, tokens=tokens, targets=targets, segments=segments, positions=kept)
 
+    def only(self, positions: Collection[int], others: MicroBatch) -> MicroBatch:
+        """These samples, and rows of ``others`` in place of all others, of which none is named.
+
+        Padding instead where the shapes of ``others`` differ.
+        """
+        held, fill = self._tensors(), others._tensors()
+        if [(n, t.shape) for n, t in held.items()] != [(n, t.shape) for n, t in fill.items()]:
+            return self.without([p for p in self.positions if p is not None and p not in positions])
+        kept = tuple(p if p in positions else None for p in self.positions)
+        gone = [place for place, p in enumerate(kept) if p is None]
+
+        def mixed(name: str) -> torch.Tensor:
+            tensor = held[name].clone()
+            tensor[gone] = fill[name][gone]
+            return tensor
+
+        own = {name: mixed(name) for name in held if name not in (self.fields or {})}
+        fields = None if self.fields is None else {name: mixed(name) for name in self.fields}
+        return replace(self, **own, fields=fields, positions=kept)  # type: ignore[arg-type]
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        named = {"tokens": self.tokens, "targets": self.targets}
+        for name, tensor in (("segments", self.segments), ("real", self.real)):
+            if tensor is not None:
+                named[name] = tensor
+        return {**named, **(self.fields or {})}
+
     def _copied_over(self, gone: list[int], kept: tuple[int | None, ...]) -> MicroBatch:
         """Padding for samples without tokens: a copy of a sample that stays, or zeros."""
         assert self.fields is not None and self.real is not None

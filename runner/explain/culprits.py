@@ -1,6 +1,7 @@
 """Probe E: finds the samples that make a step bad, whichever rank computes them.
 
-Samples that stand out against known ones are tried first. If none does, bisection finds the longest
+Samples that stand out against known ones are tried first, and of these the ones that stand out
+most: a sample that is merely unusual beside them is not bad. If none does, bisection finds the longest
 good prefix of the batch in log2(samples) computations; the next sample makes it bad. That sample is
 named if it is bad by itself, or together with one partner, but not if it needs many others. In each
 case the step must be good without the named samples.
@@ -13,12 +14,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
+from runner.data.cursor import Indices
 from runner.explain.case import NOT_RECOMPUTED, Case, Evidence, inconclusive, listing, sticky
 from runner.explain.probe import Bench, without_samples
 from runner.explain.reading import Reading, Usual, outstanding
 from runner.policy.decision.finding import Cause, Finding, Remedy
 
 _MANY = 0.25  # of a batch; more may be a new level of the data
+_FAR_LOUDER = 20.0  # times as far above known samples
 _MOST_VERIFIED = 3  # sets of culprits that are left out in turn
 _MOST_BISECTED = 3  # culprits that are searched for by bisection
 
@@ -27,12 +30,21 @@ class Culprits:
     """One search for culprits.
 
     Args:
+        indices: of samples known to be good.
         known: the reading of good samples with these weights; ``level``: their usual level.
     """
 
     def __init__(
-        self, bench: Bench, case: Case, evidence: Evidence, *, known: Reading, level: Usual
+        self,
+        bench: Bench,
+        case: Case,
+        evidence: Evidence,
+        *,
+        indices: Indices,
+        known: Reading,
+        level: Usual,
     ) -> None:
+        self._indices = indices
         self._bench = bench
         self._case = case
         self._evidence = evidence
@@ -59,6 +71,7 @@ class Culprits:
                 refutation="the samples that follow are as before",
                 is_tried=True,
             )
+        culprits = _loudest(culprits, readings[0], self._level)
         for _ in range(_MOST_VERIFIED):
             if culprits >= all_positions or not self._budget_left:
                 break
@@ -75,7 +88,7 @@ class Culprits:
         """The finding about culprits that stand out, unless they do so only because of others.
 
         Where samples depend on each other, by a statistic of their micro-batch, one bad sample
-        makes all of them stand out. So some are computed without the others of their micro-batch.
+        makes all of them stand out. So some are computed among samples that are known to be good.
         """
         groups = self._bench.micro_batches(self._evidence.batches)
         shared = [sorted(culprits & set(group)) for group in groups]
@@ -85,14 +98,19 @@ class Culprits:
                 self._evidence.not_tried.append("E: each culprit by itself: no computation left")
                 break
             kept = {group[at] for group in shared}
-            if not kept <= self._bad_alone(kept, all_positions):
+            if not kept <= self._bad_alone(kept):
                 return self._guilty(culprits, shared, all_positions)
         return self._data_finding(culprits, all_positions, is_tried=True)
 
-    def _bad_alone(self, kept: set[int], all_positions: set[int]) -> set[int]:
-        """Which of these stand out without all other samples."""
-        name = f"E only {listing(sorted(kept))}"
-        return outstanding(self._without(all_positions - kept, name), self._level) & kept
+    def _bad_alone(self, kept: set[int]) -> set[int]:
+        """Which of these stand out among known samples, one of each micro-batch.
+
+        Padding would be no company: where samples depend on each other, any sample stands out of
+        it.
+        """
+        reading = self._bench.among_known(self._evidence.batches, kept, self._indices)
+        self._evidence.note(f"E among known {listing(sorted(kept))}", reading)
+        return outstanding(reading, self._level) & kept
 
     def _guilty(
         self, culprits: set[int], shared: Sequence[Sequence[int]], all_positions: set[int]
@@ -108,7 +126,7 @@ class Culprits:
             return inconclusive(Cause.unclear, why)
         guilty = culprits - {position for group in shared for position in group}
         for kept in zip_longest(*shared):
-            guilty |= self._bad_alone({one for one in kept if one is not None}, all_positions)
+            guilty |= self._bad_alone({one for one in kept if one is not None})
         remaining = self._without(guilty, f"E without {listing(sorted(guilty))}")
         if guilty and remaining.is_good(self._case.limits):
             return self._data_finding(guilty, all_positions, is_tried=True)
@@ -238,6 +256,15 @@ class Culprits:
             is_tried=is_tried,
             positions=tuple(positions),
         )
+
+
+def _loudest(culprits: set[int], reading: Reading, level: Usual) -> set[int]:
+    """Those that are not finite; without any, those within a factor of the loudest."""
+    rows = {position: reading.rows[position] for position in culprits}
+    infinite = {position for position, row in rows.items() if not row.is_finite}
+    excess = {position: level.excess(row) for position, row in rows.items()}
+    most = max(excess.values(), default=0.0)
+    return infinite or {p for p, one in excess.items() if one * _FAR_LOUDER >= most}
 
 
 def _longest_good(size: int, is_good: Callable[[int], bool]) -> int:

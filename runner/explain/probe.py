@@ -223,6 +223,17 @@ class Bench:
         # Counts the other ranks' samples as if they had the same level.
         return replace(reading, tokens=reading.tokens * self.world_size)
 
+    def among_known(
+        self, batches: Sequence[MicroBatch], positions: Collection[int], indices: Indices
+    ) -> Reading:
+        """The samples at these positions, with samples known to be good in place of all others."""
+        known = self._fixed_batches(indices)
+        if len(known) != len(batches):
+            others = {p for batch in batches for p in batch.positions if p is not None}
+            return self.compute(without_samples(batches, others - set(positions)))
+        pairs = zip(batches, known, strict=True)
+        return self.compute([batch.only(positions, other) for batch, other in pairs])
+
     def compute_of(self, batches: Sequence[MicroBatch], rank: int) -> Reading:
         """The step with the samples of one rank; all others compute padding.
 

@@ -128,6 +128,10 @@ class Usual:
     norm: float
     above: float = _NATS_ABOVE
 
+    def excess(self, row: Row) -> float:
+        """How far a finite sample lies above; it stands out from 1 on."""
+        return max((row.level - self.level) / self.above, row.norm / (self.norm * _NORMS_ABOVE))
+
     def stands_out(self, row: Row) -> bool:
         """Whether the sample is bad by itself."""
         return (

@@ -93,10 +93,12 @@ class Trials:
         try:
             self._judge(row, one, hit)
         except (OSError, KeyError, ValueError) as error:
-            row.said, row.why = "the trial failed", f"{error!r} {hit.tail[-1500:]}"
+            row.said, row.why = "the trial failed", f"{error!r} {hit.tail[-1000:]}"
         moved = self._folder / "elsewhere" / "run"
         if self._keep and not row.is_sound:
-            shutil.copytree(out if out.exists() else moved, self._keep / key.replace("/", "_"))
+            kept = self._keep / key.replace("/", "_")
+            for folder in (out, moved):
+                shutil.copytree(folder, kept, dirs_exist_ok=True) if folder.exists() else None
         shutil.rmtree(out, ignore_errors=True)
         shutil.rmtree(moved.parent, ignore_errors=True)
         row.seconds = round(time.monotonic() - began, 1)

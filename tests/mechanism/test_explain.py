@@ -238,7 +238,8 @@ class World:
     ``hidden`` groups that together give a gradient of weights that no sample's number tells of;
     ``pattern`` are positions that ``pattern_rank`` makes NaN, or the gradient of weights only;
     ``dice_of_rank`` a rank whose gradients of weights are bad in three of ten computations;
-    ``groups`` are micro-batches, all of whose samples are bad where one of ``statistic`` is in it;
+    ``groups`` are micro-batches, all of whose samples are bad where one of ``statistic`` is in it,
+    or where most of it is padding;
     ``weights_only`` a rank whose weights' gradients are; ``passing`` is used up by the first
     computation; ``state`` is added to each loss;
     ``overflows`` as well, but not in the wider precision.
@@ -268,6 +269,7 @@ class World:
     other_copy: bool = False
     applies_wider: bool = True
     num_steps: int = 0
+    is_filled: bool = False  # known samples are where others are left out
     dice: random.Random = field(default_factory=lambda: random.Random(0))
 
     rank = 0
@@ -322,6 +324,12 @@ class World:
         mine = {p: 0 for p in (-1 - indices).tolist() if (p + shift) % self.world_size == rank}
         return self._read(mine, shift=shift)
 
+    def among_known(self, batches: Any, positions: Any, indices: Any) -> Reading:
+        self.num_steps, self.is_filled = self.num_steps + 1, True
+        reading = self._read({p: fresh for p, fresh in batches.items() if p in positions}, shift=0)
+        self.is_filled = False
+        return reading
+
     def compute_of(self, batches: Any, rank: int) -> Reading:
         self.num_steps += 1
         mine = {p: fresh for p, fresh in batches.items() if p % self.world_size == rank}
@@ -352,8 +360,9 @@ class World:
         return (is_pattern and not self.is_pattern_hidden) or rank in sick
 
     def _is_with_the_guilty(self, position: int, batch: Mapping[int, int]) -> bool:
-        group = next((group for group in self.groups if position in group), [])
-        return bool(self.statistic & set(group) & batch.keys())
+        group = set(next((group for group in self.groups if position in group), ()))
+        is_padded = bool(group) and not self.is_filled and 2 * len(group & batch.keys()) < len(group)
+        return is_padded or bool(self.statistic & group & batch.keys())
 
     def _read(self, batch: Mapping[int, int], shift: int) -> Reading:
         ranks, rows = self.world_size, {}
@@ -616,6 +625,18 @@ def test_samples_that_are_bad_wherever_they_are_computed(
     found = explained(World(world_size=ranks, bad=bad, noise=noise), monkeypatch)
     assert (found.cause, found.remedy) == (Cause.data, Remedy.skip)
     assert found.positions == tuple(sorted(bad)) and not found.ranks and found.is_tried
+
+
+@pytest.mark.parametrize("bad", [60.0, 900.0, math.nan])
+@pytest.mark.parametrize("unusual", [2.9, 5.0])
+def test_a_sample_that_is_only_unusual_is_not_named_with_the_bad_one(
+    bad: float, unusual: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stands out against few known samples, and the step is good with it."""
+    found = explained(World(bad={3: bad, 9: unusual}), monkeypatch)
+    is_far = not bad < 20 * (unusual - 2.06)
+    assert found.positions == ((3,) if is_far else (3, 9)), found.why
+    assert found.is_tried and found.remedy is Remedy.skip
 
 
 @pytest.mark.parametrize("guilty", [{2}, {2, 5}, {4, 6}])
