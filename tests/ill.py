@@ -220,6 +220,17 @@ def _watch_weights(ills: list[Illness]) -> None:
     nn.Linear.forward = sick  # type: ignore[method-assign]
 
 
+def _spoil(ills: list[Illness], engine: Any, *, saved: bool, step: int) -> None:
+    with torch.no_grad():
+        for ill in ills:
+            if ill.is_saved is not saved or step < ill.at or ill.left <= 0:
+                continue
+            ill.left = 0
+            if ill.is_mine:
+                STATES[ill.how](engine)
+                engine.finish_load(engine.update_counts())
+
+
 def _watch_steps(ills: list[Illness]) -> None:
     from runner.engine.fsdp import FsdpEngine
     from runner.train.checkpoints import Checkpoints
@@ -227,36 +238,27 @@ def _watch_steps(ills: list[Illness]) -> None:
 
     launch, accumulate, save = Stepper.launch, FsdpEngine.accumulate, Checkpoints.after_update
     engines: list[Any] = []
-
-    def spoil(engine: Any, *, saved: bool, step: int) -> None:
-        for ill in ills:
-            if ill.how in STATES and ill.is_saved is saved and step >= ill.at and ill.left > 0:
-                ill.left = 0
-                if ill.is_mine:
-                    STATES[ill.how](engine)
-                    engine.finish_load(engine.update_counts())
+    states = [ill for ill in ills if ill.how in STATES]
+    of_sums = [ill for ill in ills if ill.how == RANKS_SUM]
 
     def launched(self: Any, plan: Any, *rest: Any, **more: Any) -> Any:
         STEP[0] = max(STEP[0], plan.step)
         engines[:] = [self._engine]
         if not _FIRST:
             _FIRST.extend(local.clone() for local in _shards(self._engine, "param/"))
-        with torch.no_grad():
-            spoil(self._engine, saved=False, step=STEP[0])
+        _spoil(states, self._engine, saved=False, step=STEP[0])
         return launch(self, plan, *rest, **more)
 
     def accumulated(self: Any, works: Any) -> Any:
         sums = accumulate(self, works)
-        for ill in ills:
-            if ill.how == RANKS_SUM and ill.strikes():
-                for gradient in self.gradients().values():
-                    gradient.mul_(3e4)
-                sums.grad_square.mul_(9e8)
+        for _ in filter(Illness.strikes, of_sums):
+            for gradient in self.gradients().values():
+                gradient.mul_(3e4)
+            sums.grad_square.mul_(9e8)
         return sums
 
     def after_update(self: Any, state: Any, seconds: float) -> None:
-        with torch.no_grad():
-            spoil(engines[0], saved=True, step=state.updates)
+        _spoil(states, engines[0], saved=True, step=state.updates)
         save(self, state, seconds)
 
     Stepper.launch = launched  # type: ignore[method-assign]

@@ -179,7 +179,7 @@ def _states(draw: _Draw) -> Iterator[Incident]:
     at = partial(ill, site="", times=1, saved=True)
     state = partial(Incident, causes=(STATE,))
     ddp = ("parallel=ddp",)
-    yield state(name="second moments saved wrong", ills=(at("second moments x 1e-7", at=30),))  # fmt: skip
+    yield state(name="second moments saved wrong", ills=(at("second moments x 1e-7", at=30),))
     yield state(name="second moments saved wrong, ddp", settings=ddp,
                 ills=(at("second moments x 1e-7", at=30),))  # fmt: skip
     yield state(name="first moments saved wrong", ills=(at("first moments x 3e4", at=30),))
@@ -274,9 +274,9 @@ def _engines(draw: _Draw) -> Iterator[Incident]:
     for world_size in (2, 3):
         rank = draw.rank(world_size)
         misread = f"misread@step={STEP},rank={rank}"
+        size = ("batch.global_size=24",) if world_size == 3 else ()
         yield Incident(name=f"misread, {world_size} ranks", causes=(MISREAD,), ranks=(rank,),
-                       world_size=world_size, settings=("batch.global_size=24",) * (world_size == 3),
-                       faults=(misread,))  # fmt: skip
+                       world_size=world_size, settings=size, faults=(misread,))  # fmt: skip
 
 
 def _operations(draw: _Draw) -> Iterator[Incident]:
@@ -291,7 +291,7 @@ def _operations(draw: _Draw) -> Iterator[Incident]:
                        settings=words, ills=(ill(how, site),), sites=(site,),
                        again=NUMERICS)  # fmt: skip
     for factor, words in ((300, ()), (100, BF16), (1000, ("parallel=ddp",))):
-        rate = (f"schedule._target_=tests.unseen_kinds.jump", f"schedule.factor={factor}")
+        rate = ("schedule._target_=tests.unseen_kinds.jump", f"schedule.factor={factor}")
         yield Incident(name=f"a rate x {factor} {' '.join(words)}".strip(), causes=(RATE,),
                        settings=(*rate, *words), again=RATE)  # fmt: skip
 

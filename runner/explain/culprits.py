@@ -1,10 +1,10 @@
 """Probe E: finds the samples that make a step bad, whichever rank computes them.
 
 Samples that stand out against known ones are tried first, and of these the ones that stand out
-most: a sample that is merely unusual beside them is not bad. If none does, bisection finds the longest
-good prefix of the batch in log2(samples) computations; the next sample makes it bad. That sample is
-named if it is bad by itself, or together with one partner, but not if it needs many others. In each
-case the step must be good without the named samples.
+most: a sample that is merely unusual beside them is not bad. If none does, bisection finds the
+longest good prefix of the batch in log2(samples) computations; the next sample makes it bad. That
+sample is named if it is bad by itself, or together with one partner, but not if it needs many
+others. In each case the step must be good without the named samples.
 """
 
 from __future__ import annotations

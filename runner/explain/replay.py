@@ -231,9 +231,7 @@ class Replay:
             unsteady = self._unsteady(case, evidence, again)
             if unsteady is not None:
                 return unsteady
-        culprits = Culprits(
-            self._bench, case, evidence, indices=indices, known=known, level=level
-        )
+        culprits = Culprits(self._bench, case, evidence, indices=indices, known=known, level=level)
         finding = culprits.find(readings)
         return doubt_culprits(self._bench, case, evidence, indices=indices, finding=finding)
 

@@ -140,7 +140,8 @@ class Trials:
 
     def _replay(self, row: Row, one: Incident, hit: Result) -> None:
         """In a copy elsewhere, the original gone."""
-        here = [read(hit.out / "explanations" / f"{n:06d}") for n in bundles(hit.out / "explanations")]
+        folder = hit.out / "explanations"
+        here = [read(folder / f"{number:06d}") for number in bundles(folder)]
         moved = self._folder / "elsewhere" / "run"
         moved.parent.mkdir()
         shutil.move(hit.out, moved)

@@ -361,7 +361,9 @@ class World:
 
     def _is_with_the_guilty(self, position: int, batch: Mapping[int, int]) -> bool:
         group = set(next((group for group in self.groups if position in group), ()))
-        is_padded = bool(group) and not self.is_filled and 2 * len(group & batch.keys()) < len(group)
+        is_padded = (
+            bool(group) and not self.is_filled and 2 * len(group & batch.keys()) < len(group)
+        )
         return is_padded or bool(self.statistic & group & batch.keys())
 
     def _read(self, batch: Mapping[int, int], shift: int) -> Reading:
