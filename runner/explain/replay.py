@@ -6,6 +6,7 @@ same on all ranks, so all ranks run the same probes and reach the same finding.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -28,6 +29,7 @@ from runner.explain.reading import (
     usual,
 )
 from runner.policy.decision.finding import Cause, Finding, Remedy
+from runner.policy.decision.signals import Limits
 
 _MOST_AGAIN = 5  # repetitions of a step that is bad intermittently
 _REPEATS = 3  # repetitions of a step that was good again, to refute a transient fault
@@ -210,6 +212,7 @@ class Replay:
             rotated = evidence.note("B", self._bench.rotated(case.attempt.plan, 1))
             ranks = _sticky_ranks([again, rotated], known, self._bench.world_size)
             ranks = ranks or _where_samples_turn_bad(again, rotated, known)
+            ranks = ranks or _where_all_are_worse(again, rotated, case.limits)
             if ranks:
                 return _differing_copy(ranks) if self._bench.copies_differ() else sticky(ranks)
             if rotated.is_good(case.limits):
@@ -470,6 +473,34 @@ def _where_samples_turn_bad(again: Reading, rotated: Reading, known: Reading) ->
         for p in sets[0] | sets[1]
     )
     return tuple(ranks[0]) if is_one and moves and not sets[0] & sets[1] else ()
+
+
+def _where_all_are_worse(again: Reading, rotated: Reading, limits: Limits) -> tuple[int, ...]:
+    """The one rank on which each sample is worse than on any other, and too bad for the gate.
+
+    A device may make all samples a little worse, so that none stands out by itself. Its peers must
+    be good: else the weights may be bad, and a device makes samples better.
+    """
+    on: dict[int, list[float]] = {}
+    worse: set[int] = set()
+    for position, row in again.rows.items():
+        other = rotated.rows.get(position)
+        if other is None or not (row.is_finite and other.is_finite):
+            return ()
+        for one in (row, other):
+            on.setdefault(one.rank, []).append(one.level)
+        if relative_difference(row.loss, other.loss) > _FAR_LOSS:
+            worse.add((row if row.loss > other.loss else other).rank)
+    if len(worse) != 1:
+        return ()
+    (rank,) = worse
+    touching = [
+        (p, row) for p, row in again.rows.items() if rank in (row.rank, rotated.rows[p].rank)
+    ]
+    differ = all(_differs_far(row, rotated.rows[p]) for p, row in touching)
+    others = [statistics.mean(levels) for one, levels in on.items() if one != rank]
+    is_bad = statistics.mean(on[rank]) > limits.loss >= max(others)
+    return (rank,) if differ and is_bad else ()
 
 
 def _nonfinite_ranks(readings: Sequence[Reading], world_size: int) -> tuple[int, ...]:

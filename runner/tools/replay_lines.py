@@ -64,10 +64,13 @@ def repeated_lines(
         f"  again        from the checkpoint of step {step}, in one process",
     ]
     if finding is None:
+        is_state = _text(recorded, "cause") == "state corrupted"
         good = (
-            "the step is good: neither weights nor samples made it bad, but what computed it then"
+            f"the state was spoilt later than the checkpoint of step {step}, and not here"
+            if is_state
+            else "neither weights nor samples made it bad, but what computed it then"
         )
-        return [*lines, f"  here         {good}"]
+        return [*lines, f"  here         the step is good: {good}"]
     lines.append(f"  here         {_text(finding, 'cause')}: {_text(finding, 'why')}")
     for name, label in (("positions", "samples"), ("ranks", "rank")):
         if _list(finding, name):

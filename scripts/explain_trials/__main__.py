@@ -14,6 +14,7 @@ from pathlib import Path
 from scripts.explain_trials import healthy, outcome, page
 from scripts.explain_trials.layouts import ALIKE, LAYOUTS
 from scripts.explain_trials.outcome import Outcome
+from scripts.explain_trials.unseen import Trials, append, read_rows
 
 ROWS = Path("docs/records/explaining-trials.jsonl")
 PAGE = Path("docs/records/explaining-trials.md")
@@ -91,7 +92,6 @@ def run_layout(name: str, options: argparse.Namespace) -> None:
 
 def run_unseen(options: argparse.Namespace) -> None:
     """Whole runs of kinds that no rule was tuned on, and undisturbed ones."""
-    from scripts.explain_trials.unseen import Trials, append, read_rows
     from tests.unseen_kinds import drawn, healthy
 
     describe = ["git", "describe", "--always", "--dirty"]
@@ -142,7 +142,8 @@ def main() -> None:
         healthy.run_all(options.rows.with_suffix(".healthy.jsonl"), options.runs)
     else:
         undisturbed = healthy.read(options.rows.with_suffix(".healthy.jsonl"))
-        options.page.write_text(page.text(outcome.read(options.rows), undisturbed))
+        whole = read_rows(options.rows.with_suffix(".unseen.jsonl"))
+        options.page.write_text(page.text(outcome.read(options.rows), undisturbed, whole))
 
 
 if __name__ == "__main__":

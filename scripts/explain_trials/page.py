@@ -9,6 +9,8 @@ from typing import Any
 from scripts.explain_trials.healthy import STEPS, HealthyRun
 from scripts.explain_trials.kinds import NUMERICS, RATE, STATE
 from scripts.explain_trials.outcome import NOTHING, Outcome
+from scripts.explain_trials.unseen import Row
+from tests.unseen_kinds import HEALTHY
 
 COMMAND = "python -m scripts.explain_trials"
 _OPEN = ("unclear", "not reproducible")
@@ -31,15 +33,64 @@ _FAULTS = """How many of each kind the guard noticed, and in parentheses the wro
 others were right. What is healthy has no right verdict."""
 
 
-def text(rows: Sequence[Outcome], healthy: Sequence[HealthyRun]) -> str:
+def text(rows: Sequence[Outcome], healthy: Sequence[HealthyRun], unseen: Sequence[Row] = ()) -> str:
     """The page, as Markdown."""
     exact = [row for row in rows if not row.noise]
     noisy = [row for row in rows if row.noise]
     parts = [_HEAD, _bounds(rows), _healthy(healthy), _layouts(rows)]
     parts.append(f"## By fault\n\n{_FAULTS}\n\n{_table(exact)}")
+    parts += [_unseen(unseen)] if unseen else []
     if noisy:
         parts.append(f"## With noise of 1e-6\n\n{_noise_sentence(noisy)}")
     return "\n".join(part.rstrip() + "\n" for part in parts)
+
+
+def _unseen(rows: Sequence[Row]) -> str:
+    """The whole runs of scripts/explain_trials/unseen.py."""
+    calm = [row for row in rows if row.causes == (HEALTHY,)]
+    asked = [row for row in rows if row not in calm and row.said != NOTHING]
+    same = [row for row in calm if row.is_right and not row.end]
+    lines = [
+        "## Whole runs, of kinds on which no rule was tuned",
+        "",
+        f"`{COMMAND} unseen --seed N`: faults that no rule was tuned on, in networks, engines and "
+        "data of many kinds (`tests/ill.py`, `tests/unseen_kinds.py`). The end is right if a run "
+        "with a transient fault or a spoilt state has the digest of the undisturbed run, and one "
+        "with bad data that of the run told to skip. Each run's folder is then moved away: there "
+        "`holdfast replay` must say the same, and computed again in one process find the cause "
+        "again, or for a fault of a device or of the state in memory that the step is good. "
+        f"{len(same)} of {len(calm)} healthy runs had no line in the journal, and the digest of "
+        "`explain=off`. Commits: "
+        f"{', '.join(dict.fromkeys(row.commit for row in rows))}.",
+        "",
+        "| | incidents | verdict right | wrong names | end right | moved: same | found again |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    groups = dict.fromkeys(row.group for row in asked)
+    lines += [_ends(group, [row for row in asked if row.group == group]) for group in groups]
+    causes = dict.fromkeys(row.causes[0] for row in asked)
+    lines += [_ends(cause, [row for row in asked if row.causes[0] == cause]) for cause in causes]
+    lines += [_ends("all", asked), ""]
+    for row in rows:
+        if not row.is_sound:
+            unlike = f"; again: {row.again[:80]}" if row.again != row.wanted else ""
+            named = f"; named wrongly: {', '.join(row.wrong[:6])}" if row.wrong else ""
+            ended = f"; {row.end}" if row.end else ""
+            lines.append(f"* {row.key}, {row.causes[0]}: {row.said}{named}{ended}{unlike}")
+    return "\n".join(lines)
+
+
+def _ends(name: str, rows: Sequence[Row]) -> str:
+    replayed = [row for row in rows if row.moved is not None]
+    cells = [
+        f"{len(rows)}",
+        _share([row for row in rows if row.is_right], rows),
+        f"{sum(bool(row.wrong) for row in rows)}",
+        _share([row for row in rows if not row.end], rows),
+        _share([row for row in replayed if row.moved], replayed),
+        _share([row for row in replayed if row.again == row.wanted], replayed),
+    ]
+    return f"| {name} | {' | '.join(cells)} |"
 
 
 def _asked(rows: Sequence[Outcome]) -> list[Outcome]:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runner.explain.bundle import bundles, read
+from runner.run_dir.explanations import explanations, read_explanation
 from tests import warm
 from tests.run import Result, command, skip_override, train
 from tests.unseen_kinds import DATA, HEALTHY, MISREAD, STATE, TRANSIENT, Incident
@@ -134,26 +134,26 @@ class Trials:
         if row.is_right and row.said in _TRACELESS:
             row.end = "" if hit.digest == self._twin(one) else "a trace is left"
         elif row.is_right and row.said == DATA:
-            told = self._twin(one, skip_override(hit.summary["skipped"]))
-            row.end = "" if hit.digest == told else "not that of the run told to skip"
+            skipping = self._twin(one, skip_override(hit.summary["skipped"]))
+            row.end = "" if hit.digest == skipping else "not that of the run told to skip"
         self._replay(row, one, hit)
 
     def _replay(self, row: Row, one: Incident, hit: Result) -> None:
         """In a copy elsewhere, the original gone."""
         folder = hit.out / "explanations"
-        here = [read(folder / f"{number:06d}") for number in bundles(folder)]
+        before = [read_explanation(folder / f"{n:06d}") for n in explanations(folder)]
         moved = self._folder / "elsewhere" / "run"
         moved.parent.mkdir()
         shutil.move(hit.out, moved)
-        numbers = bundles(moved / "explanations")
-        there = [json.loads(self._said(one, moved, n, "--json")) for n in numbers]
-        row.moved = [e["finding"] for e in there] == [e["finding"] for e in here]
-        index = next(i for i, e in enumerate(here) if e["finding"]["cause"] == row.said)
+        numbers = explanations(moved / "explanations")
+        after = [json.loads(self._said(one, moved, n, "--json")) for n in numbers]
+        row.moved = [e["finding"] for e in after] == [e["finding"] for e in before]
+        index = next(i for i, e in enumerate(before) if e["finding"]["cause"] == row.said)
         words = command(moved, *_SETTINGS, *one.settings, *_faults(one), ranks=0)
         settings = [word for word in words[3:] if not word.startswith("out=")]
         text = self._said(one, moved, numbers[index], "--", *settings)
-        found = [line.split(":")[0] for line in text.splitlines() if line.startswith("  here ")]
-        row.again = found[0].removeprefix("  here").strip() if found else text[-400:]
+        lines = [line.split(":")[0] for line in text.splitlines() if line.startswith("  here ")]
+        row.again = lines[0].removeprefix("  here").strip() if lines else text[-400:]
         row.wanted = one.again or GOOD
 
     def _said(self, one: Incident, out: Path, number: int, *words: str) -> str:

@@ -52,7 +52,7 @@ from runner.session import parts
 from runner.session.final_digest import collect_digest
 from runner.system.error import ConfigError, RankError
 from runner.system.json_lines import LineFile, read_lines
-from runner.tools.replay_lines import _number
+from runner.tools.replay_lines import _number, repeated_lines
 from runner.train.agreed_step import StepInfo
 from runner.train.state import TrainState
 from tests.observed import observers
@@ -234,6 +234,7 @@ class World:
     """What a computation of samples on ranks comes to; stands in for a :class:`Bench`.
 
     ``bad`` are positions whose loss is what it says; ``sick`` ranks all of whose samples are NaN;
+    ``worse`` what a rank adds to each of its samples, which no sample shows by itself;
     ``skewed`` a rank that makes every fifth position worse and all others better;
     ``hidden`` groups that together give a gradient of weights that no sample's number tells of;
     ``pattern`` are positions that ``pattern_rank`` makes NaN, or the gradient of weights only;
@@ -258,6 +259,7 @@ class World:
     dice_of_rank: int | None = None
     sick: int | tuple[int, ...] | None = None
     skewed: int | None = None
+    worse: Mapping[int, float] = field(default_factory=dict)
     weights_only: int | None = None
     passing: list[int] = field(default_factory=list)
     state: float = 0.0
@@ -376,6 +378,7 @@ class World:
             level += self.overflows or 0.0
             if position in self.misread and not fresh:
                 level = 9.0
+            level += self.worse.get(rank, 0.0)
             if rank == self.skewed:
                 level = 0.0 if position < 0 or position % 5 else 90.0
             if self._is_with_the_guilty(position, batch):
@@ -411,6 +414,7 @@ def explained(
     monkeypatch: pytest.MonkeyPatch,
     most_steps: int = 10,
     checkpoint: World | None = None,
+    limits: Limits = LIMITS,
 ) -> Finding:
     """
     Args:
@@ -445,7 +449,7 @@ def explained(
 
     case = Case(
         attempt=attempt,
-        limits=LIMITS,
+        limits=limits,
         later=later,
         most_steps=most_steps,
         earlier=None if checkpoint is None else earlier,
@@ -608,6 +612,21 @@ def test_weights_that_are_bad_for_a_few_samples_are_no_device(
     found = explained(World(world_size=ranks, hidden=[{0}, {-3}]), monkeypatch)
     assert (found.cause, found.remedy) == (Cause.unclear, Remedy.go_back)
     assert found.ranks == ()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("most_steps", [10, 60])
+def test_a_rank_on_which_each_sample_is_a_little_worse_is_named(
+    ranks: int, most_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None stands out by half a nat, but each is worse there than on any other rank."""
+    world = World(world_size=ranks, size=12 * ranks, worse={1: 0.45})
+    limits = replace(LIMITS, loss=2.1)
+    found = explained(world, monkeypatch, most_steps=most_steps, limits=limits)
+    assert (found.cause, found.ranks) == (Cause.sticky, (1,)), found.why
+    weights = World(world_size=ranks, size=12 * ranks, state=0.45)
+    found = explained(weights, monkeypatch, most_steps=most_steps, limits=limits)
+    assert found.cause is Cause.unclear and not found.ranks, found.why
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -914,3 +933,9 @@ def test_a_rank_is_named_by_its_own_numbers_only() -> None:
     assert noise_floor(good) == 0.0
     summed = replace(good[0], shares=[replace(s, square=s.square * 9) for s in good[0].shares])
     assert differing_ranks(summed, good, 0.0) == set()
+
+
+def test_a_replay_does_not_clear_weights_that_were_spoilt_after_its_checkpoint() -> None:
+    for cause, words in (("state corrupted", "spoilt later"), ("hardware, sticky", "weights nor")):
+        evidence = {"finding": {"cause": cause, "why": ""}, "step": 33}
+        assert words in repeated_lines(1, evidence, 20, None)[-1]
