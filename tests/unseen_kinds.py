@@ -210,7 +210,7 @@ def _at_times(draw: _Draw) -> Iterator[Incident]:
         (0.3, "gradient far", "weight", ()),
     ):
         name = f"{how} at {site}, {chance:.0%} of the time {' '.join(words)}".strip()
-        yield Incident(name=name, settings=("guard.persist=30", *words),
+        yield Incident(name=name, settings=("guard.persist=30", "guard.persist_window=60", *words),
                        **draw.sick(how, site, chance=chance, **both))  # fmt: skip
 
 

@@ -60,7 +60,7 @@ def _unseen(rows: Sequence[Row]) -> str:
         "`holdfast replay` must say the same, and computed again in one process find the cause "
         "again, or for a fault of a device or of the state in memory that the step is good. "
         f"{len(same)} of {len(calm)} healthy runs had no line in the journal, and the digest of "
-        "`explain=off`. Commits: "
+        "`explain=off`. Commits, with + where mends of this page's findings were added: "
         f"{', '.join(dict.fromkeys(row.commit for row in rows))}.",
         "",
         "| | incidents | verdict right | wrong names | end right | moved: same | found again |",

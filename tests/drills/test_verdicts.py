@@ -62,7 +62,7 @@ def test_a_model_for_half_precisions_only_survives_its_first_bad_sample(tmp_path
 
 @pytest.mark.full
 def test_a_device_that_fails_at_times_costs_no_sample(tmp_path: Path) -> None:
-    words = ("model.how=at times", "model.bad=[1]", "guard.persist=30")
+    words = ("model.how=at times", "model.bad=[1]", "guard.persist=30", "guard.persist_window=60")
     hit = train(tmp_path / "hit", *SICK, *words)
     assert hit.summary["skipped"] == [], hit.tail
     found = verdicts(hit)
