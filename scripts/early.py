@@ -36,7 +36,7 @@ from runner.engine.activations import Activations
 from runner.engine.protocol import MicroStep
 from runner.policy.decision.early import EarlyRules, EarlyWarnings, Look
 from runner.session import parts
-from runner.train.layers import LayerPlaces, LayerTable, LayerWatch, Measured, UpdateRules
+from runner.train.layers import LayerPlaces, LayerTable, LayerWatch, Measured, OptimConfig
 
 _MEDIAN = 21  # losses
 _RISE = 0.2  # nats
@@ -121,7 +121,7 @@ def run(trial: Trial, every: int) -> dict[str, Any]:
         is_first=True,
         observers=Observers(Ranks(device), report=lambda incident: None),
     )
-    rules = UpdateRules(clip=_CLIP, beta2=trial.beta2)
+    rules = OptimConfig(clip=_CLIP, beta2=trial.beta2)
     table = LayerTable(places, rules, num_units=activations.num_units)
     early = EarlyWarnings(EarlyRules(every=every, warmup=trial.warmup))
     feed = parts.feed(config, dataset, parts.sample_stream(config, dataset), place, device)

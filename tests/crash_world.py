@@ -18,8 +18,9 @@ import torch
 from runner.checkpoint.disk.directory import CheckpointDirectory
 from runner.checkpoint.disk.shards import verify_files
 from runner.checkpoint.manifest import Manifest
-from runner.checkpoint.protocol import CheckpointMetadata, Identity, RingRules
+from runner.checkpoint.protocol import CheckpointMetadata, Identity
 from runner.checkpoint.ring import Ring
+from runner.config.schema import CheckpointConfig
 from runner.distributed.env import JobEnv
 from runner.engine.protocol import Shard
 from runner.observe.backlog import Backlog
@@ -196,7 +197,7 @@ class World:
             _Store(self.dir.ring, fence, self._fact),
             sharded=self.holder,
             ranks=ranks,
-            rules=RingRules(clean_after=CLEAN_AFTER, keep=1, keep_every=0, background=False),
+            settings=CheckpointConfig(clean_after=CLEAN_AFTER, keep=1, background=False),
             identity=Identity(config_digest="c", data_fingerprint="d"),
             report=self.add,
             before_write=lambda step: backlog.require_written(),

@@ -48,7 +48,7 @@ REAL_RUN = "tests/drills/test_reference.py"
 BUFFERS = "runner/engine/buffers.py"
 STEP, FSDP, ZERO = "runner/train/step.py", "runner/engine/fsdp.py", "runner/engine/zero.py"
 GATE = "runner/train/gate.py"
-FORWARD, ADAMW = "runner/engine/forward.py", "runner/engine/adamw.py"
+FORWARD = "runner/engine/forward.py"
 POLICY = "tests/policy"
 
 MUTANTS = (
@@ -144,23 +144,23 @@ MUTANTS = (
     Mutant(
         "norms decay like matrices",
         "runner/engine/optimizer.py",
-        "settings.adamw.weight_decay if num_dims[name] >= 2 else 0.0",
-        "settings.adamw.weight_decay",
+        "settings.optim.weight_decay if num_dims[name] >= 2 else 0.0",
+        "settings.optim.weight_decay",
         REFERENCE,
         "1-single:clipped",
     ),
     Mutant(
         "the second moment decays like the first",
-        ADAMW,
-        "betas = (settings.beta1, settings.beta2)",
-        "betas = (settings.beta1, settings.beta1)",
+        "runner/engine/optimizer.py",
+        "betas = (optim.beta1, optim.beta2)",
+        "betas = (optim.beta1, optim.beta1)",
         REFERENCE,
         "1-single:clipped",
     ),
     Mutant(
         "epsilon of AdamW left out",
-        ADAMW,
-        "eps=settings.eps",
+        "runner/engine/optimizer.py",
+        "eps=optim.eps",
         "eps=1e-8",
         REFERENCE,
         "1-single:clipped",
@@ -206,8 +206,8 @@ MUTANTS = (
     Mutant(
         "warm-up begins at zero",
         "runner/policy/schedule.py",
-        "self.peak * (updates + 1) / self.warmup",
-        "self.peak * updates / self.warmup",
+        "self.peak * (updates + 1) / warmup",
+        "self.peak * updates / warmup",
         f"{POLICY}/test_schedule.py",
     ),
     Mutant(
@@ -395,7 +395,7 @@ MUTANTS = (
     Mutant(
         "no margin before the onset",
         "runner/policy/decision/ladder.py",
-        "case.history.ledger.before(case.onset[1], rules.margin * rules.batch)",
+        "case.history.ledger.before(case.onset[1], guard.margin * batch)",
         "case.onset[1]",
         f"{POLICY}/test_remedy.py",
     ),
@@ -417,8 +417,8 @@ MUTANTS = (
     Mutant(
         "Guard, Ring: a loop's next step does not wait for the copy of a snapshot",
         "runner/embed/opening.py",
-        "overlap=False",
-        "overlap=True",
+        "ring.overlap = False",
+        "ring.overlap = True",
         "tests/drills/test_late_copies.py",
         "trace and loop",
     ),

@@ -70,23 +70,6 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RingRules:
-    """When checkpoints are proven, kept and written.
-
-    ``clean_after`` is in steps; ``keep`` clean checkpoints stay, and multiples of ``keep_every``.
-    ``overlap``: the copy of the state may continue until :meth:`Ring.before_update`; False where
-    others than the runner change the state, or forward passes do.
-    """
-
-    clean_after: int
-    keep: int
-    keep_every: int
-    background: bool
-    write_bytes_per_second: float = 0.0  # on each rank, during training; 0: no limit
-    overlap: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
     """What a checkpoint belongs to."""
 

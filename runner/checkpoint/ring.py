@@ -35,10 +35,10 @@ from runner.checkpoint.protocol import (
     PendingCheckpoint,
     Ranks,
     Restored,
-    RingRules,
     ShardedState,
 )
 from runner.checkpoint.remote.upload import Uploads
+from runner.config.schema import CheckpointConfig
 from runner.policy.decision.history import Incident
 from runner.policy.retention.records import (
     Reach,
@@ -74,7 +74,7 @@ class Ring:
         *,
         sharded: ShardedState,
         ranks: Ranks,
-        rules: RingRules,
+        settings: CheckpointConfig,
         identity: Identity,
         report: Callable[[Incident], None],
         before_write: Callable[[int], None] = lambda step: None,
@@ -83,7 +83,7 @@ class Ring:
         self._copies: dict[tuple[int, Tier], Copy] = {}  # without those that are gone
         self._sharded = sharded
         self._ranks = ranks
-        self._rules = rules
+        self._settings = settings
         self._report = report
         self._next_serial = 1
         self._step = 0
@@ -95,7 +95,7 @@ class Ring:
             self._queues.queues
         )
         self._not_waited_for = [self.upload_queue, *peer_queues]
-        self._pace = Pace(rules.write_bytes_per_second)
+        self._pace = Pace(settings.write_mib_per_second * (1 << 20))
         self._disk = DiskTier(
             directory,
             sharded=sharded,
@@ -116,6 +116,9 @@ class Ring:
                 peer_queue=peer_queues[0] if peer_queues else None,
             )
         self.uploads: Uploads | None = None
+        # Whether the copy of the state may continue until before_update: not where others than the
+        # runner change the state, or forward passes do.
+        self.overlap = True
         # Called before the tensors of a checkpoint are read, with it. Collective.
         self.before_load: Callable[[Record], None] = lambda record: None
 
@@ -295,7 +298,7 @@ class Ring:
             serial=serial, metadata=metadata, counts=self._sharded.update_counts(), disk=disk
         )
         start(self._make(pending, memory))
-        if not self._rules.background:
+        if not self._settings.background:
             self.drain()
 
     def _has_room(self, *, must: bool) -> bool:
@@ -354,7 +357,7 @@ class Ring:
     def _make_snapshot(self, pending: PendingCheckpoint, memory: MemoryTier) -> Process[None]:
         """Copy the state into a slot and seal it there; then it is a checkpoint of its own."""
         copy = self._begin(pending, Tier.memory)
-        failures = yield from memory.take(pending, overlap=self._rules.overlap)
+        failures = yield from memory.take(pending, overlap=self.overlap)
         if copy.is_left_behind:
             self._forget(copy)
             memory.drop(pending.serial)
@@ -465,7 +468,7 @@ class Ring:
             [copy.record for copy in waiting],
             step=step,
             clean_streak=clean_streak,
-            clean_after=self._rules.clean_after,
+            clean_after=self._settings.clean_after,
         ):
             copy = self._copy_of(record)
             if copy.life is Life.saving:
@@ -520,9 +523,9 @@ class Ring:
                 self._retire()
 
     def _retire(self) -> None:
-        rules = self._rules
+        settings = self._settings
         leaving = retire(
-            self.records, keep=rules.keep, keep_every=rules.keep_every, reach=self._reach
+            self.records, keep=settings.keep, keep_every=settings.keep_every, reach=self._reach
         )
         pinned = self.uploads.pinned if self.uploads else set()
         also = {serial for serials in self._also_kept for serial in serials()}

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from runner.command.arguments import Parser
 from runner.config.compose import compose
-from runner.config.rules import judge_rules, named, remedy_rules
 from runner.config.validate import check
 from runner.observe.bar import Bar
+from runner.policy.decision.ladder import RemedyRules
 from runner.system.error import ConfigError
 from runner.system.parsing import json_text
-from runner.tools.backtest.guard_replay import Decision, GuardReplay, SaveRules
+from runner.tools.backtest.guard_replay import Decision, GuardReplay
 from runner.tools.backtest.recording import RecordedRun, read_curve
 from runner.tools.backtest.table import Names
 
@@ -54,7 +54,7 @@ def backtest_command(arguments: Sequence[str]) -> int:
     _refuse_other_keys(overrides)
     config = compose(overrides, config_dir=options.config_dir)
     check(config, world_size=1)
-    remedy = replace(remedy_rules(config), batch=1)
+    rules = RemedyRules(guard=config.guard, batch=1)
     names = Names(step=options.step, loss=options.loss, grad_norm=options.grad_norm)
     for number, file in enumerate(files, start=1):
         began = time.monotonic()
@@ -62,9 +62,8 @@ def backtest_command(arguments: Sequence[str]) -> int:
             recording = read_curve(file, names, memory=config.guard.window, moved=bar.at)
         replay = GuardReplay(
             recording.curve,
-            judge=judge_rules(config),
-            remedy=remedy,
-            saves=SaveRules(**named(SaveRules, config.checkpoint)),
+            rules=rules,
+            checkpoint=config.checkpoint,
             keep_limits=options.plot is not None,
         )
         with Bar("backtesting", len(recording.curve.steps), unit="rows") as bar:

@@ -275,7 +275,7 @@ def _write(
         with Bar("importing", num_bytes) as bar:
             write_rank_file(folder, 0, _Snapshots(tensors, bar.add))
         pieces, files = collect_pieces(folder, 1)
-        state = TrainState(parts.judge_rules(config), parts.remedy_rules(config))
+        state = TrainState(config.guard)
         manifest = Manifest(
             serial=_SERIAL,
             step=0,

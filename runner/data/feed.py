@@ -26,6 +26,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
 
+from runner.config.schema import DataConfig
 from runner.data.cursor import BatchPlan, Indices, SampleStream
 from runner.data.dataset import (
     NOT_COUNTED,
@@ -439,23 +440,6 @@ class RankShare:
     world_size: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loading:
-    """Which processes read samples, and how far ahead.
-
-    Args:
-        workers: loading processes; 0 loads in the calling one.
-        prefetch: micro-batches each worker keeps ready.
-        pin_memory: page-locked tensors (CUDA only).
-        retry_seconds: how long a sample that the system refuses is asked for again.
-    """
-
-    workers: int
-    prefetch: int
-    pin_memory: bool
-    retry_seconds: float = 0.0
-
-
 class Feed:
     """One rank's loader.
 
@@ -463,7 +447,8 @@ class Feed:
         dataset: map-style samples of ``seq_len + 1`` tokens.
         stream: the order.
         share: this rank's part of a batch.
-        loading: which processes read samples, and how far ahead.
+        settings: the length of samples, which processes read them, and how far ahead.
+        pin_memory: page-locked tensors.
         seed: of what samples draw.
     """
 
@@ -472,15 +457,20 @@ class Feed:
         dataset: Dataset,
         stream: SampleStream,
         *,
-        seq_len: int,
+        settings: DataConfig,
         share: RankShare,
-        loading: Loading,
+        pin_memory: bool = False,
         seed: int = 0,
     ) -> None:
         self._stream = stream
         self._reader = _Reader(
-            dataset, seq_len, rank=share.rank, retry_seconds=loading.retry_seconds, seed=seed
+            dataset,
+            settings.seq_len,
+            rank=share.rank,
+            retry_seconds=settings.retry_seconds,
+            seed=seed,
         )
+        workers = settings.workers
         self._share = share
         self._slots = shard_batch(share.global_size, share.micro_size, share.world_size, share.rank)
         self._sampler = _PlanSampler()
@@ -494,12 +484,12 @@ class Feed:
             self._reader,
             sampler=self._sampler,
             batch_size=None,
-            num_workers=loading.workers,
-            prefetch_factor=loading.prefetch if loading.workers else None,
-            persistent_workers=loading.workers > 0,
-            pin_memory=loading.pin_memory,
+            num_workers=workers,
+            prefetch_factor=settings.prefetch if workers else None,
+            persistent_workers=workers > 0,
+            pin_memory=pin_memory,
             generator=torch.Generator(),  # else each start of it moves the model's
-            worker_init_fn=partial(_begin_worker, reader, writer) if loading.workers else None,
+            worker_init_fn=partial(_begin_worker, reader, writer) if workers else None,
         )
 
     @property

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ import torch.distributed as dist
 from runner.checkpoint.memory.tier import NO_MEMORY, MemoryParts
 from runner.checkpoint.protocol import Identity
 from runner.checkpoint.ring import Ring
-from runner.config.rules import judge_rules, remedy_rules
 from runner.config.schema import RunConfig
 from runner.distributed.agreement import Ranks
 from runner.distributed.env import RankEnv, launch_from, place_from
@@ -288,15 +287,16 @@ def open_run(
         lease.directory(group),
         sharded=sharded,
         ranks=ranks,
-        # The loop may change weights and buffers at any time, without any call of ours.
-        rules=replace(parts.ring_rules(config), overlap=False),
+        settings=config.checkpoint,
         identity=_identity(lease),
         report=run_journal.report,
         before_write=lambda step: backlog.require_written(),
         memory=memory,
     )
+    # The loop may change weights and buffers at any time, without any call of ours.
+    ring.overlap = False
     ring.before_load = lambda record: pending.announce(record, lease, group)
-    state = TrainState(judge_rules(config), remedy_rules(config), carried)
+    state = TrainState(config.guard, carried)
     resumed = resume_from(inventory, group.run_dir, ring, run_journal.journal, state)
     spent = time_before(group, resumed, inventory.journal)
     run = OpenRun(

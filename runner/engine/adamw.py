@@ -3,26 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdamWSettings:
-    """AdamW (arXiv 1711.05101); decay on parameters of two or more dimensions only."""
-
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-
-
-def adamw_over(groups: list[dict[str, Any]], settings: AdamWSettings) -> torch.optim.AdamW:
-    """Fused AdamW over torch parameter groups, which set their own rate and decay."""
-    betas = (settings.beta1, settings.beta2)
-    return torch.optim.AdamW(groups, betas=betas, eps=settings.eps, fused=True)
 
 
 def make_state(optimizer: torch.optim.Optimizer, tensors: Iterable[torch.Tensor]) -> None:

@@ -11,14 +11,15 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.engine.adamw import AdamWSettings, adamw_over, make_state, set_gate
+from runner.config.schema import OptimConfig, OptimKind
+from runner.engine.adamw import make_state, set_gate
 from runner.engine.lion import Lion, opened
 from runner.engine.muon import Muon, Whole, is_hidden_matrix
 from runner.engine.optimizer_traits import Make
@@ -43,43 +44,48 @@ class ParameterRule:
     weight_decay: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True)
 class OptimizerSettings:
-    """``kind`` is adamw, sgd, lion, muon or other.
+    """The settings of ``optim``, and what makes the optimizer that ``optim._target_`` names.
 
     Args:
-        adamw: AdamW's settings; Lion uses its betas and decay, SGD and Muon its decay.
-        momentum: for SGD and Muon.
-        rules: a parameter follows the first rule that matches its name.
-        ema: decay of the average of the weights; None keeps no average.
-        make: for ``other``: builds the optimizer from torch parameter groups.
-        name: for ``other``: the user's name for it.
+        make: builds it from torch parameter groups; None for one of our own.
     """
 
-    kind: str
-    adamw: AdamWSettings
-    momentum: float = 0.0
-    rules: Sequence[ParameterRule] = ()
-    ema: float | None = None
+    optim: OptimConfig
     make: Make | None = None
-    name: str = ""
+
+    @cached_property
+    def rules(self) -> Sequence[ParameterRule]:
+        """``optim.groups``; a parameter follows the first rule that matches its name."""
+        return [ParameterRule(**rule) for rule in self.optim.groups]
+
+    @property
+    def kind(self) -> OptimKind | None:
+        """``optim.kind``; None for the user's own optimizer."""
+        return self.optim.kind if self.make is None else None
+
+    @property
+    def name(self) -> str:
+        """The user's name for his own optimizer."""
+        return self.optim._target_ or ""
 
     def kinds(self, name: str, num_dims: int) -> tuple[str, ...]:
         """Kinds of state kept for a parameter: FP32 tensors in its shape, in order.
 
-        For ``other``, only the average: its own state is known once it is built.
+        For the user's own, only the average: its own state is known once it is built.
         """
-        average = (AVERAGE,) if self.ema is not None else ()
+        average = (AVERAGE,) if self.optim.ema is not None else ()
         return (*self._of_optimizer(name, num_dims), *average)
 
     def _of_optimizer(self, name: str, num_dims: int) -> tuple[str, ...]:
         if self.make is not None:
             return ()
-        if self.kind == "sgd":
-            return ("momentum_buffer",) if self.momentum else ()
-        if self.kind == "lion":
+        if self.kind is OptimKind.sgd:
+            return ("momentum_buffer",) if self.optim.momentum else ()
+        if self.kind is OptimKind.lion:
             return ("exp_avg",)
-        if self.kind == "muon" and is_hidden_matrix(name, num_dims):
+        if self.kind is OptimKind.muon and is_hidden_matrix(name, num_dims):
             return ("momentum_buffer",)
         return ("exp_avg", "exp_avg_sq")
 
@@ -108,13 +114,13 @@ def grouped(
 ) -> list[ParameterGroup]:
     """The groups of ``names``, in the order in which each is first met.
 
-    Parameters of two or more dimensions decay by ``settings.adamw``, others do not, unless a rule
-    says otherwise; an optimizer from elsewhere is told of no decay but a rule's.
+    Parameters of two or more dimensions decay by ``optim.weight_decay``, others do not, unless a
+    rule says otherwise; an optimizer from elsewhere is told of no decay but a rule's.
     """
     groups: dict[tuple[float, float | None], ParameterGroup] = {}
     for name in names:
         rule = settings.rule(name)
-        decay: float | None = settings.adamw.weight_decay if num_dims[name] >= 2 else 0.0
+        decay: float | None = settings.optim.weight_decay if num_dims[name] >= 2 else 0.0
         if rule.weight_decay is not None or settings.make is not None:
             decay = rule.weight_decay
         new = ParameterGroup(names=[], rate=rule.rate, weight_decay=decay)
@@ -156,7 +162,7 @@ class ShardOptimizer:
         self._device = device
         # Update count of the optimizers that keep none.
         self._updates = torch.zeros((), device=device)
-        self._averages = {n: torch.zeros_like(s) for n, s in shards.items() if settings.ema}
+        self._averages = {n: torch.zeros_like(s) for n, s in shards.items() if settings.optim.ema}
         self._of: dict[str, Optimizer] = {}
         self._user: UserOptimizer | None = None
         if settings.make is not None and shards:
@@ -169,10 +175,10 @@ class ShardOptimizer:
                 whole=whole,
                 is_cut=is_cut,
             )
-        is_muon = settings.kind == "muon"
+        is_muon = settings.kind is OptimKind.muon
         matrices = [n for n in shards if is_muon and is_hidden_matrix(n, self._num_dims[n])]
         if matrices:
-            self._add(matrices, partial(Muon, momentum=settings.momentum, whole=whole))
+            self._add(matrices, partial(Muon, momentum=settings.optim.momentum, whole=whole))
         remaining = [name for name in shards if name not in self._of and self._user is None]
         if remaining:
             self._add(remaining, self._make_rest)
@@ -198,12 +204,12 @@ class ShardOptimizer:
 
     def _follow(self, skip: Tensor) -> None:
         """Update the averages, which start at the weights after the first update."""
-        if self._settings.ema is None:
+        if self._settings.optim.ema is None:
             return
         is_first = self._updates == 0
         for name, average in self._averages.items():
             shard = self._shards[name]
-            moved = torch.where(is_first, shard, average.lerp(shard, 1 - self._settings.ema))
+            moved = torch.where(is_first, shard, average.lerp(shard, 1 - self._settings.optim.ema))
             average.copy_(opened(moved, average, skip))
 
     @contextmanager
@@ -290,12 +296,13 @@ class ShardOptimizer:
         return groups
 
     def _make_rest(self, groups: Groups) -> Optimizer:
-        settings, adamw = self._settings, self._settings.adamw
-        if settings.kind == "sgd":
-            return torch.optim.SGD(groups, momentum=settings.momentum, fused=True)
-        if settings.kind == "lion":
-            return Lion(groups, betas=(adamw.beta1, adamw.beta2))
-        return adamw_over(groups, adamw)
+        optim = self._settings.optim
+        if optim.kind is OptimKind.sgd:
+            return torch.optim.SGD(groups, momentum=optim.momentum, fused=True)
+        betas = (optim.beta1, optim.beta2)
+        if optim.kind is OptimKind.lion:
+            return Lion(groups, betas=betas)
+        return torch.optim.AdamW(groups, betas=betas, eps=optim.eps, fused=True)
 
     def _make_state(self) -> None:
         """Create state before the first step: a checkpoint at step 0 and a load need it."""

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.engine.optimizer import OptimizerSettings, ParameterRule, ShardOptimizer, grouped
+from runner.config.schema import OptimKind
+from runner.engine.optimizer import OptimizerSettings, ShardOptimizer, grouped
 from runner.engine.optimizer_traits import is_same_when_flat, probe_traits
 from runner.system.error import ConfigError
 
@@ -102,11 +103,12 @@ class PartitionOptimizer:
         """The partitions that DeepSpeed has made, and of which group each is."""
         for flat, number in zip(flats, groups, strict=True):
             group = self._groups[number]
-            rule = ParameterRule(match="", rate=group.rate, weight_decay=group.weight_decay)
+            rule = {"match": "", "rate": group.rate, "weight_decay": group.weight_decay}
+            optim = replace(self._settings.optim, groups=[rule])
             optimizer = ShardOptimizer(
                 {_ALONE: flat},
                 {_ALONE: tuple(flat.shape)},
-                replace(self._settings, rules=[rule]),
+                replace(self._settings, optim=optim),
                 self._device,
                 _never_whole,
                 is_cut=True,
@@ -190,7 +192,7 @@ def require_elementwise(settings: OptimizerSettings, dims: frozenset[int]) -> No
         ConfigError: it looks at more than single elements, or at shapes.
     """
     where = "ZeRO updates flat partitions, in which no parameter has its shape"
-    if settings.kind == "muon":
+    if settings.kind is OptimKind.muon:
         raise ConfigError(f"optim.kind=muon: works on whole matrices, and {where}; {_REMEDY}")
     if settings.make is None:
         return

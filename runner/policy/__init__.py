@@ -1,4 +1,5 @@
 """Decisions from plain numbers.
 
-Imports no other package of ours and no torch, so that every decision is a row in a table test.
+Of other packages it imports the schema of the settings alone, and no torch, so that every decision
+is a row in a table test.
 """

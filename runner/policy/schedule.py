@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+from runner.config.schema import ScheduleConfig, ScheduleKind
+
 
 class Rates(Protocol):
     """A learning rate for every update."""
@@ -17,34 +19,33 @@ class Rates(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """``kind`` is cosine, wsd, linear or constant; ``total`` and ``warmup`` are in updates.
+    """A schedule of ``total`` updates up to the rate ``peak``.
 
-    ``floor`` is the final rate as a share of the peak; ``decay`` the share of ``total`` that
-    WSD (warm-up, stable, decay; arXiv 2404.06395) spends in its linear decay.
+    WSD (warm-up, stable, decay) is of arXiv 2404.06395.
     """
 
-    kind: str
+    schedule: ScheduleConfig
     peak: float
     total: int
-    warmup: int
-    floor: float
-    decay: float
 
     def rate(self, updates: int) -> float:
         """Learning rate of the update that follows ``updates`` applied ones."""
-        if updates < self.warmup:
-            return self.peak * (updates + 1) / self.warmup
+        warmup = self.schedule.warmup
+        if updates < warmup:
+            return self.peak * (updates + 1) / warmup
         return self.peak * self._after_warmup(updates)
 
     def _after_warmup(self, updates: int) -> float:
-        if self.kind == "constant":
+        schedule = self.schedule
+        if schedule.kind is ScheduleKind.constant:
             return 1.0
-        start = self.warmup
-        if self.kind == "wsd":
-            start = max(start, self.total - round(self.decay * self.total))
+        start = schedule.warmup
+        if schedule.kind is ScheduleKind.wsd:
+            start = max(start, self.total - round(schedule.decay * self.total))
         done = min(1.0, max(0.0, (updates - start) / max(1, self.total - start)))
-        shape = (1 + math.cos(math.pi * done)) / 2 if self.kind == "cosine" else 1 - done
-        return self.floor + (1 - self.floor) * shape
+        is_cosine = schedule.kind is ScheduleKind.cosine
+        shape = (1 + math.cos(math.pi * done)) / 2 if is_cosine else 1 - done
+        return schedule.floor + (1 - schedule.floor) * shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from functools import partial
 from runner.data.feed import Feed
 from runner.distributed.observers import Observers
 from runner.fault.wrap import wrap_feed, wrap_group, wrap_heart
+from runner.policy.decision.ladder import RemedyRules
 from runner.run_dir.build_info import code_digest
 from runner.session import parts
 from runner.session.assemble import Assembly
@@ -100,7 +101,9 @@ def make_loop(
 ) -> Loop:
     group, config = opened.group, opened.lease.config
     untrained_loss = opened.corpus.network.untrained_loss
-    rules = parts.remedy_rules(config, untrained_loss=untrained_loss)
+    rules = RemedyRules(
+        guard=config.guard, batch=config.batch.global_size, untrained_loss=untrained_loss
+    )
     guard, checkpoints = assembly.guard(
         actors.steps,
         actors.saves,

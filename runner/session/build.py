@@ -52,7 +52,7 @@ def build(opened: Opened) -> Machinery:
         lease.directory(group),
         sharded=engine,
         ranks=group.ranks,
-        rules=parts.ring_rules(config),
+        settings=config.checkpoint,
         identity=identity_of(lease, corpus),
         report=opened.written.report,
         before_write=before_write,
@@ -66,7 +66,7 @@ def build(opened: Opened) -> Machinery:
         backlog=backlog,
         ring=ring,
         has_weights=has_weights,
-        state=TrainState(parts.judge_rules(config), parts.remedy_rules(config)),
+        state=TrainState(config.guard),
     )
 
 

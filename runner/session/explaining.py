@@ -23,7 +23,6 @@ from runner.policy.decision.signals import StepSignals
 from runner.policy.decision.skip_ledger import Ledger
 from runner.policy.retention.records import Record, rollback_targets
 from runner.run_dir.build_info import versions
-from runner.session import parts
 from runner.session.phases import Actors, Machinery, Opened
 from runner.system.json_lines import iter_lines
 from runner.system.process import host_name
@@ -109,7 +108,7 @@ def _repeated_steps(
     """Make the comparison of the steps after a rollback with the recorded ones."""
     group, config, written = opened.group, opened.lease.config, opened.written
     history, ring, reporter = written.journal.history, machinery.ring, actors.reporter
-    rules, ranks = parts.remedy_rules(config), actors.observers.ranks
+    guard, ranks = config.guard, actors.observers.ranks
     stop = group.stop_look.through(ranks)
 
     def recorded(first: int, stop: int) -> dict[int, Recorded]:
@@ -128,8 +127,8 @@ def _repeated_steps(
         """Rollback targets, as in :func:`runner.policy.decision.ladder.decide`."""
         onset = state.trouble.bad[0] if state.trouble.bad else None
         step, start = (onset.step, onset.start) if onset else (bad.step, bad.start)
-        cursor = history.ledger.before(start, rules.margin * rules.batch)
-        return rollback_targets(ring.records, cursor=cursor, step=max(0, step - rules.back))
+        cursor = history.ledger.before(start, guard.margin * config.batch.global_size)
+        return rollback_targets(ring.records, cursor=cursor, step=max(0, step - guard.back))
 
     starts = [line for line in history.incidents if line.kind == "start"]
     return RepeatedSteps(
@@ -143,7 +142,7 @@ def _repeated_steps(
             planner=actors.steps.planner,
             ring=ring,
             history=history,
-            fresh=lambda: TrainState(parts.judge_rules(config), rules),
+            fresh=lambda: TrainState(guard),
             known=replay.known_now,
             stop=stop,
         ),

@@ -17,7 +17,7 @@ from runner.session.phases import Machinery, Opened
 from runner.startup.resume import Resumed
 from runner.system.json_lines import LineFile, iter_lines, step_of, tail
 from runner.train.agreed_step import StepInfo
-from runner.train.layers import LayerLog, LayerPlaces, LayerTable, LayerWatch, UpdateRules
+from runner.train.layers import LayerLog, LayerPlaces, LayerTable, LayerWatch
 from runner.train.source_columns import SourceColumns
 
 SPIKES = "spike score"  # the observer
@@ -98,8 +98,7 @@ def make_layers(
     shapes = {name: one.shape for name, one in network.parameters().items()}
     places = LayerPlaces.of(engine.network, blocks, shapes)
     activations = Activations(engine.objective, blocks, is_compiled=config.model.compile)
-    rules = UpdateRules(clip=config.optim.clip, beta2=config.optim.beta2)
-    table = LayerTable(places, rules, num_units=activations.num_units)
+    table = LayerTable(places, config.optim, num_units=activations.num_units)
     looks, length = ranks.all_or_none("reading the layers' file", lambda: _past(opened, resumed))
     log = LayerLog(
         table,

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from runner.config.schema import RunConfig
-from runner.engine.adamw import AdamWSettings
-from runner.engine.optimizer import Groups, OptimizerSettings, ParameterRule
+from runner.engine.optimizer import Groups, OptimizerSettings
 from runner.model.blueprint import Blueprint
 from runner.policy.schedule import Rates, Schedule
 from runner.system.error import ConfigError
@@ -72,22 +71,7 @@ def schedule(config: RunConfig) -> Rates:
         )
         own.rate(0)
         return own
-    return Schedule(
-        kind=settings.kind.value,
-        peak=config.optim.lr,
-        total=total,
-        warmup=settings.warmup,
-        floor=settings.floor,
-        decay=settings.decay,
-    )
-
-
-def adamw_settings(config: RunConfig) -> AdamWSettings:
-    """AdamW's settings, which others take betas and decay of."""
-    optim = config.optim
-    return AdamWSettings(
-        beta1=optim.beta1, beta2=optim.beta2, eps=optim.eps, weight_decay=optim.weight_decay
-    )
+    return Schedule(schedule=settings, peak=config.optim.lr, total=total)
 
 
 def optimizer_settings(config: RunConfig) -> OptimizerSettings:
@@ -97,16 +81,9 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
         ConfigError: ``optim._target_`` cannot be found.
     """
     optim = config.optim
-    rules = [ParameterRule(**rule) for rule in optim.groups]
     target = optim._target_
     if target is None:
-        return OptimizerSettings(
-            kind=optim.kind.value,
-            adamw=adamw_settings(config),
-            momentum=optim.momentum,
-            rules=rules,
-            ema=optim.ema,
-        )
+        return OptimizerSettings(optim)
     find_target(_TARGET, target)
     arguments, offered = optim.arguments or {}, {"lr": optim.lr}
 
@@ -119,14 +96,7 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
             )
         return optimizer
 
-    return OptimizerSettings(
-        kind="other",
-        adamw=adamw_settings(config),
-        rules=rules,
-        ema=optim.ema,
-        make=make,
-        name=target,
-    )
+    return OptimizerSettings(optim, make)
 
 
 def rules_matched(config: RunConfig, network: Blueprint) -> list[tuple[str, int]]:

@@ -13,13 +13,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from runner.checkpoint.protocol import RingRules
 from runner.config.network import is_hf, recompute_kind, rope_scaling_of
-from runner.config.rules import judge_rules as judge_rules
-from runner.config.rules import remedy_rules as remedy_rules
 from runner.config.schema import (
     ExplainKind,
     Offload,
+    OptimConfig,
+    OptimKind,
     ParallelKind,
     Precision,
     RemedyKind,
@@ -28,7 +27,7 @@ from runner.config.schema import (
 from runner.config.validate import is_zero
 from runner.data.cursor import SampleStream
 from runner.data.dataset import Dataset, RecordDataset
-from runner.data.feed import Feed, Loading, RankShare
+from runner.data.feed import Feed, RankShare
 from runner.distributed.agreement import Ranks
 from runner.distributed.env import JobEnv, RankEnv
 from runner.engine.fsdp import FsdpEngine, Layout, device_mesh, shard_model
@@ -65,7 +64,7 @@ from runner.session.corpus import open_dataset as open_dataset
 from runner.session.corpus import open_validation as open_validation
 from runner.session.corpus import prepare_data as prepare_data
 from runner.session.corpus import sample_stream as sample_stream
-from runner.session.optim import adamw_settings, optimizer_settings
+from runner.session.optim import optimizer_settings
 from runner.session.pretrained import head_losses, pretrained_blueprint
 from runner.startup.shared_memory import memory_every
 from runner.system.error import ConfigError
@@ -126,19 +125,14 @@ def feed(
     return Feed(
         dataset,
         stream,
-        seq_len=config.data.seq_len,
+        settings=config.data,
         share=RankShare(
             global_size=config.batch.global_size,
             micro_size=config.batch.micro_size,
             rank=place.rank,
             world_size=place.world_size,
         ),
-        loading=Loading(
-            workers=config.data.workers,
-            prefetch=config.data.prefetch,
-            pin_memory=config.data.pin_memory and device.type == "cuda",
-            retry_seconds=config.data.retry_seconds,
-        ),
+        pin_memory=config.data.pin_memory and device.type == "cuda",
         seed=config.seed,
     )
 
@@ -436,7 +430,7 @@ def give_twin(
     wide = replace(layout(config, place), dtype=dtype, is_wide=True, compile=False)
     mesh = getattr(engine, "mesh", None) or device_mesh(engine.device, wide)
     # The twin is never updated: plain SGD needs no state.
-    settings = OptimizerSettings(kind="sgd", adamw=adamw_settings(config))
+    settings = OptimizerSettings(OptimConfig(kind=OptimKind.sgd, momentum=0))
     how = _Sharding(wide, mesh, engine.device, settings)
 
     def make() -> Engine:
@@ -484,18 +478,6 @@ def _zero(
     blueprint.finish(network, device)
     zero.running.note()
     return zero, model, embedding
-
-
-def ring_rules(config: RunConfig) -> RingRules:
-    """Which checkpoints the ring keeps, and how it writes them."""
-    settings = config.checkpoint
-    return RingRules(
-        clean_after=settings.clean_after,
-        keep=settings.keep,
-        keep_every=settings.keep_every,
-        background=settings.background,
-        write_bytes_per_second=settings.write_mib_per_second * (1 << 20),
-    )
 
 
 def cadence(

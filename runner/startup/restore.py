@@ -27,7 +27,7 @@ from runner.checkpoint.remote.store import (
     WriterClaim,
     folder_bytes,
 )
-from runner.checkpoint.remote.upload import RemoteRules, RemoteTarget, Uploads
+from runner.checkpoint.remote.upload import RemoteTarget, Uploads
 from runner.config.compose import from_yaml
 from runner.config.schema import RunConfig
 from runner.distributed.agreement import Ranks
@@ -126,9 +126,7 @@ class RemoteRun:
                 check=run_lease.check,
             ),
             store,
-            rules=RemoteRules(
-                keep=config.checkpoint.remote_keep, keep_every=config.checkpoint.keep_every
-            ),
+            settings=config.checkpoint,
             stored=self.seen.stored,
             tainted=tainted,
             queue=queue,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from runner.config.schema import OptimConfig
 from runner.distributed.observers import Observers
 from runner.engine.activations import MOST_STRETCHES, Activations, stretches
 from runner.engine.layer_sums import KINDS, Before, LayerSums
@@ -148,20 +149,12 @@ class LayerWatch:
         return self._activations.length
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateRules:
-    """Settings that an update's numbers depend on. ``clip`` 0: off."""
-
-    clip: float
-    beta2: float
-
-
 class LayerTable:
     """Turns measurements into readable numbers."""
 
-    def __init__(self, places: LayerPlaces, rules: UpdateRules, *, num_units: int) -> None:
+    def __init__(self, places: LayerPlaces, optim: OptimConfig, *, num_units: int) -> None:
         self._places = places
-        self._rules = rules
+        self._optim = optim
         self._num_units = num_units
         self._members: dict[str, list[int]] = {}
         for at, layer in enumerate(places.layers):
@@ -257,9 +250,9 @@ class LayerTable:
         """
         if not count:
             return {}
-        clip = self._rules.clip
+        clip = self._optim.clip
         scale = measured.tokens * (max(1.0, measured.grad_norm / clip) if clip > 0 else 1.0)
-        unbiased = 1 - self._rules.beta2**measured.step
+        unbiased = 1 - self._optim.beta2**measured.step
         square = ratios / count * unbiased / max(scale, 1) ** 2
         return {"adam_rms": math.sqrt(square)} if square >= 0 else {}
 

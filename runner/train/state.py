@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from runner.config.schema import GuardConfig
 from runner.observe.metrics import MetricsLine
 from runner.policy.decision.history import History
-from runner.policy.decision.judge import Baseline, JudgeRules
+from runner.policy.decision.judge import Baseline
 from runner.policy.decision.ladder import BadStepTracker, RemedyRules, reach
 from runner.policy.decision.signals import StepSignals
 from runner.policy.retention.records import Reach
@@ -39,20 +40,15 @@ class TrainState:
         carried: state of the user's own loop.
     """
 
-    def __init__(
-        self,
-        judge_rules: JudgeRules,
-        remedy_rules: RemedyRules,
-        carried: Carried | None = None,
-    ) -> None:
+    def __init__(self, guard: GuardConfig, carried: Carried | None = None) -> None:
         self._carried = carried
         self.updates = 0
         self.cursor = 0
         self.last_loss: float | None = None
         self.unreported: MetricsLine | None = None
         self.came_again: int | None = None
-        self.baseline = Baseline(judge_rules)
-        self.trouble = BadStepTracker(remedy_rules)
+        self.baseline = Baseline(guard)
+        self.trouble = BadStepTracker(guard)
 
     def advance(self, signals: StepSignals) -> None:
         """Count an update that was applied."""

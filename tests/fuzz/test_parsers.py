@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from runner.checkpoint.disk.directory import CheckpointDirectory
 from runner.checkpoint.disk.shards import collect_pieces, stamps, verify_files
 from runner.config.compose import compose, from_yaml, to_yaml
-from runner.config.schema import RunConfig
+from runner.config.schema import GuardConfig, RunConfig
 from runner.config.validate import check
 from runner.convert.sources import open_source
 from runner.data.cursor import SampleStream
@@ -40,7 +40,6 @@ from runner.observe.metrics import MetricsLine
 from runner.policy.decision.skip_ledger import Ledger
 from runner.run_dir.lease import RunLease, acquire, newest_number
 from runner.run_dir.paths import RunDir
-from runner.session.parts import judge_rules, remedy_rules
 from runner.startup.resume import _serial_in
 from runner.system.error import RunnerError
 from runner.system.json_lines import read_lines, step_of
@@ -230,7 +229,7 @@ def test_rank_notes(num: int, tmp_path: Path) -> None:
 @often
 def test_train_state(num: int) -> None:
     def fresh() -> TrainState:
-        return TrainState(judge_rules(RunConfig()), remedy_rules(RunConfig()))
+        return TrainState(GuardConfig())
 
     stopped = fresh()
     stopped.came_again = 5

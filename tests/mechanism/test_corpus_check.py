@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
-from runner.checkpoint.protocol import CheckpointMetadata, Identity, RingRules
+from runner.checkpoint.protocol import CheckpointMetadata, Identity
 from runner.checkpoint.ring import Ring
+from runner.config.schema import CheckpointConfig
 from runner.data.corpus_digest import Whole
 from runner.data.dataset import FilePlaces, TokenFile, TokenStream, Windows
 from runner.policy.decision.history import Incident
@@ -76,7 +77,7 @@ class World:
             CheckpointDirectory(self.folder / "ring"),
             sharded=self.holder,
             ranks=self.ranks,
-            rules=RingRules(clean_after=2, keep=9, keep_every=0, background=True),
+            settings=CheckpointConfig(clean_after=2, keep=9),
             identity=Identity(config_digest="c", data_fingerprint="d"),
             report=self.told.append,
         )

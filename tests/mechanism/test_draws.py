@@ -13,11 +13,12 @@ import torch
 
 from runner.command.check_samples import read_digests
 from runner.config.compose import compose
+from runner.config.schema import DataConfig
 from runner.config.sources import unsteady_samples
 from runner.data.cursor import SampleStream
 from runner.data.dataset import Dataset
 from runner.data.draws import read_sample
-from runner.data.feed import Feed, Loading, MicroBatch, RankShare
+from runner.data.feed import Feed, MicroBatch, RankShare
 from runner.data.mixture import mix
 from runner.data.packing import Packed, prepare_packs
 from runner.data.user_dataset import adapt
@@ -39,9 +40,8 @@ def feed(dataset: Dataset, *, rank: int = 0, world_size: int = 1, workers: int =
     return Feed(
         dataset,
         order,
-        seq_len=8,
+        settings=DataConfig(seq_len=8, workers=workers),
         share=RankShare(global_size=SIZE, micro_size=2, rank=rank, world_size=world_size),
-        loading=Loading(workers=workers, prefetch=2, pin_memory=False),
         seed=7,
     )
 

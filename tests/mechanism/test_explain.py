@@ -56,7 +56,7 @@ from runner.tools.replay_lines import _number, repeated_lines
 from runner.train.agreed_step import StepInfo
 from runner.train.state import TrainState
 from tests.observed import observers
-from tests.policy.steps import attempted, judge_rules, remedy_rules
+from tests.policy.steps import attempted, guard_settings
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -863,7 +863,7 @@ class Explaining:
     def meets(self, step: int, **more: Any) -> Verdict | None:
         """A bad step; the ladder's verdict where it decides."""
         signals = attempted(step, loss=math.nan, gated=True, **more)
-        state = TrainState(judge_rules(), remedy_rules())
+        state = TrainState(guard_settings())
         return self.guard.handle(StepInfo(signals=signals, batch=PLAN), state)
 
 

@@ -22,9 +22,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runner.config.schema import DataConfig
 from runner.data.cursor import BatchPlan, SampleStream
 from runner.data.dataset import Dataset, Sample
-from runner.data.feed import NOT_COUNTED, Feed, Loading, MicroBatch, RankShare, _quiet_worker
+from runner.data.feed import NOT_COUNTED, Feed, MicroBatch, RankShare, _quiet_worker
 from runner.data.permutation import held_out
 from runner.data.synthetic import SyntheticLanguage
 from runner.data.tokens import open_tokens
@@ -198,13 +199,11 @@ def made_feed(
 ) -> Feed:
     sizes = {name: changes.pop(name) for name in ("global_size", "micro_size") if name in changes}
     sizes = {"global_size": 8, "micro_size": 3} | sizes
-    loading: dict[str, Any] = {"workers": 0, "prefetch": 2, "pin_memory": False}
     return Feed(
         dataset,
         order,
-        seq_len=changes.pop("seq_len", SEQ_LEN),
+        settings=DataConfig(**{"seq_len": SEQ_LEN, "workers": 0} | changes),
         share=RankShare(rank=rank, world_size=world_size, **sizes),
-        loading=Loading(**loading | changes),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from runner.checkpoint.disk.shards import collect_pieces
-from runner.config.schema import RunConfig
+from runner.config.schema import GuardConfig, RunConfig
 from runner.config.validate import check
 from runner.data.tokens import open_tokens
 from runner.distributed.env import JobEnv, launch_from, place_from, rendezvous_endpoint
@@ -24,7 +24,6 @@ from runner.observe.journal import read_journal
 from runner.policy.decision.history import Incident
 from runner.run_dir.lease import RunLease, acquire, newest_number
 from runner.run_dir.paths import RunDir
-from runner.session.parts import judge_rules, remedy_rules
 from runner.system.error import (
     CheckpointError,
     ConfigError,
@@ -297,13 +296,13 @@ def test_a_rank_note_that_no_rank_writes(tmp_path: Path, note: Any) -> None:
     [{"updates": -1}, {"cursor": "5"}, {"cursor": 2**63}, {"baseline": None}, {"last_loss": []}],
 )
 def test_a_train_state_that_cannot_be(change: dict[str, Any]) -> None:
-    state = TrainState(judge_rules(RunConfig()), remedy_rules(RunConfig()))
+    state = TrainState(GuardConfig())
     with pytest.raises(CheckpointError, match="train_state"):
         state.load_json(state.to_json() | change)
 
 
 def test_numbers_in_a_train_state_that_are_none() -> None:
-    state = TrainState(judge_rules(RunConfig()), remedy_rules(RunConfig()))
+    state = TrainState(GuardConfig())
     tree = state.to_json()
     tree["baseline"]["loss"] = [json.loads("1e999")]
     with pytest.raises(CheckpointError, match="holds inf"):

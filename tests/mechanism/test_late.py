@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from runner.checkpoint.jobs import JobProgress
 from runner.checkpoint.protocol import CheckpointMetadata
+from runner.config.schema import ScheduleConfig
 from runner.data.cursor import BatchPlan, SampleStream
 from runner.data.feed import MicroBatch, RankBatch
 from runner.distributed.agreement import Ranks
@@ -58,7 +59,7 @@ from runner.train.state import TrainState
 from runner.train.step import Stepper, StepRules
 from runner.train.step_runner import StepPlanner, StepRunner
 from tests.observed import observers
-from tests.policy.steps import attempted, judge_rules, remedy_rules
+from tests.policy.steps import attempted, remedy_rules
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -328,12 +329,9 @@ def live(story: Story, folder: Path, *, late: bool) -> tuple[End, Lines]:
     stream = SampleStream(num_samples=100_000, seed=1, held_out_share=0.01, global_size=BATCH)
     stop = Stop(story, stream)
     fast = {"window": 12, "min_history": 6, "persist_window": 6, "level_steps": 4}
-    rules = fast | {"cooldown_steps": 9, "drift_nats": 0.5} | story.rules
-    judge = {k: v for k, v in rules.items() if hasattr(judge_rules(), k)}
-    remedy = {k: v for k, v in rules.items() if hasattr(remedy_rules(), k)}
-    state = TrainState(
-        judge_rules(**judge, enabled=story.guarded), remedy_rules(**remedy, batch=BATCH)
-    )
+    changes = fast | {"cooldown_steps": 9, "drift_nats": 0.5} | story.rules
+    rules = remedy_rules(**changes, enabled=story.guarded, batch=BATCH)
+    state = TrainState(rules.guard)
     lines, ring = Lines(engine), MemoryRing(engine)
     journal = Journal([], told_to_skip=[], file=None, clock=lambda: 0.0)
     faults = FaultInjector(parse_faults(story.faults), rank=0, markers=folder)
@@ -355,7 +353,6 @@ def live(story: Story, folder: Path, *, late: bool) -> tuple[End, Lines]:
         rules=StepRules(seed=0, clip=1.0, guarded=story.guarded, config_digest="", code=""),
         heart=wrap_heart(Heartbeat(), faults, parts["ring"]),
     )
-    rules = remedy_rules(**remedy, batch=BATCH)
     recovery = Recovery(
         stepper=stepper,
         ring=parts["ring"],
@@ -382,7 +379,7 @@ def live(story: Story, folder: Path, *, late: bool) -> tuple[End, Lines]:
     planner = StepPlanner(
         stream=stream,
         journal=journal,
-        schedule=Schedule(kind="cosine", peak=0.1, total=STEPS, warmup=5, floor=0.1, decay=0.2),
+        schedule=Schedule(schedule=ScheduleConfig(warmup=5), peak=0.1, total=STEPS),
         progress=ring.progress,
         keeps_lines=backlog.look,
         stop=lambda: stop.is_set,

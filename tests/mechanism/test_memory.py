@@ -28,7 +28,7 @@ from runner.checkpoint.memory.peer_replica import ReplicaInventory, on_every_ran
 from runner.checkpoint.memory.shared_buffer import SharedBuffer
 from runner.checkpoint.memory.snapshot import Memory, SlotLayout, _CudaCopier, empty_header
 from runner.checkpoint.memory.tier import MemoryParts, MemoryTier
-from runner.checkpoint.protocol import CheckpointMetadata, Identity, RingRules
+from runner.checkpoint.protocol import CheckpointMetadata, Identity
 from runner.checkpoint.ring import Ring
 from runner.config.schema import CheckpointConfig, RunConfig
 from runner.distributed.env import RankEnv
@@ -800,7 +800,7 @@ class Rig:
             CheckpointDirectory(self.folder / "ring"),
             sharded=self.state,
             ranks=Alone(),
-            rules=RingRules(clean_after=2, keep=2, keep_every=0, background=True),
+            settings=CheckpointConfig(clean_after=2, keep=2),
             identity=IDENTITY,
             report=self.incidents.append,
             before_write=lambda step: self.write_gate.wait(20) and None,

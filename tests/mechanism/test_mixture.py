@@ -193,7 +193,7 @@ def journal(tmp_path: Path) -> Journal:
 
 
 def train_state(cursor: int) -> TrainState:
-    state = TrainState(parts.judge_rules(RunConfig()), parts.remedy_rules(RunConfig()))
+    state = TrainState(RunConfig().guard)
     state.cursor, state.updates = cursor, cursor // 32
     return state
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,16 +10,16 @@ import torch
 from torch import Tensor
 
 from runner.config.compose import compose
-from runner.engine.adamw import AdamWSettings
+from runner.config.schema import OptimConfig, OptimKind
 from runner.engine.muon import is_hidden_matrix, orthogonalised
-from runner.engine.optimizer import OptimizerSettings, ParameterRule, ShardOptimizer
+from runner.engine.optimizer import OptimizerSettings, ShardOptimizer
 from runner.engine.optimizer_traits import probe_traits
 from runner.session import parts
 from runner.session.optim import rules_matched
 from runner.system.error import ConfigError
 from tests.optimizers import EightBit, ScheduleFree
 
-ADAMW = AdamWSettings(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
+OPTIM = OptimConfig(beta1=0.9, beta2=0.99, momentum=0.9)
 CPU = torch.device("cpu")
 SHAPES = {"blocks.0.weight": (6, 4), "embedding.weight": (5, 4), "norm.weight": (4,)}
 BUILT_IN = ["adamw", "sgd", "lion", "muon"]
@@ -81,9 +82,8 @@ def settings(kind: str, **more: Any) -> OptimizerSettings:
         "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1.0, initial_accumulator_value=2),
     }
     if kind in makes:
-        more |= {"make": makes[kind], "name": kind}
-        kind = "other"
-    return OptimizerSettings(kind=kind, adamw=ADAMW, momentum=0.9, **more)
+        return OptimizerSettings(replace(OPTIM, _target_=kind, **more), makes[kind])
+    return OptimizerSettings(replace(OPTIM, kind=OptimKind(kind), **more))
 
 
 def made(told: OptimizerSettings) -> tuple[dict[str, Tensor], ShardOptimizer]:
@@ -272,10 +272,10 @@ def test_which_matrices_are_for_muon(name: str, dims: int, expected: bool) -> No
 
 def test_rules_set_rate_and_decay_by_name() -> None:
     rules = [
-        ParameterRule(match="embedding", rate=0.0),
-        ParameterRule(match=r"\.0\.", rate=0.5, weight_decay=0.0),
+        {"match": "embedding", "rate": 0.0},
+        {"match": r"\.0\.", "rate": 0.5, "weight_decay": 0.0},
     ]
-    shards, optimizer = made(settings("sgd", rules=rules))
+    shards, optimizer = made(settings("sgd", groups=rules))
     before = {name: shard.clone() for name, shard in shards.items()}
     give(shards, 0)
     step(optimizer)
@@ -322,9 +322,7 @@ def test_how_it_works_is_found_out(
 
 
 def test_what_needs_all_parameters_is_refused_on_shards() -> None:
-    told = OptimizerSettings(
-        kind="other", adamw=ADAMW, make=lambda groups: Together(groups, lr=0.1), name="x"
-    )
+    told = OptimizerSettings(replace(OPTIM, _target_="x"), lambda groups: Together(groups, lr=0.1))
     shards = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     ShardOptimizer(shards, SHAPES, told, CPU, lambda name, local: (local, 0))
     with pytest.raises(ConfigError, match="updates a parameter from others as well"):

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from runner.config.compose import compose
+from runner.config.schema import DataConfig
 from runner.config.validate import check
 from runner.data.cursor import SampleStream
 from runner.data.dataset import NOT_COUNTED, RecordDataset, Sample
-from runner.data.feed import Feed, Loading, MicroBatch, RankShare
+from runner.data.feed import Feed, MicroBatch, RankShare
 from runner.data.mixture import Mixed
 from runner.data.user_dataset import adapt, contents
 from runner.policy.decision.skip_ledger import Ledger
@@ -45,9 +46,8 @@ def batches(dataset: Any, *, size: int = 4, world_size: int = 1, rank: int = 0) 
     feed = Feed(
         dataset,
         stream,
-        seq_len=SEQ_LEN,
+        settings=DataConfig(seq_len=SEQ_LEN, workers=0),
         share=RankShare(global_size=size, micro_size=4, rank=rank, world_size=world_size),
-        loading=Loading(workers=0, prefetch=2, pin_memory=False),
     )
     fetched = feed.fetch(stream.plan(0, Ledger()), Ledger())
     assert fetched.failure is None, fetched.failure

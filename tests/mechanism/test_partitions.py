@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.engine.optimizer import OptimizerSettings, ParameterRule, ShardOptimizer
+from runner.engine.optimizer import OptimizerSettings, ShardOptimizer
 from runner.engine.partitions import PartitionOptimizer
 from runner.system.error import ConfigError
-from tests.mechanism.test_optimizer import ADAMW, CPU, SHAPES, PerTensor, Together, give, settings
+from tests.mechanism.test_optimizer import CPU, OPTIM, SHAPES, PerTensor, Together, give, settings
 
 pytestmark = pytest.mark.usefixtures("alone")
 
 ELEMENTWISE = ["adamw", "sgd", "lion", "adam", "rmsprop", "adagrad", "nadam", "schedule-free"]
 DIMS = {name: len(shape) for name, shape in SHAPES.items()}
-RULES = [ParameterRule(match="embedding", rate=0.5, weight_decay=0.2)]
+RULES = [{"match": "embedding", "rate": 0.5, "weight_decay": 0.2}]
 Place = tuple[Tensor, int]  # the partition, and where the parameter begins in it
 
 
@@ -70,7 +70,7 @@ def step(
 
 @pytest.mark.parametrize("kind", ELEMENTWISE)
 def test_they_update_as_shaped_ones_do_and_keep_the_same(kind: str) -> None:
-    told = replace(settings(kind), rules=RULES, ema=0.9)
+    told = settings(kind, groups=RULES, ema=0.9)
     shards, shaped, places, flat = both(told)
     assert flat.waits_for_host == shaped.waits_for_host
     for seed in range(20):
@@ -96,7 +96,7 @@ def test_they_update_as_shaped_ones_do_and_keep_the_same(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["rmsprop", "schedule-free"])
 def test_a_loaded_state_goes_on(kind: str) -> None:
-    told = replace(settings(kind), rules=RULES)
+    told = settings(kind, groups=RULES)
     runs = [both(told) for _ in range(2)]
     for seed in range(5):
         give(runs[0][0], seed)
@@ -154,9 +154,7 @@ class ByDimensions(torch.optim.Optimizer):
 def test_what_needs_more_than_elements_is_refused_with_what_to_use(how: Any, words: str) -> None:
     if not isinstance(how, OptimizerSettings):
         make = how
-        how = OptimizerSettings(
-            kind="other", adamw=ADAMW, make=lambda groups: make(groups, lr=0.1), name="x"
-        )
+        how = OptimizerSettings(replace(OPTIM, _target_="x"), lambda groups: make(groups, lr=0.1))
     shards = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     with pytest.raises(ConfigError, match=f"{words}.*use parallel=fsdp, which shards as zero3"):
         PartitionOptimizer(shards, DIMS, how, CPU)

@@ -17,7 +17,7 @@ from runner.explain.reading import Reading, Row
 from runner.policy.decision.history import History
 from runner.policy.decision.skip_ledger import Ledger
 from runner.train.state import TrainState
-from tests.policy.steps import BATCH, attempted, judge_rules, remedy_rules
+from tests.policy.steps import BATCH, attempted, guard_settings
 
 FROM, BAD = 10, 30  # the checkpoint's step and the bad one
 CULPRIT = (BAD - 1) * BATCH + 3
@@ -63,7 +63,7 @@ def tried(
         return Reading(rows={-1: Row(0, level, 1.0, 1)}, shares=(), tokens=1.0)
 
     def restore(records: Any) -> Any:
-        state = TrainState(judge_rules(), remedy_rules())
+        state = TrainState(guard_settings())
         state.updates, state.cursor = FROM, FROM * BATCH
         newest[0] = Planned(batch=PLAN, step=FROM)
         is_older.append(records[0].step < FROM)
@@ -95,7 +95,7 @@ def tried(
         planner=parts(stream=parts(plan=plan), plan=planned),
         ring=parts(restore=restore, before_update=lambda: None),
         history=History(),
-        fresh=lambda: TrainState(judge_rules(), remedy_rules()),
+        fresh=lambda: TrainState(guard_settings()),
         known=known,
         stop=parts(now=lambda: None, over=list),
     )

@@ -19,13 +19,14 @@ import torch
 from runner.checkpoint.disk.directory import CheckpointDirectory
 from runner.checkpoint.jobs import LockstepQueue
 from runner.checkpoint.manifest import FileFacts
-from runner.checkpoint.protocol import CheckpointMetadata, Identity, RingRules
+from runner.checkpoint.protocol import CheckpointMetadata, Identity
 from runner.checkpoint.remote.retrying_files import RemoteFault, RemoteFiles
 from runner.checkpoint.remote.store import RemoteRing, RemoteTaken, WriterClaim
-from runner.checkpoint.remote.upload import RemoteRules, RemoteTarget, Uploads
+from runner.checkpoint.remote.upload import RemoteTarget, Uploads
 from runner.checkpoint.ring import Ring
 from runner.command.ring import ring_command
 from runner.config.compose import compose, to_yaml
+from runner.config.schema import CheckpointConfig
 from runner.config.validate import check, url_problem
 from runner.observe.journal import read_journal
 from runner.policy.decision.history import Incident
@@ -76,7 +77,7 @@ def uploads(
             check=changes.pop("check", lambda: None),
         ),
         CheckpointDirectory(out / "ring"),
-        rules=RemoteRules(keep=keep, keep_every=0),
+        settings=CheckpointConfig(remote_keep=keep),
         stored=changes.pop("stored", []),
         tainted=changes.pop("tainted", []),
         queue=changes.pop("queue") if "queue" in changes else LockstepQueue(Alone().gather),
@@ -703,7 +704,7 @@ def test_a_checkpoint_is_not_retired_while_it_is_sent(tmp_path: Path, url: str) 
         store,
         sharded=Holder(),
         ranks=Alone(),
-        rules=RingRules(clean_after=1, keep=1, keep_every=0, background=True),
+        settings=CheckpointConfig(clean_after=1, keep=1),
         identity=Identity(config_digest="c", data_fingerprint="d"),
         report=lambda incident: None,
     )

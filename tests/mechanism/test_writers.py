@@ -31,7 +31,7 @@ from runner.system.files import write_json
 from runner.system.json_lines import LineFile
 from runner.system.parsing import NONFINITE, json_text, number_in
 from runner.train.state import TrainState
-from tests.policy.steps import judge_rules, remedy_rules
+from tests.policy.steps import guard_settings
 
 ANY = st.sampled_from([0.0, -1.5, 3e300, math.nan, math.inf, -math.inf])
 TREES = st.recursive(
@@ -205,11 +205,11 @@ def test_a_checkpoint_with_such_a_number_is_written_and_never_used(
 @given(loss=ANY | st.none())
 def test_a_state_without_a_guard_survives_its_last_loss(loss: float | None) -> None:
     """``guard=off`` takes any loss; the checkpoint after it can be loaded all the same."""
-    state = TrainState(judge_rules(enabled=False), remedy_rules())
+    state = TrainState(guard_settings(enabled=False))
     state.last_loss = loss
     written = strictly(json_text(state.to_json()))
     assert NONFINITE not in written
-    again = TrainState(judge_rules(enabled=False), remedy_rules())
+    again = TrainState(guard_settings(enabled=False))
     again.load_json(written)
     assert repr(again.last_loss) == repr(loss)
 

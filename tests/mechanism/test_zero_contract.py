@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from runner import Guard
+from runner.config.schema import OptimConfig
 from runner.data.feed import MicroBatch
 from runner.distributed.agreement import Ranks
 from runner.distributed.env import RankEnv
 from runner.distributed.process_group import end_group, start_group
 from runner.embed.loop.zero_engine import ZeroState, engine_in
 from runner.engine import zero
-from runner.engine.adamw import AdamWSettings
 from runner.engine.optimizer import OptimizerSettings
 from runner.engine.protocol import MicroStep
 from runner.engine.zero import (
@@ -108,7 +108,6 @@ CALLED = {
     "address": "parameter._hp_mapping.hp_fragment_address",
     "group": "gradients",
 }
-ADAMW = AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 INSIDE = MicroBatchFaults()
 OPTIMIZERS = {
     (1, False): "BF16_Optimizer",
@@ -178,7 +177,7 @@ def build(
         model,
         embedding=module.embedding,
         disturb=INSIDE,
-        settings=settings or OptimizerSettings(kind="adamw", adamw=ADAMW),
+        settings=settings or OptimizerSettings(OptimConfig()),
         plan=plan,
         device=CPU,
         probe=True,

@@ -57,7 +57,7 @@ class PaperRun:
         self.rules = rules
         self.before = before
         self.history = History()
-        self.trouble = BadStepTracker(rules)
+        self.trouble = BadStepTracker(rules.guard)
         self.records: list[Record] = []
         self.updates = 0
         self.cursor = 0

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from typing import Any
 
 from runner.config.schema import GuardConfig
-from runner.policy.decision.judge import Baseline, JudgeRules
+from runner.policy.decision.judge import Baseline
 from runner.policy.decision.ladder import RemedyRules
 from runner.policy.decision.signals import StepSignals
 
@@ -23,23 +22,14 @@ def attempted(
     return StepSignals(step=step, start=first, loss=loss, grad_norm=grad_norm, **numbers)
 
 
-def judge_rules(**changes: Any) -> JudgeRules:
+def guard_settings(**changes: Any) -> GuardConfig:
     """``guard.*`` by default, with changes."""
-    return JudgeRules(**_defaults(JudgeRules) | changes)
+    return GuardConfig(**changes)
 
 
-def remedy_rules(**changes: Any) -> RemedyRules:
-    """``guard.*`` by default, with changes."""
-    return RemedyRules(**{"batch": BATCH, "untrained_loss": 0.0} | _defaults(RemedyRules) | changes)
-
-
-def _defaults(kind: type) -> dict[str, Any]:
-    names = {spec.name for spec in dataclasses.fields(kind)}
-    return {name: value for name, value in _guard().items() if name in names}
-
-
-def _guard() -> dict[str, Any]:
-    return dataclasses.asdict(GuardConfig())
+def remedy_rules(*, batch: int = BATCH, untrained_loss: float = 0.0, **changes: Any) -> RemedyRules:
+    """The ladder's rules, with changed settings of ``guard``."""
+    return RemedyRules(guard=GuardConfig(**changes), batch=batch, untrained_loss=untrained_loss)
 
 
 def held_level(baseline: Baseline) -> float | None:

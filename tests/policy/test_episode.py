@@ -14,7 +14,7 @@ from runner.policy.decision.history import History
 from runner.policy.decision.judge import Baseline, Kind
 from runner.policy.decision.ladder import BadStepTracker, Discard, Rollback
 from runner.policy.retention.records import Record, State
-from tests.policy.steps import attempted, judge_rules, remedy_rules
+from tests.policy.steps import attempted, guard_settings, remedy_rules
 
 START = [Record(serial=1, step=0, cursor=0, state=State.clean)]
 Numbers = tuple[float, float]
@@ -24,8 +24,8 @@ class Guarded:
     """A run of given numbers: what is not applied happens to the guard's memory alone."""
 
     def __init__(self, seed: int = 0) -> None:
-        self.baseline = Baseline(judge_rules())
-        self.trouble = BadStepTracker(remedy_rules())
+        self.baseline = Baseline(guard_settings())
+        self.trouble = BadStepTracker(guard_settings())
         self.draw = random.Random(seed)
         self.tried = 0
 
@@ -180,7 +180,7 @@ def test_an_episode_survives_json_at_any_moment() -> None:
     guarded = run()
     guarded.attempt((6.0, 2.0))
     for at in range(len(rest)):
-        whole, again = BadStepTracker(remedy_rules()), BadStepTracker(remedy_rules())
+        whole, again = BadStepTracker(guard_settings()), BadStepTracker(guard_settings())
         state = json.loads(json.dumps(guarded.trouble.to_json(), allow_nan=False))
         whole.load_json(state)
         again.load_json(json.loads(json.dumps(whole.to_json(), allow_nan=False)))

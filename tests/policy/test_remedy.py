@@ -70,7 +70,7 @@ def bad(run: PaperRun, count: int, kind: Kind = Kind.spike, loss: float = 9.9) -
 
 def rolled_back(run: PaperRun, kind: Kind = Kind.non_finite) -> Rollback:
     """Bad steps until the run goes back."""
-    for _ in range(run.rules.persist):
+    for _ in range(run.rules.guard.persist):
         action = run.attempt(kind, math.nan if kind is Kind.non_finite else 9.9)
         if isinstance(action, Rollback):
             return action
@@ -400,9 +400,8 @@ def test_without_skipping_the_same_samples_are_read_again() -> None:
 
 def palm_rules() -> RemedyRules:
     """The shipped preset over the defaults."""
-    names = {spec.name for spec in dataclasses.fields(RemedyRules)}
     preset = yaml.safe_load(PALM.read_text(encoding="utf-8"))
-    return remedy_rules(**{name: value for name, value in preset.items() if name in names})
+    return remedy_rules(**preset)
 
 
 @pytest.mark.parametrize("kind", [Kind.spike, Kind.non_finite])
@@ -457,7 +456,7 @@ def check_rollback(action: Rollback, records: list[Record], run: PaperRun) -> No
     assert all(record in records for record in action.targets)
     assert all(record.state is State.clean for record in action.targets)
     assert all(record.cursor <= action.skip[0] for record in action.targets)
-    reach = max(0, action.onset_step - run.rules.back)
+    reach = max(0, action.onset_step - run.rules.guard.back)
     if action.targets[0].step > reach:
         check_oldest(action, records, reach)
     else:
@@ -486,7 +485,7 @@ def check_oldest(action: Rollback, records: list[Record], reach: int) -> None:
 def test_bad_for_ever_halts_soon(rules: RemedyRules, healthy: int, kinds: list[Kind]) -> None:
     run = PaperRun(rules, every=5)
     run.healthy(healthy)
-    at_most = (rules.max_rollbacks + 1) * rules.persist
+    at_most = (rules.guard.max_rollbacks + 1) * rules.guard.persist
     for _, kind in zip(range(at_most), itertools.cycle(kinds), strict=False):
         action = run.attempt(kind, 99.0)
         if isinstance(action, Halt):
@@ -498,7 +497,7 @@ def test_bad_for_ever_halts_soon(rules: RemedyRules, healthy: int, kinds: list[K
 @settings(max_examples=20, deadline=None)
 def test_trouble_survives_json(pattern: list[bool]) -> None:
     rules = table_rules()
-    one, two = BadStepTracker(rules), BadStepTracker(rules)
+    one, two = BadStepTracker(rules.guard), BadStepTracker(rules.guard)
     for step, is_bad in enumerate(pattern, start=1):
         loss = math.nan if is_bad and step % 3 == 0 else 5.0
         one.note(attempted(step, loss), BEFORE if is_bad else None)

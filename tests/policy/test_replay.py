@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from runner.tools.backtest.guard_replay import GuardReplay, RecordedCurve, SaveRules
-from tests.policy.steps import judge_rules, remedy_rules
+from runner.config.schema import CheckpointConfig
+from runner.tools.backtest.guard_replay import GuardReplay, RecordedCurve
+from tests.policy.steps import remedy_rules
 
-SAVES = SaveRules(every=20, clean_after=5, keep=3, keep_every=0)
+SAVES = CheckpointConfig(every=20, clean_after=5, keep=3)
 
 
 def healthy(rows: int, *, level: float = 3.0, seed: int = 0) -> list[float]:
@@ -29,9 +30,7 @@ def replayed(losses: Sequence[float], *, norms: Sequence[float] = (), **more: An
         grad_norms=norms or [1.0] * len(losses),
         **{name: frozenset(rows) for name, rows in more.items()},
     )
-    replay = GuardReplay(
-        curve, judge=judge_rules(), remedy=remedy_rules(batch=1, **rules), saves=SAVES
-    )
+    replay = GuardReplay(curve, rules=remedy_rules(batch=1, **rules), checkpoint=SAVES)
     replay.run()
     return replay
 
@@ -94,7 +93,7 @@ def test_what_bounds_a_new_baseline(untrained: float, fresh: list[int], accepted
         steps=range(300), losses=losses, grad_norms=[1.0] * 300, fresh=frozenset(fresh)
     )
     rules = remedy_rules(batch=1, untrained_loss=untrained)
-    replay = GuardReplay(curve, judge=judge_rules(), remedy=rules, saves=SAVES)
+    replay = GuardReplay(curve, rules=rules, checkpoint=SAVES)
     replay.run()
     assert ("rebaseline" in {action for _, action in told(replay)}) == accepted
 
@@ -163,9 +162,8 @@ def test_limits_are_kept_where_asked_and_change_nothing() -> None:
     curve = RecordedCurve(steps=range(100), losses=losses, grad_norms=[1.0] * 100)
     replay = GuardReplay(
         curve,
-        judge=judge_rules(),
-        remedy=remedy_rules(batch=1),
-        saves=SAVES,
+        rules=remedy_rules(batch=1),
+        checkpoint=SAVES,
         keep_limits=True,
     )
     replay.run()

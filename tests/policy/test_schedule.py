@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from runner.config.schema import ScheduleConfig, ScheduleKind
 from runner.policy.schedule import RateCut, Schedule, cut_factor
 
 KINDS = ["cosine", "wsd", "linear", "constant"]
@@ -14,8 +15,10 @@ KINDS = ["cosine", "wsd", "linear", "constant"]
 
 def schedule(kind: str, **changes: Any) -> Schedule:
     """Peak 2.0 over 100 updates, 10 of them warm-up, WSD's decay the last 20, floor 0.1."""
-    laid_out = {"peak": 2.0, "total": 100, "warmup": 10, "floor": 0.1, "decay": 0.2} | changes
-    return Schedule(kind=kind, **laid_out)
+    total = changes.pop("total", 100)
+    settings = {"warmup": 10, "floor": 0.1, "decay": 0.2} | changes
+    config = ScheduleConfig(kind=ScheduleKind(kind), **settings)
+    return Schedule(schedule=config, peak=2.0, total=total)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from runner.policy.decision.judge import Baseline, Kind, Verdict
 from runner.policy.decision.signals import Limits, limits_of
-from tests.policy.steps import BATCH, attempted, held_level, judge_rules
+from tests.policy.steps import BATCH, attempted, guard_settings, held_level
 
 NOISE = [0.0, 0.02, -0.02, 0.01, -0.01]
 TIGHT = {"window": 20, "min_history": 10, "loss_sigmas": 6.0, "norm_sigmas": 6.0}
@@ -22,7 +22,7 @@ TIGHT = {"window": 20, "min_history": 10, "loss_sigmas": 6.0, "norm_sigmas": 6.0
 
 def steady(steps: int, *, level: float = 3.0, norm: float = 1.0, **rules: Any) -> Baseline:
     """A baseline after ``steps`` healthy steps around one level."""
-    baseline = Baseline(judge_rules(**TIGHT | rules))
+    baseline = Baseline(guard_settings(**TIGHT | rules))
     for step in range(1, steps + 1):
         wobble = NOISE[step % len(NOISE)]
         baseline.accept(attempted(step, level + wobble, norm * math.exp(wobble)))
@@ -90,7 +90,7 @@ def test_a_spike_names_only_what_stood_out() -> None:
 
 
 def test_the_limit_is_sigmas_or_the_floor_whichever_is_more() -> None:
-    wild = Baseline(judge_rules(**TIGHT, loss_floor=0.1, norm_floor=0.1))
+    wild = Baseline(guard_settings(**TIGHT, loss_floor=0.1, norm_floor=0.1))
     for step in range(1, 41):
         # Any five in a row have the median zero, so both levels are 3.
         spread = [0.0, 0.5, -0.5, 0.25, -0.25][step % 5]
@@ -157,7 +157,7 @@ def test_limits_lag_one_applied_step(loss: float, norm: float) -> None:
 
 def test_the_lag_is_no_more_than_one_step() -> None:
     # A window of four that has forgotten everything else shows the shift exactly one step on.
-    baseline = Baseline(judge_rules(window=4, min_history=4, norm_floor=0.4, norm_sigmas=1.0))
+    baseline = Baseline(guard_settings(window=4, min_history=4, norm_floor=0.4, norm_sigmas=1.0))
     for step in range(1, 9):
         baseline.accept(attempted(step, 3.0, math.exp(3.0 if step <= 4 else 2.0)))
     assert math.log(baseline.limits.grad_norm) == pytest.approx(2.4)  # [3, 2, 2, 2], of step 7
@@ -177,7 +177,7 @@ def test_a_jump_is_found_by_its_second_step_on_a_steep_curve_too(seed: int) -> N
     """The curve falls by up to 0.07 a step: the window's median lies two nats above it."""
     noise = random.Random(seed)
     losses = [loss + noise.gauss(0, 0.045) for loss in STEEP]
-    baseline = Baseline(judge_rules())
+    baseline = Baseline(guard_settings())
     for step, loss in enumerate(losses, start=1):
         if step in (60, 80, 120, 200, 400, 600):
             other = copied(baseline)
@@ -188,7 +188,7 @@ def test_a_jump_is_found_by_its_second_step_on_a_steep_curve_too(seed: int) -> N
 
 
 def copied(baseline: Baseline) -> Baseline:
-    other = Baseline(judge_rules())
+    other = Baseline(guard_settings())
     other.load_json(baseline.to_json())
     return other
 
@@ -196,12 +196,12 @@ def copied(baseline: Baseline) -> Baseline:
 def test_a_fall_that_ends_at_once_is_clean() -> None:
     for slope in (0.02, 0.1, 0.5):
         losses = [max(3.0, 3.0 + slope * (50 - at)) for at in range(150)]
-        assert watch(Baseline(judge_rules()), losses) is None, slope
+        assert watch(Baseline(guard_settings()), losses) is None, slope
 
 
 def test_a_sudden_fall_is_clean_and_its_level_is_kept() -> None:
     losses = [5.0] * 60 + [3.0] * 60
-    baseline = Baseline(judge_rules())
+    baseline = Baseline(guard_settings())
     assert watch(baseline, losses) is None
     assert baseline.judge(attempted(121, 3.5)).kind is Kind.spike
 
@@ -209,7 +209,7 @@ def test_a_sudden_fall_is_clean_and_its_level_is_kept() -> None:
 def test_a_creeping_rise_does_not_take_the_short_level_along() -> None:
     """Every step lies close to the five before it, and still it is too high."""
     losses = [3.0] * 80 + [3.0 + 0.06 * at for at in range(40)]
-    verdict = watch(Baseline(judge_rules()), losses)
+    verdict = watch(Baseline(guard_settings()), losses)
     assert verdict is not None
     assert verdict.onset_step < 80 + 12
 
@@ -219,7 +219,7 @@ def test_a_slow_rise_is_drift_before_half_a_nat(seed: int) -> None:
     noise = random.Random(seed)
     flat, slope = 300, 0.3 / 200
     losses = [3.0 + max(0, at - flat) * slope + noise.gauss(0, 0.05) for at in range(flat + 340)]
-    verdict = watch(Baseline(judge_rules()), losses)
+    verdict = watch(Baseline(guard_settings()), losses)
     assert verdict is not None
     assert verdict.kind is Kind.drift
     assert "drift_nats" in verdict.reason
@@ -232,12 +232,12 @@ def test_a_slow_rise_is_drift_before_half_a_nat(seed: int) -> None:
 def test_a_healthy_falling_curve_is_clean_throughout(seed: int, sigma: float) -> None:
     noise = random.Random(seed)
     losses = [2.5 + 6.0 * math.exp(-at / 150) + noise.gauss(0, sigma) for at in range(1000)]
-    assert watch(Baseline(judge_rules()), losses) is None
+    assert watch(Baseline(guard_settings()), losses) is None
 
 
 def test_no_single_step_is_a_drift_and_the_onset_is_where_the_rise_began() -> None:
     lax = {"loss_floor": 10.0, "pair_floor": 10.0, "drift_slack": 0.1, "drift_nats": 2.0}
-    baseline = Baseline(judge_rules(window=4, min_history=4, **lax))
+    baseline = Baseline(guard_settings(window=4, min_history=4, **lax))
     assert watch(baseline, [1.0, 1.0, 1.0, 1.0, 1.0, 1.5, 0.5, 0.5]) is None, "a rise that healed"
     assert watch(baseline, [9.0, 0.5, 0.5], first=9) is None, "one hard batch"
     verdict = watch(baseline, [2.0] * 30, first=12)
@@ -284,7 +284,7 @@ def test_what_was_refused_or_not_finite_is_high_too() -> None:
 def test_heavy_tails_put_the_pair_limit_beyond_their_reach() -> None:
     """Student's t with 4 degrees: one step in 70 lies above three robust sigmas."""
     draw = random.Random(5)
-    baseline, num_bad = Baseline(judge_rules()), 0
+    baseline, num_bad = Baseline(guard_settings()), 0
     for step in range(1, 2501):
         left = draw.gauss(0, 1) / math.sqrt(draw.gammavariate(2, 2) / 4)
         signals = attempted(step, 3.0 + 0.1 * left)
@@ -308,7 +308,7 @@ def test_a_level_after_a_steep_fall_is_guarded_though_the_window_remembers_the_f
     noise = random.Random(1)
     losses = [6.0 + 25.0 * math.exp(-at / 8) for at in range(45)] + [6.0] * 20
     losses = [loss + noise.gauss(0, 0.01 * loss) for loss in losses]
-    baseline = Baseline(judge_rules())
+    baseline = Baseline(guard_settings())
     assert watch(baseline, losses) is None
     verdict = watch(baseline, [7.0, 7.0], first=66)
     assert verdict is not None
@@ -316,7 +316,7 @@ def test_a_level_after_a_steep_fall_is_guarded_though_the_window_remembers_the_f
 
 def test_a_calm_norm_is_guarded_though_the_window_remembers_a_wild_one() -> None:
     noise = random.Random(1)
-    baseline = Baseline(judge_rules())
+    baseline = Baseline(guard_settings())
     for step in range(1, 81):
         spread = 0.8 if step <= 62 else 0.1
         baseline.accept(attempted(step, 3.0, math.exp(noise.gauss(0, spread))))
@@ -336,10 +336,10 @@ def test_a_run_that_has_learned_nothing_has_no_drift() -> None:
         *(7.0 + 0.25 * (1 - math.exp(-at / 60)) for at in range(300)),
     ]
     climb = [loss + noise.gauss(0, 0.02) for loss in climb]
-    assert watch(Baseline(judge_rules()), climb) is None
+    assert watch(Baseline(guard_settings()), climb) is None
     learned = [6.9 - 0.002 * at for at in range(200)]
     again = [learned[-1] + loss - climb[0] for loss in climb]
-    verdict = watch(Baseline(judge_rules()), [*learned, *again])
+    verdict = watch(Baseline(guard_settings()), [*learned, *again])
     assert verdict is not None, "with something to lose it has"
 
 
@@ -359,21 +359,21 @@ def test_shallow_waves_are_left_alone(height: float, found: bool) -> None:
         3.0 - 0.1 * (at // 600) + height * min(1.0, (at % 600) / 100) + noise.gauss(0, 0.05)
         for at in range(1300)
     ]
-    assert (watch(Baseline(judge_rules()), losses) is not None) == found
+    assert (watch(Baseline(guard_settings()), losses) is not None) == found
 
 
 def test_noise_that_comes_and_goes_is_no_drift() -> None:
     """The best level of a wild stretch is a lucky one; it is forgotten as fast as it was wild."""
     noise = random.Random(1)
     losses = [5.0 + 3 * noise.gauss(0, 1) * (1 + 0.5 * math.sin(at / 200)) for at in range(3000)]
-    baseline = Baseline(judge_rules(pair_sigmas=50.0))
+    baseline = Baseline(guard_settings(pair_sigmas=50.0))
     assert watch(baseline, losses) is None
 
 
 @pytest.mark.parametrize("sigma", [0.05, 0.3, 1.0, 3.0])
 def test_noise_of_any_size_is_no_drift(sigma: float) -> None:
     noise = random.Random(7)
-    baseline = Baseline(judge_rules(loss_sigmas=50.0, pair_sigmas=50.0))
+    baseline = Baseline(guard_settings(loss_sigmas=50.0, pair_sigmas=50.0))
     assert watch(baseline, (9.0 + noise.gauss(0, sigma) for _ in range(800))) is None
 
 
@@ -408,7 +408,7 @@ def test_restart_with_few_values_is_not_armed_at_once() -> None:
 
 def test_limits_are_kept_where_a_rollback_leads_back_to_none() -> None:
     """Wide enough for the beginning as it was, narrow enough for a fault that goes on."""
-    baseline = Baseline(judge_rules(**TIGHT))
+    baseline = Baseline(guard_settings(**TIGHT))
     beginning = baseline.to_json()
     watch(baseline, [4.4, 4.2, 4.0, *(3.0 + NOISE[at % 5] for at in range(60))])
     held = baseline.to_hold
@@ -428,7 +428,7 @@ def test_limits_are_kept_where_a_rollback_leads_back_to_none() -> None:
 
 
 def test_first_loss_is_kept_for_good() -> None:
-    baseline = Baseline(judge_rules(**TIGHT))
+    baseline = Baseline(guard_settings(**TIGHT))
     assert math.isnan(baseline.first_loss)
     assert held_level(baseline) is None
     assert watch(baseline, [11.0, 10.0, 9.0]) is None
@@ -447,13 +447,13 @@ def test_a_gradient_of_zero_is_no_news() -> None:
 @settings(max_examples=20, deadline=None)
 def test_json_round_trip_is_exact_and_judges_on_alike(history: int, seed: int) -> None:
     draw = random.Random(seed)
-    one = Baseline(judge_rules(**TIGHT))
+    one = Baseline(guard_settings(**TIGHT))
     for step in range(1, history + 1):  # rising, so that limits move and a drift piles up
         one.accept(attempted(step, draw.gauss(2.0 + 0.02 * step, 0.1), 10 ** draw.gauss(0, 0.2)))
     if draw.random() < 0.3:
         one.refuse(attempted(history + 1, 9.0))
     text = json.dumps(one.to_json(), allow_nan=False)
-    two = Baseline(judge_rules(**TIGHT))
+    two = Baseline(guard_settings(**TIGHT))
     two.load_json(json.loads(text))
     assert json.dumps(two.to_json()) == text
     for step in range(history + 1, history + 51):
@@ -472,7 +472,7 @@ def test_json_round_trip_is_exact_and_judges_on_alike(history: int, seed: int) -
 
 @pytest.mark.parametrize("loss", [3.0, 1e9, math.nan, math.inf])
 def test_disabled_calls_everything_clean(loss: float) -> None:
-    baseline = Baseline(judge_rules(enabled=False, **TIGHT))
+    baseline = Baseline(guard_settings(enabled=False, **TIGHT))
     for step in range(1, 40):
         signals = attempted(step, loss, loss, nonfinite_ranks=1)
         assert baseline.judge(signals).kind is Kind.clean

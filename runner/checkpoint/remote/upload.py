@@ -19,6 +19,7 @@ from runner.checkpoint.jobs import Job, LockstepQueue, Process, start
 from runner.checkpoint.manifest import by_kind
 from runner.checkpoint.protocol import Ranks
 from runner.checkpoint.remote.store import RemoteRing, WriterClaim
+from runner.config.schema import CheckpointConfig
 from runner.policy.decision.history import Incident
 from runner.policy.retention.records import Record, next_upload
 from runner.policy.retention.retire import kept_there
@@ -45,14 +46,6 @@ class RemoteTarget:
     check: Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteRules:
-    """How many checkpoints stay at the remote; like the ring's rules of the same names."""
-
-    keep: int
-    keep_every: int
-
-
 class Uploads:
     """See the module's docstring. Everything but :meth:`close` is called on all ranks alike.
 
@@ -71,7 +64,7 @@ class Uploads:
         target: RemoteTarget,
         directory: CheckpointDirectory,
         *,
-        rules: RemoteRules,
+        settings: CheckpointConfig,
         stored: Sequence[Record],
         tainted: Iterable[int],
         queue: LockstepQueue,
@@ -83,7 +76,7 @@ class Uploads:
         self._remote = target.ring
         self._directory = directory
         self._has_claimed = False
-        self._rules = rules
+        self._settings = settings
         self._ranks = ranks
         self._report = report
         self._tried = 0
@@ -169,7 +162,8 @@ class Uploads:
         return self._goes_on(record, failures)
 
     def _remove_older(self, record: Record) -> Process[None]:
-        kept = kept_there(self.stored, keep=self._rules.keep, keep_every=self._rules.keep_every)
+        settings = self._settings
+        kept = kept_there(self.stored, keep=settings.remote_keep, keep_every=settings.keep_every)
         serials = {known.serial for known in kept}
         failures = yield self._on_first("sweep", record, lambda to: self._sweep(serials, to))
         if failures:

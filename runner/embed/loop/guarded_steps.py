@@ -16,7 +16,6 @@ from functools import partial
 
 import torch
 
-from runner.config.rules import remedy_rules
 from runner.embed.loop.device_gate import DeviceGate, HostSide, Scalers
 from runner.embed.loop.measure import Measurer
 from runner.embed.loop.rollback_state import RollbackState
@@ -25,6 +24,7 @@ from runner.embed.state.generators import Randomness
 from runner.embed.state.loop_state import LoopState
 from runner.policy.decision.history import Incident, discarded_signals
 from runner.policy.decision.judge import Verdict
+from runner.policy.decision.ladder import RemedyRules
 from runner.run_dir.build_info import code_digest
 from runner.system.error import ConfigError
 from runner.train.agreed_step import CLOSED, GRAD_NORM, AgreedStep, RankReport, StepInfo
@@ -118,7 +118,7 @@ class GuardedSteps:
         self._guard, self._checkpoints = run.guard(
             self,
             run.saves(in_memory=True),
-            rules=remedy_rules(run.config),
+            rules=RemedyRules(guard=run.config.guard, batch=run.config.batch.global_size),
             proofs=Proofs(last=last),
             recovery=partial(Recovery, stepper=measurer, data_goes_on=lambda: carried.data_goes_on),
         )

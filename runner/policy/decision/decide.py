@@ -83,7 +83,7 @@ def rule(
         ring=ring,
         rules=rules,
         untrained_loss=max(baseline.first_loss, rules.untrained_loss) * _UNTRAINED_MARGIN,
-        recent=baseline.recent(rules.level_steps),
+        recent=baseline.recent(rules.guard.level_steps),
         replayed=replayed,
     )
     return _decided(case, baseline, finding)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from runner.config.schema import GuardConfig
 from runner.policy.decision.episode import PreOnset
 from runner.policy.decision.signals import Bounds, Limits, StepSignals, limits_of
 from runner.policy.decision.window import Window, median_of_sorted
@@ -36,24 +37,6 @@ class Verdict:
     onset_step: int
     onset: int
     limits: Limits = field(default_factory=Limits)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JudgeRules:
-    """Thresholds; ``runner.config.schema.GuardConfig`` documents each."""
-
-    enabled: bool
-    window: int
-    min_history: int
-    loss_sigmas: float
-    loss_floor: float
-    pair_sigmas: float
-    pair_floor: float
-    norm_sigmas: float
-    norm_floor: float
-    drift_slack: float
-    drift_nats: float
-    drift_rise: float
 
 
 # The level for judging a falling loss: the median of this many newest losses. Five
@@ -131,8 +114,8 @@ class Baseline:
     which the device has.
     """
 
-    def __init__(self, rules: JudgeRules) -> None:
-        self._rules = rules
+    def __init__(self, guard: GuardConfig) -> None:
+        self._guard = guard
         self._begin_with([])
         self._clear([], [], [])
         self._limits = self._next_limits = _NO_LIMITS
@@ -154,7 +137,7 @@ class Baseline:
     def _clear(
         self, losses: Iterable[float], surprises: Iterable[float], log_norms: Iterable[float]
     ) -> None:
-        size = self._rules.window
+        size = self._guard.window
         late = min(size, _LATE_STEPS)
         self._loss = Window(size, losses)
         self._surprise = Window(size, surprises)
@@ -167,8 +150,8 @@ class Baseline:
         """Measure level and noise of the window's losses, and the drift test's inputs."""
         measured = self._loss.center_and_sigma() if len(self._loss) else (0.0, 0.0)
         self._median, self._sigma = measured
-        self._slack = max(self._rules.drift_slack, self._sigma)
-        self._alarm = max(self._rules.drift_nats, _DRIFT_SIGMAS * self._sigma)
+        self._slack = max(self._guard.drift_slack, self._sigma)
+        self._alarm = max(self._guard.drift_nats, _DRIFT_SIGMAS * self._sigma)
 
     @property
     def limits(self) -> Limits:
@@ -189,9 +172,9 @@ class Baseline:
         usual = self._limits[False]
         if usual == Limits():
             return self._held
-        highest, rules = self._highest, self._rules
-        room = max(rules.loss_floor, usual.loss - min(self._median, self._level or math.inf))
-        times = max(math.exp(rules.norm_floor), usual.grad_norm / self._usual_norm)
+        highest, guard = self._highest, self._guard
+        room = max(guard.loss_floor, usual.loss - min(self._median, self._level or math.inf))
+        times = max(math.exp(guard.norm_floor), usual.grad_norm / self._usual_norm)
         return Limits(
             loss=max(usual.loss, highest.loss + room),
             grad_norm=max(usual.grad_norm, highest.grad_norm * times),
@@ -231,13 +214,13 @@ class Baseline:
     def may_alarm(self) -> bool:
         """Whether the next step could be judged a drift although it is within its limits."""
         most = self._alarm / _DRIFT_STEPS  # see _excess
-        return self._rules.enabled and self._drift + most > self._alarm and self._has_risen()
+        return self._guard.enabled and self._drift + most > self._alarm and self._has_risen()
 
     def accept(self, signals: StepSignals) -> None:
         """Admit an applied, clean step."""
         self.clean_streak += 1
         self._after_high = self._is_high(signals)
-        if not self._rules.enabled:
+        if not self._guard.enabled:
             return  # an unjudged loss may be any value, even NaN
         if math.isnan(self.first_loss):
             self.first_loss = signals.loss
@@ -273,7 +256,7 @@ class Baseline:
 
     def restart_at(self, losses: list[float], grad_norms: list[float]) -> None:
         """Accept a new level: forget the old statistics and begin with these values."""
-        losses = losses[-self._rules.window :]
+        losses = losses[-self._guard.window :]
         center = statistics.median(losses)
         self._begin_with(losses[-_BEGINNING_STEPS:])
         self._clear(losses, [loss - center for loss in losses], [_log(norm) for norm in grad_norms])
@@ -341,7 +324,7 @@ class Baseline:
 
     def _classify(self, signals: StepSignals) -> tuple[Kind, str]:
         # Non-finite first: NaN compares False with everything, so no limit would catch it.
-        if not self._rules.enabled:
+        if not self._guard.enabled:
             return Kind.clean, "guard.enabled=false"
         if not signals.is_finite and not signals.tokens and not signals.nonfinite_ranks:
             return Kind.non_finite, (
@@ -360,7 +343,7 @@ class Baseline:
             return Kind.drift, (
                 f"loss {signals.loss:.3f} and its recent run are above the best sustained level "
                 f"{self._best_level:.3f}: summed excess {summed:.2f} > {self._alarm:.2f} "
-                f"(guard.drift_nats={self._rules.drift_nats:g})"
+                f"(guard.drift_nats={self._guard.drift_nats:g})"
             )
         return Kind.clean, "within limits"
 
@@ -392,35 +375,35 @@ class Baseline:
 
     def _compute_limits(self, level: float) -> tuple[Limits, Limits]:
         """Compute the limits after a usual step and after a high one."""
-        rules = self._rules
-        if not rules.enabled or len(self._loss) < rules.min_history:
+        guard = self._guard
+        if not guard.enabled or len(self._loss) < guard.min_history:
             return _NO_LIMITS
         # The best level is sustained over the whole window, not by a lucky few.
         median, sigma = self._median, self._sigma
         self._best_level = min(self._best_level + self._slack / _DRIFT_MEMORY, median)
         tail = _PAIR_TAILS * (self._loss.largest(_TAIL_RANK) - median)
         usual, late = _noise(self._surprise), _late_noise(self._late_surprise)
-        short = level + min(0.0, max(usual.center, late.center, -_MOST_BIAS * rules.loss_floor))
+        short = level + min(0.0, max(usual.center, late.center, -_MOST_BIAS * guard.loss_floor))
         spread, short_tail = min(usual.sigma, late.sigma), min(usual.tail, late.tail)
         alone = min(
-            median + max(rules.loss_sigmas * sigma, rules.loss_floor),
-            short + max(rules.loss_sigmas * spread, rules.loss_floor),
+            median + max(guard.loss_sigmas * sigma, guard.loss_floor),
+            short + max(guard.loss_sigmas * spread, guard.loss_floor),
         )
         after_high = min(
             alone,  # the second limit never exceeds the first
-            median + max(rules.pair_sigmas * sigma, rules.pair_floor, tail),
-            short + max(rules.pair_sigmas * spread, rules.pair_floor, short_tail),
+            median + max(guard.pair_sigmas * sigma, guard.pair_floor, tail),
+            short + max(guard.pair_sigmas * spread, guard.pair_floor, short_tail),
         )
         norm = self._norm_limit()
         return Limits(loss=alone, grad_norm=norm), Limits(loss=after_high, grad_norm=norm)
 
     def _norm_limit(self) -> float:
-        rules = self._rules
+        guard = self._guard
         usual, sigma = self._log_norm.center_and_sigma()
-        log_norm = usual + max(rules.norm_sigmas * sigma, rules.norm_floor)
-        if rules.norm_sigmas * sigma > rules.norm_floor:
+        log_norm = usual + max(guard.norm_sigmas * sigma, guard.norm_floor)
+        if guard.norm_sigmas * sigma > guard.norm_floor:
             late = _late_noise(self._late_log_norm)
-            least = max(rules.norm_sigmas * late.sigma, rules.norm_floor)
+            least = max(guard.norm_sigmas * late.sigma, guard.norm_floor)
             log_norm = min(log_norm, max(usual, late.center) + least)
         return math.exp(min(log_norm, 700.0))
 
@@ -436,7 +419,7 @@ class Baseline:
     def _has_risen(self) -> bool:
         """Whether the newest steps as a whole are high enough to justify a rollback."""
         late = median_of_sorted(sorted(self._loss.newest(_LATE_STEPS)))
-        return late > self._best_level + self._rules.drift_rise
+        return late > self._best_level + self._guard.drift_rise
 
     def _pile_up_drift(self, signals: StepSignals) -> None:
         if self._drift == 0.0:

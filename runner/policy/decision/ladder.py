@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from runner.config.schema import GuardConfig
 from runner.policy.decision.episode import (
     Diagnosis,
     Episode,
@@ -35,30 +36,16 @@ from runner.policy.retention.records import Reach, Record, older_targets, rollba
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemedyRules:
-    """Thresholds of the ladder; ``runner.config.schema.GuardConfig`` documents each.
+    """The settings of the ladder, and what they are measured in.
 
     ``batch`` is the global batch in samples: margins are configured in steps' worth of it.
     ``untrained_loss`` (nats per token) is that of a uniform guess if known, 0 to use the run's
     first loss, infinity if that was not an untrained model's either.
     """
 
+    guard: GuardConfig
     batch: int
-    untrained_loss: float
-    persist: int
-    persist_window: int
-    skip: bool
-    margin: int
-    ahead: int
-    back: int
-    repeat_window: int
-    widen: float
-    cooldown: float
-    cooldown_steps: int
-    level_steps: int
-    level_spread: float
-    max_rollbacks: int
-    budget_window: int
-    max_discards: int
+    untrained_loss: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +125,9 @@ class BadStepTracker:
     of bad steps, however long; an older bad step is separate trouble.
     """
 
-    def __init__(self, rules: RemedyRules) -> None:
-        self._window = rules.persist_window
-        self._recent: deque[bool] = deque(maxlen=rules.persist_window)
+    def __init__(self, guard: GuardConfig) -> None:
+        self._window = guard.persist_window
+        self._recent: deque[bool] = deque(maxlen=guard.persist_window)
         self._num_recent = 0
         self.bad: list[BadStep] = []
         self.in_a_row = 0
@@ -282,7 +269,7 @@ class DecisionInput:
         if not self.history.rollbacks:
             return 0
         last = self.history.rollbacks[-1]
-        is_soon = self.verdict.onset_step - last.onset_step <= self.rules.repeat_window
+        is_soon = self.verdict.onset_step - last.onset_step <= self.rules.guard.repeat_window
         return last.repeat + 1 if is_soon else 0
 
     @property
@@ -296,11 +283,11 @@ class DecisionInput:
 
 def decide(case: DecisionInput) -> Action:
     """Decide the action for this step."""
-    verdict, trouble, rules = case.verdict, case.trouble, case.rules
+    verdict, trouble, guard = case.verdict, case.trouble, case.rules.guard
     if verdict.kind is Kind.clean:
         return Apply(reason=verdict.reason)
     if verdict.kind is not Kind.drift:
-        if trouble.in_a_row > rules.max_discards:
+        if trouble.in_a_row > guard.max_discards:
             return Halt(reason=f"{trouble.in_a_row} steps in a row discarded: {verdict.reason}")
         if case.reads_again:
             back = _go_back(case)
@@ -311,40 +298,41 @@ def decide(case: DecisionInput) -> Action:
                 reason=f"{case.replayed.proven}. No sample is at fault, so none is skipped: "
                 f"{verdict.reason}"
             )
-        if trouble.num_recent() < rules.persist:
+        # With the guard off, a step that the engine itself skips is discarded, and that is all.
+        if trouble.num_recent() < guard.persist or not guard.enabled:
             return Discard(reason=verdict.reason)
         may_settle = case.replayed.may_settle and (case.repeat or case.replayed.is_mix)
-        if may_settle and _is_level(trouble.last_run(), rules, case.untrained_loss):
-            return _settle_or_wait(trouble.last_run(), rules, is_mix=case.replayed.is_mix)
-    elif case.repeat and _has_settled(case.recent, rules):
+        if may_settle and _is_level(trouble.last_run(), guard, case.untrained_loss):
+            return _settle_or_wait(trouble.last_run(), guard, is_mix=case.replayed.is_mix)
+    elif case.repeat and _has_settled(case.recent, guard):
         why = "came back after a rollback and no longer rises"
         return _accept(case.recent, why, applied=True)
     return _go_back(case)
 
 
-def _is_level(run: Sequence[BadStep], rules: RemedyRules, untrained_loss: float) -> bool:
+def _is_level(run: Sequence[BadStep], guard: GuardConfig, untrained_loss: float) -> bool:
     if len(run) < 2 or not all(step.finite for step in run):
         return False
     losses = [step.loss for step in run]
     center = statistics.median(losses)
     spread = MAD_TO_SIGMA * statistics.median(abs(loss - center) for loss in losses)
-    return spread <= rules.level_spread * center and max(losses) <= untrained_loss
+    return spread <= guard.level_spread * center and max(losses) <= untrained_loss
 
 
-def _settle_or_wait(run: Sequence[BadStep], rules: RemedyRules, *, is_mix: bool) -> Action:
+def _settle_or_wait(run: Sequence[BadStep], guard: GuardConfig, *, is_mix: bool) -> Action:
     why = "on samples that look like those far ahead" if is_mix else "after a rollback too"
     said = f"bad steps in a row, {why}"
-    if len(run) < rules.level_steps:
-        return Discard(reason=f"{len(run)} level {said}; a new baseline at {rules.level_steps}")
+    if len(run) < guard.level_steps:
+        return Discard(reason=f"{len(run)} level {said}; a new baseline at {guard.level_steps}")
     values = [(step.loss, step.grad_norm) for step in run]
     return _accept(values, f"holds for {len(run)} {said}", applied=False)
 
 
-def _has_settled(recent: Sequence[tuple[float, float]], rules: RemedyRules) -> bool:
+def _has_settled(recent: Sequence[tuple[float, float]], guard: GuardConfig) -> bool:
     """Whether a drift has reached a new level: the later half is no higher than the earlier."""
-    losses = [loss for loss, _ in recent[-rules.level_steps :]]
+    losses = [loss for loss, _ in recent[-guard.level_steps :]]
     half = len(losses) // 2
-    if len(losses) < rules.level_steps:
+    if len(losses) < guard.level_steps:
         return False
     early, late = statistics.median(losses[:half]), statistics.median(losses[half:])
     spread = MAD_TO_SIGMA * statistics.median(abs(loss - early) for loss in losses[:half])
@@ -363,17 +351,17 @@ def _accept(values: Sequence[tuple[float, float]], what: str, *, applied: bool) 
 
 
 def _go_back(case: DecisionInput) -> Rollback | Halt:
-    rules, repeat, reason = case.rules, case.repeat, case.verdict.reason
+    guard, repeat, reason = case.rules.guard, case.repeat, case.verdict.reason
     rollbacks, step = case.history.rollbacks, case.signals.step
-    spent = sum(step - past.onset_step < rules.budget_window for past in rollbacks)
-    if spent >= rules.max_rollbacks:
+    spent = sum(step - past.onset_step < guard.budget_window for past in rollbacks)
+    if spent >= guard.max_rollbacks:
         return Halt(
-            reason=f"{spent} rollbacks within {rules.budget_window} steps "
-            f"(guard.max_rollbacks={rules.max_rollbacks}) and trouble again: {reason}"
+            reason=f"{spent} rollbacks within {guard.budget_window} steps "
+            f"(guard.max_rollbacks={guard.max_rollbacks}) and trouble again: {reason}"
         )
     onset_step, _ = case.onset
     skip = _skip_range(case)
-    targets = rollback_targets(case.ring, cursor=skip[0], step=max(0, onset_step - rules.back))
+    targets = rollback_targets(case.ring, cursor=skip[0], step=max(0, onset_step - guard.back))
     lacks_target = not targets
     if not targets and case.verdict.kind is Kind.drift:
         # A slow rise may have begun before the oldest checkpoint. Each of its steps was clean, so
@@ -386,7 +374,7 @@ def _go_back(case: DecisionInput) -> Rollback | Halt:
             f"{reason}",
             lacks_target=True,
         )
-    is_last = spent + 1 == rules.max_rollbacks
+    is_last = spent + 1 == guard.max_rollbacks
     cut = Cut.of(case, may_cool=is_last or not _blames_data(case))
     # The rate was tested from the newest one.
     older = 0 if case.replayed.rate_factor is not None else repeat
@@ -394,7 +382,7 @@ def _go_back(case: DecisionInput) -> Rollback | Halt:
         reason=_explain(case, cut),
         targets=tuple(older_targets(targets, older)),
         skip=skip,
-        read_again=not rules.skip or case.reads_again,
+        read_again=not guard.skip or case.reads_again,
         onset_step=onset_step,
         repeat=repeat,
         cut_factor=cut.factor,
@@ -414,15 +402,15 @@ class Cut:
     @classmethod
     def of(cls, case: DecisionInput, *, may_cool: bool) -> Cut:
         """Choose the cut; ``may_cool`` allows the ladder's own."""
-        rules = case.rules
+        guard = case.rules.guard
         if case.replayed.rate_factor is not None:
             # A rate that is too high again is cut for good.
-            for_good = any(cut.factor != rules.cooldown for cut in case.history.cuts)
+            for_good = any(cut.factor != guard.cooldown for cut in case.history.cuts)
             return cls(
-                case.replayed.rate_factor, _FOR_GOOD if for_good else max(1, rules.cooldown_steps)
+                case.replayed.rate_factor, _FOR_GOOD if for_good else max(1, guard.cooldown_steps)
             )
-        if case.repeat >= 2 and may_cool and not case.reads_again and rules.cooldown_steps:
-            return cls(rules.cooldown, rules.cooldown_steps)
+        if case.repeat >= 2 and may_cool and not case.reads_again and guard.cooldown_steps:
+            return cls(guard.cooldown, guard.cooldown_steps)
         return cls()
 
 
@@ -444,7 +432,8 @@ def reach(
     first = trouble.bad[0] if trouble.bad else None
     step, start = (first.step, first.start) if first else (updates + 1, cursor)
     return Reach(
-        step=max(0, step - rules.back), cursor=ledger.before(start, rules.margin * rules.batch)
+        step=max(0, step - rules.guard.back),
+        cursor=ledger.before(start, rules.guard.margin * rules.batch),
     )
 
 
@@ -453,11 +442,12 @@ def _skip_range(case: DecisionInput) -> tuple[int, int]:
 
     The margin counts samples that were read, excluding the ledger's.
     """
-    rules, ahead = case.rules, case.rules.ahead
+    guard, batch = case.rules.guard, case.rules.batch
+    ahead = guard.ahead
     if case.repeat:
-        ahead = round(max(rules.ahead, rules.persist) * rules.widen**case.repeat)
-    start = case.history.ledger.before(case.onset[1], rules.margin * rules.batch)
-    return start, case.signals.stop + ahead * rules.batch
+        ahead = round(max(guard.ahead, guard.persist) * guard.widen**case.repeat)
+    start = case.history.ledger.before(case.onset[1], guard.margin * batch)
+    return start, case.signals.stop + ahead * batch
 
 
 def _wider(case: DecisionInput) -> str:
@@ -465,11 +455,11 @@ def _wider(case: DecisionInput) -> str:
 
 
 def _explain(case: DecisionInput, cut: Cut) -> str:
-    rules, repeat = case.rules, case.repeat
+    guard, repeat = case.rules.guard, case.repeat
     parts = [case.verdict.reason]
     if case.verdict.kind is not Kind.drift:
         parts.append(
-            f"{case.trouble.num_recent()} bad steps among the last {rules.persist_window} attempted"
+            f"{case.trouble.num_recent()} bad steps among the last {guard.persist_window} attempted"
         )
     if case.reads_again:
         parts.append("samples known to be good are bad with these weights too: nothing is skipped")
@@ -478,6 +468,6 @@ def _explain(case: DecisionInput, cut: Cut) -> str:
     if cut.steps:
         since = "here" if case.replayed.rate_factor is not None else "the onset"
         parts.append(f"learning rate times {cut.factor:.3g} for {cut.steps} updates from {since}")
-    elif repeat >= 2 and rules.cooldown_steps:
+    elif repeat >= 2 and guard.cooldown_steps:
         parts.append("the data is suspected: the learning rate stays")
     return "; ".join(parts)

@@ -9,7 +9,9 @@ from dataclasses import replace
 
 import torch
 
+from runner.config.schema import OptimKind
 from runner.engine.modes import evaluating
+from runner.engine.optimizer import OptimizerSettings
 from runner.model.loss import NOT_COUNTED
 from runner.model.objective import LABELS
 from runner.startup import checks
@@ -131,7 +133,8 @@ def _memorised(
     subject: Subject, inputs: Inputs, rate: float, began: float
 ) -> tuple[float, float, int]:
     """Overfit; returns the lowest loss, the first loss, and the number of updates."""
-    adamw = replace(subject.optimizer, kind="adamw", make=None, rules=())
+    optim = replace(subject.optimizer.optim, kind=OptimKind.adamw, groups=[])
+    adamw = OptimizerSettings(optim)
     trainer = Trainer(subject, subject.copy(), with_dropout=False, settings=adamw)
     start = best = trainer.step(inputs, rate)
     steps = 1

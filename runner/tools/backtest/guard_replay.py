@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from runner.config.schema import CheckpointConfig
 from runner.policy.decision.decide import StepDecision, rule
 from runner.policy.decision.episode import Diagnosis
 from runner.policy.decision.history import History, Incident, discard_incident
-from runner.policy.decision.judge import Baseline, JudgeRules, Kind, Verdict
+from runner.policy.decision.judge import Baseline, Kind, Verdict
 from runner.policy.decision.ladder import (
     Action,
     Apply,
@@ -31,6 +32,7 @@ from runner.policy.decision.ladder import (
 )
 from runner.policy.decision.signals import Limits, StepSignals
 from runner.policy.decision.skip_ledger import Ledger
+from runner.policy.retention.interval import FIRST_PROBATIONS
 from runner.policy.retention.records import Record, State, due_for_proof, with_state
 from runner.policy.retention.retire import retire
 
@@ -63,16 +65,6 @@ class RecordedCurve:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveRules:
-    """When the run would have saved; ``runner.config.schema.CheckpointConfig`` documents each."""
-
-    every: int
-    clean_after: int
-    keep: int
-    keep_every: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """A row that was not applied as usual, and why.
 
@@ -88,6 +80,13 @@ class Decision:
     num_undone: int = 0
 
 
+def _steps_between_saves(checkpoint: CheckpointConfig) -> int:
+    """``checkpoint.every``; a curve has no costs to choose it by, so auto is as it begins."""
+    if isinstance(checkpoint.every, int):
+        return checkpoint.every
+    return FIRST_PROBATIONS * checkpoint.clean_after
+
+
 class GuardReplay:
     """One pass over one curve: call :meth:`run`, then read the results.
 
@@ -99,13 +98,12 @@ class GuardReplay:
         self,
         curve: RecordedCurve,
         *,
-        judge: JudgeRules,
-        remedy: RemedyRules,
-        saves: SaveRules,
+        rules: RemedyRules,
+        checkpoint: CheckpointConfig,
         keep_limits: bool = False,
     ) -> None:
-        assert remedy.batch == 1, "a row is one position of the stream"
-        self._curve, self._judge, self._remedy, self._saves = curve, judge, remedy, saves
+        assert rules.batch == 1, "a row is one position of the stream"
+        self._curve, self._rules, self._checkpoint = curve, rules, checkpoint
         self.decisions: list[Decision] = []
         self.findings: dict[int, tuple[int, Diagnosis]] = {}
         self.skipped = Ledger()
@@ -131,12 +129,12 @@ class GuardReplay:
 
     def _forget_start(self) -> None:
         """Record that the next row is not an untrained model's, so its loss is no bound."""
-        self._remedy = replace(self._remedy, untrained_loss=math.inf)
+        self._rules = replace(self._rules, untrained_loss=math.inf)
 
     def _start_over(self, row: int) -> None:
         """Reset to the state of a run that starts with this row."""
-        self._baseline = Baseline(self._judge)
-        self._trouble = BadStepTracker(self._remedy)
+        self._baseline = Baseline(self._rules.guard)
+        self._trouble = BadStepTracker(self._rules.guard)
         self._history = History()
         self._records: list[Record] = []
         self._saved: dict[int, tuple[Record, dict[str, Any]]] = {}
@@ -150,12 +148,12 @@ class GuardReplay:
         """Read rows from ``row`` until one is not simply applied; returns the next row."""
         curve, updates, baseline = self._curve, self._updates, self._baseline
         losses, norms, ledger = curve.losses, curve.grad_norms, self._history.ledger
-        every, limits = self._saves.every, self.limits
+        every, limits = _steps_between_saves(self._checkpoint), self.limits
         trouble, history, records, rules = (
             self._trouble,
             self._history,
             self._records,
-            self._remedy,
+            self._rules,
         )
         while row < end:
             if row < self._known_until and row in ledger:
@@ -314,21 +312,23 @@ class GuardReplay:
         if len(self._saved) > _STATES_KEPT:
             del self._saved[next(iter(self._saved))]
         self._records.append(record)
-        rules = self._saves
+        settings = self._checkpoint
         needed = reach(
             self._trouble,
-            self._remedy,
+            self._rules,
             updates=self._updates,
             cursor=cursor,
             ledger=self._history.ledger,
         )
-        retired = retire(self._records, keep=rules.keep, keep_every=rules.keep_every, reach=needed)
+        retired = retire(
+            self._records, keep=settings.keep, keep_every=settings.keep_every, reach=needed
+        )
         if retired:
             self._records[:] = [r for r in self._records if r not in retired]
         self._unproven = True
 
     def _prove(self) -> None:
-        streak, clean_after = self._baseline.clean_streak, self._saves.clean_after
+        streak, clean_after = self._baseline.clean_streak, self._checkpoint.clean_after
         if streak < clean_after and self._updates:
             return
         due = due_for_proof(
