@@ -85,10 +85,12 @@ def _presets(group: str) -> Iterator[str]:
     yield "| preset | what it is | sets |"
     yield "|---|---|---|"
     for file in files:
-        lines = file.read_text().splitlines()
+        lines = [ln for ln in file.read_text().splitlines() if not ln.startswith("# @package")]
         description = " ".join(line[1:].strip() for line in lines if line.startswith("#"))
         values = [line.partition("  #")[0].strip() for line in lines if not line.startswith("#")]
-        shown = ", ".join(f"`{value}`" for value in values if value not in ("", "{}"))
+        shown = ", ".join(
+            f"`{value}`" for value in values if value not in ("", "{}") and value[-1] != ":"
+        )
         yield f"| `{group}={file.stem}` | {_cell(description)} | {shown} |"
     yield ""
 

@@ -98,9 +98,9 @@ def run(trial: Trial, every: int) -> dict[str, Any]:
     """Train; returns the losses, the measurements, the warnings and the event."""
     config = compose(
         [
-            "out=unused", "model=tiny", "data=synthetic", "data.workers=0", "model.precision=fp32",
-            "parallel=single", "eval.every=0", f"optim.beta2={trial.beta2}",
-            f"optim.clip={_CLIP}", *trial.overrides,
+            "out=unused", "model=tiny", "data=synthetic", "data.workers=0",
+            "compute.precision=fp32", "parallel=single", "eval.every=0",
+            f"optim.beta2={trial.beta2}", f"optim.clip={_CLIP}", *trial.overrides,
             f"batch.micro_size={16}",
         ]
     )  # fmt: skip

@@ -470,7 +470,7 @@ def offloads(machine: Machine) -> str:
 def compiles(machine: Machine) -> str:
     if not machine.is_rehearsal:
         _require_compiler()
-    return _killed_once(machine, "model.compile=true")
+    return _killed_once(machine, "compute.compile=true")
 
 
 def bandwidth_is_measured(machine: Machine) -> str:
@@ -492,7 +492,7 @@ def deepspeed_zero(machine: Machine) -> str:
     except PackageNotFoundError:
         raise Skipped("deepspeed is not installed") from None
     for stage in ("zero1", "zero3"):
-        machine.done(stage, f"parallel={stage}", "model.precision=bf16", "steps=20")
+        machine.done(stage, f"parallel={stage}", "compute.precision=bf16", "steps=20")
     return "stages 1 and 3: 20 steps each"
 
 

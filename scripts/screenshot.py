@@ -22,7 +22,7 @@ from runner.tools.report.page import page, read_runs
 ROOT = Path(__file__).parent.parent
 SETTINGS = (
     "model=tiny",
-    "model.precision=fp32",
+    "compute.precision=fp32",
     "data=text",
     f"data.path={sysconfig.get_path('stdlib')}/email",
     "data.seq_len=64",

@@ -56,12 +56,12 @@ class Reference:
         self._config = config
         self._dataset = dataset
         self._world_size = world_size
-        self._bf16 = config.model.precision is Precision.bf16
+        self._bf16 = config.compute.precision is Precision.bf16
         self._averages_in_bf16 = config.parallel.kind is ParallelKind.zero2
         self._model = Decoder(shape)
         set_initial_weights(self._model, seed=config.seed)
         self._names = {
-            name: not any(word in name for word in config.model.frozen)
+            name: not any(word in name for word in config.compute.frozen)
             for name, _ in self._model.named_parameters()
         }
         self.weights = {n: p.detach().double() for n, p in self._model.named_parameters()}

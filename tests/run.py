@@ -34,7 +34,7 @@ ONE_LAYER, TWO_LAYERS = "model.layers=1", "model.layers=2"
 TINY = (
     "model=tiny",
     ONE_LAYER,
-    "model.precision=fp32",
+    "compute.precision=fp32",
     "data=synthetic",
     "data.workers=0",
     *EVALUATED,
@@ -152,7 +152,7 @@ def _tiny(overrides: Sequence[str]) -> list[str]:
 def _bf16_for_zero(overrides: Sequence[str]) -> list[str]:
     """The precision of DeepSpeed's engines; a run that changes engines uses it throughout."""
     zero = any(word.startswith("parallel=zero") for word in overrides)
-    return ["model.precision=bf16"] if zero else []
+    return ["compute.precision=bf16"] if zero else []
 
 
 def train(

@@ -91,8 +91,8 @@ def check_model_command(arguments: Sequence[str]) -> int:
     settings = [*options.overrides, "parallel=single", "parallel.device=cpu"]
     config = compose(settings, config_dir=options.config_dir)
     check_settings(config, world_size=1)
-    if config.model.precision.value == "auto":
-        config.model.precision = type(config.model.precision).fp32
+    if config.compute.precision.value == "auto":
+        config.compute.precision = type(config.compute.precision).fp32
     start_group(place_from({}), _CPU, timeout_seconds=600)
     checks: list[Check] = []
     try:

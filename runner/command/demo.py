@@ -25,7 +25,7 @@ from runner.system.json_lines import read_lines
 # A tiny decoder and a synthetic language. FP32 is fast on every processor.
 SETTINGS = (
     "model=tiny",
-    "model.precision=fp32",
+    "compute.precision=fp32",
     "data=synthetic",
     "data.workers=0",
     "eval.every=0",

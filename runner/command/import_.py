@@ -72,7 +72,7 @@ def import_command(arguments: Sequence[str]) -> int:
     config_renames = [(re.compile(one), other) for one, other in RENAMES] if foreign else []
     named_weights = named(source, [*(_rename(text) for text in options.rename), *config_renames])
     refuse_misfit(wanted, {name: source[was] for name, was in named_weights.items()})
-    trained = wanted.keys() - frozen_names(wanted, config.model.frozen)
+    trained = wanted.keys() - frozen_names(wanted, config.compute.frozen)
     run_dir.create()
     weights = {name: source[named_weights[name]] for name in wanted}
     _write(config, run_dir, dataset.fingerprint(), weights, trained)

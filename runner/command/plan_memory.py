@@ -51,15 +51,15 @@ def plan_memory(
         raise ConfigError(f"--room-gib {room_gib}: must be more than 0")
     config = compose(list(overrides), config_dir=config_dir)
     check(config, world_size=ranks)
-    if config.model.precision is Precision.auto:
-        config.model.precision = Precision.bf16
+    if config.compute.precision is Precision.auto:
+        config.compute.precision = Precision.bf16
     place = RankEnv(
         rank=0, world_size=ranks, local_rank=0, local_world_size=min(ranks, ranks_per_node)
     )
     dataset = parts.open_dataset(config)
     planned = planned_memory(config, parts.blueprint(config, dataset), dataset, place)
     room = None if room_gib is None else round(room_gib * (1 << 30))
-    precision = config.model.precision.value
+    precision = config.compute.precision.value
     if as_json:
         sys.stdout.write(json_text(_json(planned, room, precision), indent=1) + "\n")
     else:

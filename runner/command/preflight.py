@@ -133,8 +133,8 @@ def _subject(config: RunConfig, dataset: Dataset, corpus: Corpus, device: torch.
         optimizer=optimizer_settings(config),
         rate=optim.lr,
         clip=optim.clip,
-        frozen_by_settings=bool(config.model.frozen),
-        is_bf16=config.model.precision is not Precision.fp32,
+        frozen_by_settings=bool(config.compute.frozen),
+        is_bf16=config.compute.precision is not Precision.fp32,
         isolates_documents=config.data.isolate_documents or bool(config.data.pack),
     )
 

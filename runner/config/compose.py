@@ -25,21 +25,14 @@ from hydra.errors import ConfigCompositionException, HydraException, OverridePar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.config.schema import (
-    COMPUTE_KEYS,
-    DECODER_KEYS,
-    ComputeConfig,
-    DataKind,
-    RunConfig,
-)
+from runner.config.former_keys import as_now, former_key
+from runner.config.schema import DECODER_KEYS, DataKind, RunConfig
 from runner.system.error import ConfigError
 from runner.system.redact import redacted
 
 # Of a stored config: ours have some kilobytes and three levels.
 _YAML_BYTES = 4 << 20
 _YAML_DEPTH = 32
-# What compute.recompute may be; true and false are what it was before.
-_RECOMPUTE = {True: "blocks", False: "none"} | {one: one for one in ("none", "blocks", "selective")}
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 # One element of an unquoted faults=[...]: Hydra's grammar has no "=" inside a list, so the
@@ -67,6 +60,7 @@ def compose(overrides: Sequence[str], *, config_dir: str | None = None) -> RunCo
         _reject_launcher_keys(text)
         _reject_deletion(text)
         _reject_whole_group(text)
+        _reject_former(text)
     if config_dir is not None:
         if not Path(config_dir).is_dir():
             raise ConfigError(f"--config-dir {config_dir}: no such directory")
@@ -94,7 +88,6 @@ def compose(overrides: Sequence[str], *, config_dir: str | None = None) -> RunCo
     if isinstance(config.data.path, str):
         config.data.path = [config.data.path]
     config.data.val_path = _listed(config.data.val_path)
-    _settle_compute(config)
     _settle_tokenizer(config)
     return config
 
@@ -104,27 +97,6 @@ def _listed(paths: Any) -> Any:
     if isinstance(paths, dict):
         return {name: _listed(path) for name, path in paths.items()}
     return [paths] if isinstance(paths, str) else paths
-
-
-def _settle_compute(config: RunConfig) -> None:
-    """Copy ``compute.*`` to the keys of ``model`` where stored settings have them."""
-    for spec in dataclasses.fields(config.compute):
-        value = getattr(config.compute, spec.name)
-        if value is not None and spec.name in COMPUTE_KEYS:
-            setattr(config.model, COMPUTE_KEYS[spec.name], value)
-    given = config.compute
-    recompute = _RECOMPUTE.get(given.recompute, given.recompute)
-    if recompute not in (None, *_RECOMPUTE.values()):
-        raise ConfigError(
-            f"compute.recompute={str(recompute)[:80]}: must be none, blocks, selective or null"
-        )
-    if recompute is not None:
-        config.model.activation_checkpointing = recompute != "none"
-    config.compute = ComputeConfig(
-        deterministic=given.deterministic,
-        document_attention=given.document_attention,
-        recompute="selective" if recompute == "selective" else None,
-    )
 
 
 def _settle_tokenizer(config: RunConfig) -> None:
@@ -175,8 +147,7 @@ def _gather_arguments(tree: DictConfig, overrides: Sequence[str], config_dir: st
         if not extra:
             continue
         if node._target_ is None:
-            key = f"{group}.{extra[0]}"
-            raise ConfigError(f"unknown key {key!r}. {_suggest(key)}")
+            raise ConfigError(_unknown(f"{group}.{extra[0]}"))
         node.arguments = OmegaConf.merge(
             node.arguments or {}, OmegaConf.masked_copy(OmegaConf.create(dict(node)), extra)
         )
@@ -239,6 +210,13 @@ def _reject_deletion(text: str) -> None:
         )
 
 
+def _reject_former(text: str) -> None:
+    """Say of a key of an earlier version what became of it."""
+    key, _, value = text.lstrip("+").partition("=")
+    if (what := former_key(key)) is not None:
+        raise ConfigError(f"{key}={value}: {what}")
+
+
 def _reject_whole_group(text: str) -> None:
     """``eval=false`` and ``guard=null``: what Hydra says of them names its own types."""
     group, _, value = text.partition("=")
@@ -282,7 +260,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
     full = text if cause is None else f"{text}\n{cause}"
     key = _unknown_key(full)
     if key is not None:
-        return f"unknown key {key!r}. {_suggest(key)}"
+        return _unknown(key)
     several = re.search(r"Ambiguous value for argument '([^=']+)=(.*?)'\n", full, re.DOTALL)
     if several is not None:
         key, value = several.groups()
@@ -313,6 +291,12 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
             return f"{named[1]}{value}: must be written as a whole number: {named[1]}={whole}"
         return f"{named[1]}{value}: {reason.rstrip('.')}. {_allowed(named[1])}".rstrip()
     return " ".join(line.strip() for line in full.splitlines() if line.strip())
+
+
+def _unknown(key: str) -> str:
+    return (
+        f"{key}: {former_key(key)}" if former_key(key) else f"unknown key {key!r}. {_suggest(key)}"
+    )
 
 
 def _unknown_key(text: str) -> str | None:
@@ -420,7 +404,7 @@ def value_of(config: RunConfig, key: str) -> str:
     """
     values = flat(config)
     if key not in values:
-        raise ConfigError(f"unknown key {key!r}. {_suggest(key)}")
+        raise ConfigError(_unknown(key))
     return str(values[key])
 
 
@@ -452,6 +436,8 @@ def to_yaml(config: RunConfig) -> str:
 def from_yaml(text: str, *, source: Path) -> dict[str, Any]:
     """Dotted keys of a stored config; plain values only, nothing is resolved or built.
 
+    Keys of earlier versions are given by their present names.
+
     Raises:
         ConfigError: the file is not such a mapping.
     """
@@ -463,7 +449,7 @@ def from_yaml(text: str, *, source: Path) -> dict[str, Any]:
         raise ConfigError(f"{source}: not a settings file ({cause})") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{source}: not a settings file")
-    return dict(_flatten(tree))
+    return as_now(dict(_flatten(tree)))
 
 
 def _refuse_bombs(text: str) -> None:

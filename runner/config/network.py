@@ -48,13 +48,6 @@ def is_hf(model: ModelConfig) -> bool:
     return model._target_ is None and model.kind == "hf"
 
 
-def recompute_kind(config: RunConfig) -> str:
-    """What of the activations is computed again in backward: none, blocks or selective."""
-    if not config.model.activation_checkpointing:
-        return "none"
-    return "selective" if config.compute.recompute == "selective" else "blocks"
-
-
 def rope_scaling_of(value: Any) -> dict[str, float] | None:
     """``model.rope_scaling`` as four numbers by name; None where it is null.
 

@@ -91,6 +91,12 @@ class Precision(Enum):
     fp32 = "fp32"
 
 
+class Recompute(Enum):
+    none = "none"
+    blocks = "blocks"
+    selective = "selective"
+
+
 class DocumentAttention(Enum):
     auto = "auto"
     mask = "mask"
@@ -200,24 +206,12 @@ class ModelConfig:
         0.0, "weight of logsumexp(logits)^2 in the training loss", trajectory=True, ge=0
     )
     init_std: float = key(0.02, "standard deviation of the initial weights", trajectory=True, gt=0)
-    loss_fp32: bool = key(True, "compute the cross-entropy in FP32", trajectory=True)
     loss_chunk_mib: float = key(
         512.0,
         "logits of a micro-batch that take more than this in FP32 are computed in such parts, "
         "and again in backward: less memory, the same losses; 0: never in parts",
         ge=0,
     )
-    precision: Precision = key(
-        Precision.auto,
-        "compute type of forward and backward: bf16, fp32, or auto: as the run began; at its "
-        "beginning bf16 where all ranks have it in hardware, else fp32",
-        trajectory=True,
-    )
-    frozen: list[str] = key(
-        [], "regular expressions found in the names of parameters not to train", trajectory=True
-    )
-    activation_checkpointing: bool = key(False, "recompute block activations in backward")
-    compile: bool = key(False, "torch.compile each block")
 
 
 # Of the decoder and of ``kind: hf``: beside ``_target_`` they are arguments like any other.
@@ -231,24 +225,24 @@ DECODER_KEYS = frozenset(
 
 @dataclass(slots=True, kw_only=True)
 class ComputeConfig:
-    """How a model is computed, the decoder or one of your own.
+    """How a model is computed, the decoder or one of your own."""
 
-    The first ones stand for keys of ``model``; where both are given these count.
-    """
-
-    precision: Precision | None = key(None, "model.precision: auto, bf16 or fp32")
-    compile: bool | None = key(None, "model.compile: torch.compile each block")
-    recompute: Any = key(
-        None,
+    precision: Precision = key(
+        Precision.auto,
+        "compute type of forward and backward: bf16, fp32, or auto: as the run began; at its "
+        "beginning bf16 where all ranks have it in hardware, else fp32",
+        trajectory=True,
+    )
+    compile: bool = key(False, "torch.compile each block")
+    recompute: Recompute = key(
+        Recompute.none,
         "blocks: recompute the activations of blocks in backward and keep none; selective: "
-        "keep only the results of products and attention; none: keep all; null: as "
-        "model.activation_checkpointing",
-        shown="none \\| blocks \\| selective \\| null",
+        "keep only the results of products and attention; none: keep all",
     )
-    frozen: list[str] | None = key(
-        None, "model.frozen: regular expressions found in the names of parameters not to train"
+    frozen: list[str] = key(
+        [], "regular expressions found in the names of parameters not to train", trajectory=True
     )
-    loss_fp32: bool | None = key(None, "model.loss_fp32: compute the cross-entropy in FP32")
+    loss_fp32: bool = key(True, "compute the cross-entropy in FP32", trajectory=True)
     deterministic: bool = key(
         False,
         "make a GPU repeat bits (settings of torch, cuBLAS, Inductor and NCCL), which can be "
@@ -261,14 +255,6 @@ class ComputeConfig:
         "(torch's flex attention, without one), or auto: flex on CUDA, else mask",
         trajectory=True,
     )
-
-
-COMPUTE_KEYS = {
-    "precision": "precision",
-    "compile": "compile",
-    "frozen": "frozen",
-    "loss_fp32": "loss_fp32",
-}
 
 
 @dataclass(slots=True, kw_only=True)

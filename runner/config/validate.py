@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from runner.config.compose import fields, suggestion
+from runner.config.former_keys import former_key
 from runner.config.network import network_problems
 from runner.config.schema import (
     DataConfig,
@@ -179,8 +180,12 @@ def _allowed(keys: list[str]) -> list[str]:
     known = {name for name, spec, _ in fields(RunConfig()) if spec.metadata["trajectory"]}
     known |= {name.partition(".")[0] for name in known} | {"steps"}
     return [
-        f"resume.allow=[{','.join(keys)[:200]}]: {key[:100]} is no setting that changes the "
-        f"trajectory, nor a group of them{suggestion(key, known)}"
+        f"resume.allow=[{','.join(keys)[:200]}]: {key[:100]} "
+        + (
+            former_key(key)
+            or "is no setting that changes the trajectory, nor a group of them"
+            + suggestion(key, known)
+        )
         for key in keys
         if key not in known
     ]
@@ -286,8 +291,8 @@ def _engine_rules(config: RunConfig, world_size: int) -> list[tuple[bool, str]]:
             f"parallel.device={config.parallel.device}: must be auto, cpu or cuda",
         ),
         (
-            is_zero(kind) and config.model.precision is Precision.fp32,
-            f"parallel={kind.value}: needs model.precision=bf16",
+            is_zero(kind) and config.compute.precision is Precision.fp32,
+            f"parallel={kind.value}: needs compute.precision=bf16",
         ),
         (
             not isinstance(config.parallel.deepspeed or {}, dict),

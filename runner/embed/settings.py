@@ -53,7 +53,7 @@ def run_config(
     if isinstance(skip, str) or not isinstance(skip, Iterable):
         raise ConfigError(f"skip={skip!r}: must be ranges of batch numbers, [[400, 432]]")
     config = RunConfig(out=str(out))
-    config.model.precision = Precision.fp32  # unused: the script chooses it
+    config.compute.precision = Precision.fp32  # unused: the script chooses it
     config.parallel.kind = ParallelKind.ddp
     config.schedule.kind = ScheduleKind.constant
     config.batch.global_size = config.batch.micro_size = accumulate

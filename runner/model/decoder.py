@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from runner.model.documents import Documents, attend, document_attention, documents_of
 from runner.model.loss import HeadLosses, TokenTap
-from runner.model.recompute import recomputed
+from runner.model.recompute import NONE, SELECTIVE, recomputed
 from runner.system.error import ConfigError
 
 _FFN_MULTIPLE = 64
@@ -76,8 +76,7 @@ class DecoderShape:
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     dropout: float = 0.0
-    activation_checkpointing: bool = False
-    selective_checkpointing: bool = False
+    recompute: str = NONE
     document_attention: str = "auto"
     init_std: float = 0.02
 
@@ -278,20 +277,19 @@ class Block(nn.Module):
         self.ffn_norm = Norm(shape.dim, shape.norm_eps)
         self.ffn = FeedForward(shape)
         self.dropout = shape.dropout
-        self.activation_checkpointing = shape.activation_checkpointing
-        self.selective_checkpointing = shape.selective_checkpointing
+        self.recompute = shape.recompute
 
     def forward(self, x: Tensor, documents: Documents = None) -> Tensor:
         """``x`` ``[B, T, dim]`` to the same shape."""
         # Checkpointing sits inside the module, so FSDP2's gathering stays outside of the
         # recomputed part.
-        if not (self.activation_checkpointing and self.training and torch.is_grad_enabled()):
+        if self.recompute == NONE or not (self.training and torch.is_grad_enabled()):
             return self._layer(x, documents)
         result: Tensor = recomputed(
             self._layer,
             x,
             documents,
-            selective=self.selective_checkpointing,
+            selective=self.recompute == SELECTIVE,
             is_random=self.dropout > 0,
         )
         return result

@@ -23,17 +23,17 @@ def frozen_names(names: Collection[str], patterns: Sequence[str]) -> set[str]:
             matching = {name for name in names if re.search(pattern, name)}
         except re.error as error:
             raise ConfigError(
-                f"model.frozen: {pattern!r} is no regular expression: {error}"
+                f"compute.frozen: {pattern!r} is no regular expression: {error}"
             ) from None
         if not matching:
             raise ConfigError(
-                f"model.frozen: {pattern!r} is found in no parameter's name. There are: "
+                f"compute.frozen: {pattern!r} is found in no parameter's name. There are: "
                 + ", ".join(sorted(names))
             )
         frozen |= matching
     if frozen and len(frozen) == len(names):
         raise ConfigError(
-            f"model.frozen={list(patterns)}: freezes all {len(names)} parameters; leave some to "
+            f"compute.frozen={list(patterns)}: freezes all {len(names)} parameters; leave some to "
             "train"
         )
     return frozen

@@ -37,7 +37,8 @@ _LATER = {
 _RESHAPING = frozenset(
     [
         *(f"model.{name}" for name in ("dim", "layers", "kv_heads", "ffn_dim", "vocab_size")),
-        *(f"model.{name}" for name in ("tied_head", "qk_norm", "frozen", "kind")),
+        *(f"model.{name}" for name in ("tied_head", "qk_norm", "kind")),
+        "compute.frozen",
         *(f"optim.{name}" for name in ("_target_", "kind", "ema")),
     ]
 )
@@ -194,7 +195,11 @@ class RunDir:
         if not differing:
             return
         name = differing[0]
-        blamed = {key: values for key, values in changed.items() if key.startswith("model.")}
+        blamed = {
+            key: values
+            for key, values in changed.items()
+            if key.startswith(("model.", "compute.frozen"))
+        }
         raise ConfigError(
             f"out={self.out}: its checkpoints are of another model than that of these settings: "
             f"{len(differing)} tensors differ, first {name}: {_shape(stored.get(name))} there, "
@@ -260,8 +265,8 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 def settings_differing(stored: dict[str, Any], config: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Keys that decide the trajectory and differ: (was, is). ``stored`` is left changed."""
     stored["schedule.total"] = _stored_total(stored)
-    if stored.get("model.precision") == "auto":  # from an import, which has not trained
-        stored["model.precision"] = config.model.precision.value
+    if stored.get("compute.precision") == "auto":  # from an import, which has not trained
+        stored["compute.precision"] = config.compute.precision.value
     # For a run from before the keys; its journal has what it decided until now.
     stored.setdefault("guard.remedy", config.guard.remedy.value)
     stored.setdefault("explain", config.explain.value)

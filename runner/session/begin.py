@@ -284,7 +284,7 @@ def _greet(opened: Opened, machinery: Machinery, resumed: Resumed, repeats: bool
         f"{len(opened.corpus.dataset):,} samples of "
         f"{config.data.seq_len} tokens from {words}, "
         f"{config.parallel.kind.value} on "
-        f"{group.place.world_size} x {group.device.type}, {config.model.precision.value}, "
+        f"{group.place.world_size} x {group.device.type}, {config.compute.precision.value}, "
         + ("" if repeats is None else f"this machine repeats bits: {_YES_NO[repeats]}, ")
         + f"out={group.run_dir.out}"
     )

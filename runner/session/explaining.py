@@ -42,7 +42,7 @@ def explaining_guard(
         ranks=actors.observers.ranks,
         heart=group.heart,
         stop=group.stop_look.through(actors.observers.ranks),
-        may_watch=not config.model.compile,
+        may_watch=not config.compute.compile,
         unit=config.guard.loss_floor / GuardConfig().loss_floor,
     )
     replay = Replay(

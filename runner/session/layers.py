@@ -97,7 +97,7 @@ def make_layers(
     blocks = network.units(engine.network)
     shapes = {name: one.shape for name, one in network.parameters().items()}
     places = LayerPlaces.of(engine.network, blocks, shapes)
-    activations = Activations(engine.objective, blocks, is_compiled=config.model.compile)
+    activations = Activations(engine.objective, blocks, is_compiled=config.compute.compile)
     table = LayerTable(places, config.optim, num_units=activations.num_units)
     looks, length = ranks.all_or_none("reading the layers' file", lambda: _past(opened, resumed))
     log = LayerLog(

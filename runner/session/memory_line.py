@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from runner.config.network import recompute_kind
-from runner.config.schema import Precision, RunConfig
+from runner.config.schema import Precision, Recompute, RunConfig
 from runner.config.validate import is_zero
 from runner.distributed.env import RankEnv
-from runner.model.recompute import SELECTIVE
 from runner.session import parts
 from runner.session.phases import Machinery, Opened
 from runner.startup.memory_need import (
@@ -34,7 +32,7 @@ def engine_facts(config: RunConfig, place: RankEnv) -> EngineFacts:
     plan = parts.layout(config, place)
     return EngineFacts(
         zero_stage=0,
-        item_bytes=_BF16_BYTES if config.model.precision is Precision.bf16 else _FP32_BYTES,
+        item_bytes=_BF16_BYTES if config.compute.precision is Precision.bf16 else _FP32_BYTES,
         is_sharded=plan.shard_size > 1,
         reshards=plan.reshard_after_forward,
         keeps_whole_gradients=not plan.reduce_each_micro_batch,
@@ -50,7 +48,7 @@ def memory_line(opened: Opened, machinery: Machinery, saved: SavedActivations) -
     group, config = opened.group, opened.lease.config
     memory = machinery.tier.memory
     # No hook sees the results that selective recomputation keeps.
-    is_seen = recompute_kind(config) != SELECTIVE and saved.num_bytes
+    is_seen = config.compute.recompute is not Recompute.selective and saved.num_bytes
     need: MemoryNeed = memory_need(
         machinery.engine.shards(),
         opened.corpus.network.parameters(),

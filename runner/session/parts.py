@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from runner.config.network import is_hf, recompute_kind, rope_scaling_of
+from runner.config.network import is_hf, rope_scaling_of
 from runner.config.schema import (
     ExplainKind,
     Offload,
@@ -47,7 +47,6 @@ from runner.model.blueprint import (
     retie,
 )
 from runner.model.decoder import DecoderShape, RopeScaling, default_ffn_dim
-from runner.model.recompute import SELECTIVE
 from runner.observe.throughput import Throughput, peak_tflops
 from runner.policy.batch_shards import shard_batch
 from runner.policy.decision.history import History, Incident
@@ -169,8 +168,7 @@ def model_shape(config: RunConfig, dataset: Dataset) -> DecoderShape:
         rope_theta=model.rope_theta,
         rope_scaling=_rope_scaling(model.rope_scaling),
         dropout=model.dropout,
-        activation_checkpointing=model.activation_checkpointing,
-        selective_checkpointing=recompute_kind(config) == SELECTIVE,
+        recompute=config.compute.recompute.value,
         document_attention=config.compute.document_attention.value,
         init_std=model.init_std,
     )
@@ -211,9 +209,9 @@ def blueprint(config: RunConfig, dataset: Dataset, files: Path | None = None) ->
         seed=config.seed,
         seq_len=config.data.seq_len,
         vocab_size=vocab_size,
-        frozen=model.frozen,
-        head_losses=head_losses(model, z_loss=0.0),
-        recompute=recompute_kind(config),
+        frozen=config.compute.frozen,
+        head_losses=head_losses(config, z_loss=0.0),
+        recompute=config.compute.recompute.value,
     )
     return _with_segments(config, guest)
 
@@ -234,14 +232,13 @@ def _with_segments(config: RunConfig, guest: GuestBlueprint) -> GuestBlueprint:
 
 def decoder_blueprint(config: RunConfig, shape: DecoderShape) -> DecoderBlueprint:
     """Make the decoder with the configured loss."""
-    model = config.model
-    losses = head_losses(model, z_loss=model.z_loss)
-    return DecoderBlueprint(shape=shape, head_losses=losses, frozen=model.frozen)
+    losses = head_losses(config, z_loss=config.model.z_loss)
+    return DecoderBlueprint(shape=shape, head_losses=losses, frozen=config.compute.frozen)
 
 
 def layout(config: RunConfig, place: RankEnv) -> Layout:
     """Replicas and shards for ``parallel.kind``."""
-    parallel, precision = config.parallel, config.model.precision
+    parallel, precision = config.parallel, config.compute.precision
     assert precision is not Precision.auto, "settle_precision comes first"
     shard_size = place.world_size
     if parallel.kind is ParallelKind.ddp:
@@ -254,7 +251,7 @@ def layout(config: RunConfig, place: RankEnv) -> Layout:
         dtype=torch.bfloat16 if precision is Precision.bf16 else torch.float32,
         reshard_after_forward=parallel.reshard_after_forward,
         reduce_each_micro_batch=parallel.reduce_each_micro_batch,
-        compile=config.model.compile,
+        compile=config.compute.compile,
         offload=parallel.offload is Offload.cpu,
     )
 
@@ -423,7 +420,7 @@ def give_twin(
 
     BF16 is arbitrated by FP32; FP32 by FP64, on a CPU, where that costs little.
     """
-    is_bf16 = config.model.precision is Precision.bf16
+    is_bf16 = config.compute.precision is Precision.bf16
     if not is_bf16 and engine.device.type != "cpu":
         return
     dtype = torch.float32 if is_bf16 else torch.float64

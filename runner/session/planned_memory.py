@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from runner.config.network import recompute_kind
-from runner.config.schema import Precision, RunConfig
+from runner.config.schema import Precision, Recompute, RunConfig
 from runner.config.validate import is_zero
 from runner.data.dataset import Dataset
 from runner.data.feed import few
@@ -27,7 +26,6 @@ from runner.engine.partitions import require_elementwise
 from runner.engine.protocol import Shard
 from runner.model.blueprint import Blueprint
 from runner.model.meta_shapes import AnswersYes
-from runner.model.recompute import SELECTIVE
 from runner.session.memory_line import engine_facts
 from runner.session.optim import optimizer_settings
 from runner.startup.memory_need import EngineFacts, MemoryNeed, SavedActivations, memory_need
@@ -64,7 +62,7 @@ def planned_memory(
     shards = _state(config, network, place, facts)
     samples = config.batch.micro_size
     activations, unknown = None, ""
-    if recompute_kind(config) == SELECTIVE:
+    if config.compute.recompute is Recompute.selective:
         unknown = "selective recomputation keeps results where they are not seen"
     else:
         activations, unknown = _activations(config, network, dataset)
@@ -121,7 +119,7 @@ def _unneeded(name: str, part: Tensor) -> tuple[Tensor, int]:
 
 def _activations(config: RunConfig, network: Blueprint, dataset: Dataset) -> tuple[int | None, str]:
     """Bytes, or why they are not known."""
-    dtype = torch.bfloat16 if config.model.precision is Precision.bf16 else torch.float32
+    dtype = torch.bfloat16 if config.compute.precision is Precision.bf16 else torch.float32
     batch = few(dataset, config.data.seq_len, config.batch.micro_size).inputs()
     try:
         model = network.on_meta().to(dtype)

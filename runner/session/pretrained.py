@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from runner.config.network import is_hf, lora_of, recompute_kind
-from runner.config.schema import ModelConfig, RunConfig
+from runner.config.network import is_hf, lora_of
+from runner.config.schema import RunConfig
 from runner.convert.pretrained import PretrainedWeights
 from runner.convert.tokenizer_files import FILES, copy_tokenizer
 from runner.data.dataset import Dataset, RecordDataset
@@ -67,20 +67,20 @@ def pretrained_blueprint(
     return PretrainedBlueprint(
         name=f"hf:{model_config.model_type}",
         path=str(path),
-        make=partial(build, model_config, lora, recompute=recompute_kind(config)),
+        make=partial(build, model_config, lora, recompute=config.compute.recompute.value),
         open_weights=partial(PretrainedWeights, path) if has_weights else None,
         seed=config.seed,
         seq_len=config.data.seq_len,
         vocab_size=inner.vocab_size,
-        frozen=model.frozen,
-        head_losses=head_losses(model, z_loss=0.0),
+        frozen=config.compute.frozen,
+        head_losses=head_losses(config, z_loss=0.0),
     )
 
 
-def head_losses(model: ModelConfig, *, z_loss: float) -> HeadLosses:
+def head_losses(config: RunConfig, *, z_loss: float) -> HeadLosses:
     """How the loss of large logits is computed."""
-    most_bytes = round(model.loss_chunk_mib * (1 << 20))
-    return HeadLosses(fp32=model.loss_fp32, z_loss=z_loss, most_bytes=most_bytes)
+    most_bytes = round(config.model.loss_chunk_mib * (1 << 20))
+    return HeadLosses(fp32=config.compute.loss_fp32, z_loss=z_loss, most_bytes=most_bytes)
 
 
 def keep_small_files(config: RunConfig, run_dir: RunDir) -> None:

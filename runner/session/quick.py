@@ -25,7 +25,7 @@ def quick_preflight(
     if not config.debug.preflight or isinstance(dataset, RecordDataset):
         return
     # A compiled model would be compiled again for other shapes.
-    if resumed.step >= config.steps or config.model.compile:
+    if resumed.step >= config.steps or config.compute.compile:
         return
     rows = min(_ROWS, config.batch.micro_size)
     is_untrained = resumed.is_fresh and config.model._target_ is None and not is_hf(config.model)

@@ -1,4 +1,4 @@
-"""Resolves what a run's first start decides: ``model.precision=auto`` and RoPE scaling.
+"""Resolves what a run's first start decides: ``compute.precision=auto`` and RoPE scaling.
 
 A resumed run keeps what it began with; a new one takes what every rank supports.
 """
@@ -19,7 +19,7 @@ from runner.system.environment import variables
 from runner.system.error import ConfigError
 
 Stored = Callable[[], Mapping[str, Any]]
-_KEY = "model.precision"
+_KEY = "compute.precision"
 _MOST_NAMED = 8
 # Caps on the instruction set that oneDNN may use (its "CPU Dispatcher Control"). None of these
 # multiplies in BF16, so under them oneDNN emulates BF16 on any CPU.
@@ -45,26 +45,26 @@ def settle_precision(
         ConfigError: the stored settings cannot be read, or the run began in FP32 and the engine
             that is configured computes in BF16 only.
     """
-    if config.model.precision is not Precision.auto:
+    if config.compute.precision is not Precision.auto:
         return config
     lacking = [rank for rank, has in enumerate(_natives(device, ranks)) if not has]
     began = ranks.all_or_none(
-        "reading model.precision", lambda: _begun(stored()) if ranks.rank == 0 else None
+        "reading compute.precision", lambda: _begun(stored()) if ranks.rank == 0 else None
     )
     began = ranks.from_first(began)
     zero = is_zero(config.parallel.kind)
     if zero and began == Precision.fp32.value:
         raise ConfigError(
             f"parallel={config.parallel.kind.value}: computes in BF16 only, and the run in out="
-            f"{config.out} began with model.precision=fp32; give another engine, another out, or "
-            "model.precision=bf16 and resume.allow=[model.precision]"
+            f"{config.out} began with compute.precision=fp32; give another engine, another out, or "
+            "compute.precision=bf16 and resume.allow=[compute.precision]"
         )
     by_device = Precision.fp32 if lacking and not zero else Precision.bf16
     precision = Precision(began) if began else by_device
     message = _message(precision, began, lacking, ranks.world_size)
     if message:
         say(message)
-    return replace(config, model=replace(config.model, precision=precision))
+    return replace(config, compute=replace(config.compute, precision=precision))
 
 
 def settle_rope(

@@ -17,9 +17,9 @@ CARRIED = frozenset(
     [
         *(f"model.{name}" for name in (
             "dim", "layers", "heads", "kv_heads", "ffn_dim", "vocab_size", "tied_head", "qk_norm",
-            "norm_eps", "rope_theta", "rope_scaling", "init_std", "precision", "compile",
-            "activation_checkpointing",
+            "norm_eps", "rope_theta", "rope_scaling", "init_std",
         )),
+        "compute.precision", "compute.compile", "compute.recompute",
         *(f"data.{name}" for name in (
             "kind", "path", "suffixes", "field", "tokenizer", "token_dtype", "vocab_size",
             "seq_len", "begin_token", "end_token", "held_out", "samples", "cache", "workers",

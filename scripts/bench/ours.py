@@ -41,13 +41,13 @@ _NUM_STEPS = 256  # in the opponents' file of tokens, which goes round
 def settings(out: Path, overrides: Sequence[str]) -> RunConfig:
     """Of a run without end that does nothing but steps, unless ``overrides`` ask for more.
 
-    ``model.precision=auto`` is settled as the runner does it, so that the opponents take the same.
+    ``compute.precision=auto`` is settled as the runner does it, so the opponents take the same.
     """
     config = compose([_CORPUS, *_QUIET, *_ENDLESS, *overrides, f"out={out}"])
-    if config.model.precision is Precision.auto:
+    if config.compute.precision is Precision.auto:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         is_bf16 = is_zero(config.parallel.kind) or has_native_bf16(device, os.environ)
-        config.model.precision = Precision.bf16 if is_bf16 else Precision.fp32
+        config.compute.precision = Precision.bf16 if is_bf16 else Precision.fp32
     return config
 
 
@@ -108,6 +108,6 @@ def make_task(
         eps=optim.eps,
         weight_decay=optim.weight_decay,
         clip=optim.clip,
-        precision=config.model.precision.value,
-        compile=config.model.compile,
+        precision=config.compute.precision.value,
+        compile=config.compute.compile,
     )

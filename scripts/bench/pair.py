@@ -126,7 +126,7 @@ def _refuse_other_training(config: RunConfig, theirs: list[float], place: RankEn
     if place.is_first:
         try:
             ours = first_losses(Path(config.out), len(theirs))
-            refuse_other_losses(ours, theirs, config.model.precision.value)
+            refuse_other_losses(ours, theirs, config.compute.precision.value)
         except MeasureError as error:
             refusal = [str(error)]
     dist.broadcast_object_list(refusal, src=0)

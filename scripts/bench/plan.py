@@ -43,7 +43,7 @@ class Plan:
     def large(self) -> list[str]:
         """With a GPU, steps that are the device's and not Python's: compiled on both sides."""
         batch = [f"batch.global_size={4 * self.ranks}", "batch.micro_size=4"]
-        return ["model=llama_1b", "model.compile=true", "data.seq_len=2048", *batch]
+        return ["model=llama_1b", "compute.compile=true", "data.seq_len=2048", *batch]
 
     @property
     def block(self) -> int:

@@ -144,7 +144,7 @@ def _train(out: Path, settings: tuple[str, ...]) -> int:
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
     alike = ("model=tiny", "data=synthetic", "data.seq_len=16", "data.workers=0", "eval.every=0")
-    more = ("parallel=single", "model.precision=fp32", f"steps={STEPS}", "checkpoint.every=100")
+    more = ("parallel=single", "compute.precision=fp32", f"steps={STEPS}", "checkpoint.every=100")
     try:
         return train(compose([*alike, *more, *settings, f"out={out}"]), place_from({}))
     except Exception as error:

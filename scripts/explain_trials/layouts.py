@@ -46,15 +46,15 @@ class Layout:
 
     @property
     def is_bf16(self) -> bool:
-        return "model.precision=bf16" in self.settings
+        return "compute.precision=bf16" in self.settings
 
 
 def _own(*settings: str) -> tuple[str, ...]:
-    return ("model=tiny", *_TOKENS, "model.precision=fp32", *settings)
+    return ("model=tiny", *_TOKENS, "compute.precision=fp32", *settings)
 
 
 def _guest(name: str, *settings: str) -> tuple[str, ...]:
-    return (f"model._target_=tests.guests.{name}", "model.precision=fp32", *settings)
+    return (f"model._target_=tests.guests.{name}", "compute.precision=fp32", *settings)
 
 
 _TIED = ("embedding", "head")
@@ -73,9 +73,9 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "fsdp, 4 ranks": Layout(ranks=4, settings=_own()),
     "zero2, 2 ranks, BF16": Layout(
-        ranks=2, settings=_own("parallel=zero2", "model.precision=bf16")
+        ranks=2, settings=_own("parallel=zero2", "compute.precision=bf16")
     ),
-    "fsdp, 3 ranks, BF16": Layout(ranks=3, settings=_own("model.precision=bf16")),
+    "fsdp, 3 ranks, BF16": Layout(ranks=3, settings=_own("compute.precision=bf16")),
     "fsdp, 3 ranks, a guest's model": Layout(
         ranks=3, settings=_guest("Recurrent", *_TOKENS), modules=("embedding", "gru"), last="gru"
     ),

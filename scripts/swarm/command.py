@@ -48,7 +48,7 @@ def overrides(case: Case, folder: Path, start: int = 0) -> list[str]:
     """
     engine, _ = layout_of(case, start)
     words = [*_ALIKE, f"seed={case.seed}", f"parallel={engine}", f"batch.micro_size={case.micro}"]
-    words += [f"model.precision={'bf16' if engine.startswith('zero') else case.precision}"]
+    words += [f"compute.precision={'bf16' if engine.startswith('zero') else case.precision}"]
     if engine == "hsdp":
         words.append("parallel.shard_size=2")
     words += [f"data.cache={folder / 'cache'}", f"data.workers={case.workers}"]

@@ -137,7 +137,7 @@ def clean(runs: Path) -> Result:
 @pytest.fixture(scope="session")
 def clean_bf16(runs: Path) -> Result:
     """:func:`clean` in BF16, which is all that DeepSpeed's engines compute in."""
-    return _once(runs / "clean-bf16", "model.precision=bf16")
+    return _once(runs / "clean-bf16", "compute.precision=bf16")
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.run import Result, finish, train
 
-FP32 = "model.precision=fp32"
+FP32 = "compute.precision=fp32"
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_only_what_is_allowed_may_change(short: Result, tmp_path: Path) -> None:
             ("model.dim=64",),
             ["model.dim: was 32, now 64", "param/blocks.0.attention.key.weight: [32, 32]"],
         ),
-        (("model.frozen=[embedding]",), ["exp_avg/embedding.weight: [64, 32] there, none here"]),
+        (("compute.frozen=[embedding]",), ["exp_avg/embedding.weight: [64, 32] there, none here"]),
     ],
 )
 def test_weights_of_other_shapes_are_refused_and_nothing_is_touched(

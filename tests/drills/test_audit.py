@@ -42,9 +42,7 @@ def test_a_silent_fault_is_found_and_named(
         pytest.param(3, 1, ["parallel=zero1", "batch.micro_size=2"], marks=pytest.mark.full),
         pytest.param(3, 1, ["parallel=zero3", "guard.sync=false"], marks=pytest.mark.full),
         pytest.param(4, 1, ["parallel=hsdp", "parallel.shard_size=2"], marks=pytest.mark.full),
-        pytest.param(
-            3, 1, ["parallel=fsdp", "model.activation_checkpointing=true"], marks=pytest.mark.full
-        ),
+        pytest.param(3, 1, ["parallel=fsdp", "compute.recompute=blocks"], marks=pytest.mark.full),
     ],
 )
 def test_a_silent_fault_in_the_gradient_of_one_weight_is_found_and_named(

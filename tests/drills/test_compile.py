@@ -1,4 +1,4 @@
-"""model.compile: the blocks as graphs, the guard around them, and exact resume."""
+"""compute.compile: the blocks as graphs, the guard around them, and exact resume."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.drills.compare import assert_same_run
 from tests.run import Result, finish, train
 
 # The first step of a rank may compile for a minute while the other one waits.
-COMPILED = ("model.compile=true", "steps=40", "schedule.total=60", "parallel.timeout_seconds=300")
+COMPILED = ("compute.compile=true", "steps=40", "schedule.total=60", "parallel.timeout_seconds=300")
 # Fused kernels round differently: nats per token.
 NOISE = 0.02
 

@@ -54,7 +54,7 @@ def told(tmp_path: Path, corpus: Path) -> tuple[str, ...]:
         "data.kind=text",
         f"data.path={corpus}",
         f"data.cache={tmp_path / 'cache'}",
-        "model.precision=fp32",
+        "compute.precision=fp32",
         "steps=5",
     )
 
@@ -154,7 +154,7 @@ def of_tokens(path: Path, cache: Path, steps: int) -> tuple[str, ...]:
         f"data.cache={cache}",
         "data.token_dtype=uint16",
         "data.vocab_size=64",
-        "model.precision=fp32",
+        "compute.precision=fp32",
         "schedule.total=40",
         f"steps={steps}",
     )

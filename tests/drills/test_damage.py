@@ -13,7 +13,7 @@ from tests.drills.compare import assert_every_sample_once, assert_same_end, asse
 from tests.run import Result, finish, train
 
 UP_TO_60 = "schedule.total=60"
-BF16 = "model.precision=bf16"
+BF16 = "compute.precision=bf16"
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from tests.stored import read_range
 # The input, a matrix, and norms: ZeRO-3 keeps those gathered. What is tied stays tied.
 FROZEN = (
     TWO_LAYERS,
-    "model.precision=bf16",
-    "model.frozen=[embedding,blocks.0.attention.query,ffn_norm]",
+    "compute.precision=bf16",
+    "compute.frozen=[embedding,blocks.0.attention.query,ffn_norm]",
     "schedule.total=60",
 )
 ENGINES = [
@@ -113,12 +113,12 @@ def test_offloaded_ones_too(tmp_path: Path, trained: Result) -> None:
 def test_a_pattern_that_cannot_be_meant_ends_the_command(
     tmp_path: Path, parallel: str, pattern: str
 ) -> None:
-    run = train(tmp_path / "run", f"parallel={parallel}", f"model.frozen=[{pattern}]", ranks=0)
-    assert run.code == 2 and "model.frozen" in run.text and "Traceback" not in run.text, run.tail
+    run = train(tmp_path / "run", f"parallel={parallel}", f"compute.frozen=[{pattern}]", ranks=0)
+    assert run.code == 2 and "compute.frozen" in run.text and "Traceback" not in run.text, run.tail
 
 
 def test_a_run_does_not_thaw_by_mistake(tmp_path: Path) -> None:
     out = tmp_path / "run"
     finish(out, *FROZEN, "steps=5", ranks=0)
     run = train(out, "schedule.total=60", "steps=10", ranks=0)
-    assert run.code == 2 and "model.frozen" in run.text, run.tail
+    assert run.code == 2 and "compute.frozen" in run.text, run.tail

@@ -26,7 +26,7 @@ SHORT = ("steps=24", "schedule.total=24", "batch.micro_size=8")
 def test_micro_batches_are_halved_until_they_fit(
     tmp_path: Path, engine: str, precision: str, rounding: float
 ) -> None:
-    told = (*SHORT, f"parallel={engine}", f"model.precision={precision}")
+    told = (*SHORT, f"parallel={engine}", f"compute.precision={precision}")
     whole = finish(tmp_path / "whole", *told)
     run = launch(tmp_path / "run", *told, "faults=[oom@step=12,rank=1,rows=2]").wait()
     assert run.code == 0, run.tail

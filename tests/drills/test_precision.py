@@ -1,4 +1,4 @@
-"""Runs of ``model.precision=auto`` on machines that have BF16, or have not, or in part."""
+"""Runs of ``compute.precision=auto`` on machines that have BF16, or have not, or in part."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.run import Result, finish, train
 
-AUTO = ("model.precision=auto", "checkpoint.memory_every=0")
+AUTO = ("compute.precision=auto", "checkpoint.memory_every=0")
 
 # A processor with BF16 on the ranks of NATIVE, one without on the others.
 PROGRAM = """
@@ -43,24 +43,24 @@ def test_a_mixed_cluster_begins_alike_and_a_better_one_goes_on_so(
     begun = finish(out, *AUTO, "steps=30", "schedule.total=60", program=program)
     assert stored_precision(begun) == "fp32"
     assert begun.text.count("auto: fp32, since the processors of rank 1 have no BF16") == 1
-    assert "model.precision=bf16 uses" in begun.text
+    assert "compute.precision=bf16 uses" in begun.text
     monkeypatch.setenv("NATIVE", "01")
     ended = finish(out, *AUTO, program=program)
     assert ended.text.count("auto: fp32, as the run began") == 1
     assert stored_precision(ended) == "fp32"
     starts = ended.journal("start")
     assert len(starts) == 2 and starts[1]["step"] == 30
-    assert ended.digest == clean.digest, "the run of model.precision=fp32 from its beginning"
+    assert ended.digest == clean.digest, "the run of compute.precision=fp32 from its beginning"
 
 
 def test_a_run_of_bf16_goes_on_so_without_such_a_processor(
     tmp_path: Path, program: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "run"
-    finish(out, "model.precision=bf16", "steps=5", "schedule.total=9", ranks=0)
+    finish(out, "compute.precision=bf16", "steps=5", "schedule.total=9", ranks=0)
     monkeypatch.setenv("NATIVE", "")
     ended = finish(out, *AUTO, "steps=9", ranks=0, program=program)
     assert "auto: bf16, as the run began, but the processor has no BF16" in ended.text
     assert stored_precision(ended) == "bf16" and ended.summary["steps"] == 9
-    refused = train(out, "model.precision=fp32", "steps=9", ranks=0)
-    assert refused.code == 2 and "model.precision: was bf16, now fp32" in refused.text
+    refused = train(out, "compute.precision=fp32", "steps=9", ranks=0)
+    assert refused.code == 2 and "compute.precision: was bf16, now fp32" in refused.text

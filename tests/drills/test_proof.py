@@ -13,7 +13,7 @@ from runner.__main__ import main
 from tests.drills.compare import assert_every_sample_once, assert_same_end
 from tests.run import EVALUATED, Result, finish, skip_override, train
 
-SMALL = ("model.precision=fp32", "steps=26", "checkpoint.memory_every=0")
+SMALL = ("compute.precision=fp32", "steps=26", "checkpoint.memory_every=0")
 
 # Every proof takes seconds; a step of these models takes milliseconds.
 SLOW = """

@@ -148,7 +148,7 @@ def assert_numerics(lines: list[dict[str, Any]]) -> None:
     "settings",
     [
         [],  # FP32, which FP64 arbitrates
-        pytest.param(["model.precision=bf16", "guard.sync=false"], marks=pytest.mark.full),
+        pytest.param(["compute.precision=bf16", "guard.sync=false"], marks=pytest.mark.full),
         pytest.param(["parallel=hsdp", "parallel.shard_size=2"], marks=pytest.mark.full),
     ],
     ids=lambda value: " ".join(value)[:40],

@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 from runner.system.extras import PACKAGES
 
 ROOT = Path(__file__).parents[2]
-TINY = ("data=synthetic", "model.precision=fp32", "eval.every=0", "data.workers=0")
+TINY = ("data=synthetic", "compute.precision=fp32", "eval.every=0", "data.workers=0")
 
 
 def declared() -> dict[str, importlib.metadata.Distribution]:

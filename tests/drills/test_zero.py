@@ -27,7 +27,7 @@ UP_TO_60 = "schedule.total=60"
 SMALL = "stage3_param_persistence_threshold:1500"
 # Different shapes of the same sums round differently: nats per token.
 BF16_NOISE = 0.02
-BF16 = "model.precision=bf16"  # the others too, to compare with
+BF16 = "compute.precision=bf16"  # the others too, to compare with
 
 
 def on(engine: str, *, offload: bool = False) -> list[str]:
@@ -297,7 +297,7 @@ def test_any_engine_reads_what_another_wrote(
             ["parallel.deepspeed={zero_optimization:{overlap_com:true}}"],
             "parallel.deepspeed: DeepSpeed refuses overlap_com",
         ),
-        (["model.precision=fp32"], "needs model.precision=bf16"),
+        (["compute.precision=fp32"], "needs compute.precision=bf16"),
     ],
 )
 def test_what_would_break_a_promise_is_refused(

@@ -32,7 +32,7 @@ QUIET = (
     "track.every=1000000",
     "steps=1000000",
     "schedule=constant",
-    "model.precision=bf16",
+    "compute.precision=bf16",
     "data.workers=1",
     "batch.micro_size=16",
 )

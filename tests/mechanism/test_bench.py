@@ -171,8 +171,8 @@ def test_a_busy_machine_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["model.dropout=0.1", "model.z_loss=0.001", "model.loss_chunk_mib=1", "model.frozen=[norm]",
-     "model.loss_fp32=false", "data.isolate_documents=true", "data.skip=[[1,2]]", "eval.every=5",
+    ["model.dropout=0.1", "model.z_loss=0.001", "model.loss_chunk_mib=1", "compute.frozen=[norm]",
+     "compute.loss_fp32=false", "data.isolate_documents=true", "data.skip=[[1,2]]", "eval.every=5",
      "schedule=constant", "optim.clip=0", "faults=[kill@step=3]",
      "parallel.reduce_each_micro_batch=true", "parallel.reshard_after_forward=false"],
 )  # fmt: skip
@@ -203,7 +203,7 @@ def first_loss(task: Task, precision: torch.dtype) -> float:
 
 def test_another_precision_is_noticed_by_its_type_and_by_its_losses(tmp_path: Path) -> None:
     # The smallest model that is measured by default: smaller ones differ by less.
-    small = ["data=synthetic", "data.seq_len=64", "batch.global_size=4", "model.precision=fp32"]
+    small = ["data=synthetic", "data.seq_len=64", "batch.global_size=4", "compute.precision=fp32"]
     task = make_task(settings(tmp_path / "run", small), tmp_path, steps=1)
     plain = first_loss(task, torch.float32)
     with pytest.raises(MeasureError, match=r"multiplies in torch\.bfloat16, the runner fp32"):
@@ -259,7 +259,7 @@ def test_the_bare_loop_trains_as_the_runner_does(tmp_path: Path, kind: str, oppo
     precision = "bf16" if kind.startswith("zero") else "fp32"
     told = [f"--folder={tmp_path}", f"--against={opponent}", "--pairs=4", "--warmup=4"]
     command = torchrun(2, "scripts.bench.pair", *told, "--block=2", f"parallel={kind}", *TINY)
-    command.append(f"model.precision={precision}")
+    command.append(f"compute.precision={precision}")
     done = subprocess.run(
         command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False
     )

@@ -124,7 +124,8 @@ def test_every_key_has_one_line_of_help(name: str, spec: Any, value: Any) -> Non
     [
         "stepz=3", "optim.lrr=1", "guard.wholly_other=1", "modle=tiny", "model=huge",
         "parallel=tensor", "steps=abc", "steps=null", "steps=", "optim.lr=fast", "model.dim=1.5",
-        "model.tied_head=maybe", "model.precision=fp16", "data.path={a:1}", "data.path=3",
+        "model.tied_head=maybe", "compute.precision=fp16", "model.precision=fp32",
+        "+model.frozen=[a]", "resume.allow=[model.frozen]", "data.path={a:1}", "data.path=3",
         "data.path=null", "optim.lr=-1", "optim.lr=nan", "optim.eps=inf", "data.held_out=1",
         "steps=0", "seed=-1", "debug.replica_check_every=111", "checkpoint.memory_slots=1",
         "checkpoint.memory_limit_gib=0", "checkpoint.write_mib_per_second=-1",
@@ -354,7 +355,7 @@ def test_the_trajectory_does_not_depend_on(override: str) -> None:
         "guard.loss_sigmas=3",
         "schedule.kind=constant",
         "data.path=a",
-        "model.precision=fp32",
+        "compute.precision=fp32",
     ],
 )
 def test_the_trajectory_depends_on(override: str) -> None:
@@ -407,6 +408,16 @@ def test_awkward_words_survive_yaml(word: str, tmp_path: Path) -> None:
 def test_a_broken_settings_file_names_itself(text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=str(tmp_path)):
         from_yaml(text, source=tmp_path / "config.yaml")
+
+
+def test_a_stored_key_of_an_earlier_version_is_read_by_its_present_name(tmp_path: Path) -> None:
+    text = "model: {precision: bf16, dim: 8}\ncompute: {precision: null, deterministic: true}\n"
+    stored = from_yaml(text, source=tmp_path)
+    assert stored == {
+        "model.dim": 8,
+        "compute.precision": "bf16",
+        "compute.deterministic": True,
+    }
 
 
 def test_value_of_gives_one_setting() -> None:

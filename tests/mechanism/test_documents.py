@@ -159,15 +159,14 @@ def test_blocks_from_elsewhere_are_computed_again_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_selective_changes_no_bit_and_keeps_less(dropout: float) -> None:
-    kinds = {"none": (False, False), "selective": (True, True), "blocks": (True, False)}
+    kinds = ["none", "selective", "blocks"]
     found, kept = [], []
-    for checkpointing, selective in kinds.values():
+    for recompute in kinds:
         torch.manual_seed(0)
         shape = replace(
             SHAPE,
             dropout=dropout,
-            activation_checkpointing=checkpointing,
-            selective_checkpointing=selective,
+            recompute=recompute,
         )
         decoder = Decoder(shape)
         torch.manual_seed(1)

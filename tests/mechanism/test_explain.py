@@ -84,7 +84,7 @@ class Real:
     def of(cls, *overrides: str, faults: Any = None, updates: int = 3) -> Real:
         config = compose(
             [
-                *("model=tiny", "model.precision=fp32", "data=synthetic", "parallel=single"),
+                *("model=tiny", "compute.precision=fp32", "data=synthetic", "parallel=single"),
                 *("data.workers=0", "batch.global_size=8"),
                 *("batch.micro_size=4", *overrides),
             ]
@@ -156,7 +156,7 @@ def test_probes_leave_state_and_randomness_as_they_were() -> None:
 def test_the_module_that_overflows_is_named(precision: str, module: str, tmp_path: Path) -> None:
     spec = parse_faults([f"overflow@step=5-9,module={module}"])
     faults = FaultInjector(spec, rank=0, markers=tmp_path)
-    real = Real.of(f"model.precision={precision}", faults=faults)
+    real = Real.of(f"compute.precision={precision}", faults=faults)
     assert real.first.nonfinite_ranks == (0,)
     assert real.bench.compute_watched(real.batches).nonfinite_ranks == (0,)
     wide = real.bench.compute_wider(real.batches)

@@ -1,4 +1,4 @@
-"""Which parameters ``model.frozen`` leaves alone, and that one rank's engine does."""
+"""Which parameters ``compute.frozen`` leaves alone, and that one rank's engine does."""
 
 from __future__ import annotations
 
@@ -35,4 +35,4 @@ def test_a_pattern_names_what_it_is_found_in(patterns: list[str], expected: set[
 def test_a_pattern_that_cannot_be_meant_is_refused(patterns: list[str], words: str) -> None:
     with pytest.raises(ConfigError) as error:
         frozen_names(NAMES, patterns)
-    assert "model.frozen" in str(error.value) and words in str(error.value)
+    assert "compute.frozen" in str(error.value) and words in str(error.value)

@@ -323,7 +323,7 @@ def test_the_steps_of_tests_gpu_are_nothing_but_steps(
     try:
         loop = open_loop(
             tmp_path / "run", torch.device("cpu"), f"parallel={engine}", "guard.sync=false",
-            "parallel.device=cpu", "model.precision=fp32", "data.workers=0",
+            "parallel.device=cpu", "compute.precision=fp32", "data.workers=0",
         )  # fmt: skip
         for _ in range(40):
             loop.step()

@@ -39,7 +39,7 @@ def limits() -> dict[str, float]:
 
 
 def main(engine: str, out: str) -> None:
-    more = {"hsdp": ["parallel.shard_size=1"], "zero3": ["model.precision=bf16"]}.get(engine, [])
+    more = {"hsdp": ["parallel.shard_size=1"], "zero3": ["compute.precision=bf16"]}.get(engine, [])
     overrides = [*TINY, f"parallel={engine}", f"parallel.timeout_seconds={SECONDS}", *more]
     config = compose([*overrides, f"out={out}"])
     with join(config, place_from(os.environ)) as group:

@@ -109,7 +109,7 @@ def test_names_in_the_usual_wrappings(
 def test_a_run_trains_on_from_an_import(
     frozen: str, weights: Weights, import_: Import, tmp_path: Path
 ) -> None:
-    settings = ("steps=3", "batch.global_size=8", "schedule.warmup=1", f"model.frozen={frozen}")
+    settings = ("steps=3", "batch.global_size=8", "schedule.warmup=1", f"compute.frozen={frozen}")
     save_file(weights, tmp_path / "w.safetensors")
     assert import_(tmp_path / "w.safetensors", *settings)[0] == 0
     entry = imported(tmp_path)

@@ -216,7 +216,7 @@ def test_a_run_trains_from_what_the_command_says(import_: Import, tmp_path: Path
     code, text = import_(saved(tmp_path / "weights", LLAMA), "model.dim=48")
     assert code == 0, text
     assert "model.dim=48" not in added(text), "was given"
-    shared = ("model.precision=fp32", SEQ, "steps=2", "batch.global_size=4", "schedule.warmup=1")
+    shared = ("compute.precision=fp32", SEQ, "steps=2", "batch.global_size=4", "schedule.warmup=1")
     refused_code = main(["import", str(tmp_path / "weights"), f"out={tmp_path / 'run'}", *SETTINGS])
     assert refused_code == 2, "a run is there"
     again = tmp_path / "again"

@@ -67,7 +67,8 @@ def random_tokens(*size: int, seed: int = 0) -> Tensor:
 
 
 def read_shape(preset: Path) -> DecoderShape:
-    merged = OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(preset))
+    tree = OmegaConf.load(preset)
+    merged = OmegaConf.merge(OmegaConf.structured(ModelConfig), tree.get("model", tree))
     config = OmegaConf.to_object(merged)
     assert isinstance(config, ModelConfig)
     return DecoderShape(
@@ -83,7 +84,6 @@ def read_shape(preset: Path) -> DecoderShape:
         norm_eps=config.norm_eps,
         rope_theta=config.rope_theta,
         dropout=config.dropout,
-        activation_checkpointing=config.activation_checkpointing,
         init_std=config.init_std,
     )
 
@@ -149,14 +149,14 @@ def test_order_matters_although_attention_has_none() -> None:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_activation_checkpointing_changes_no_bit(dropout: float) -> None:
-    def gradients(checkpointing: bool) -> list[Tensor]:
-        decoder = build(replace(SHAPE, dropout=dropout, activation_checkpointing=checkpointing))
+def test_recomputing_blocks_changes_no_bit(dropout: float) -> None:
+    def gradients(recompute: str) -> list[Tensor]:
+        decoder = build(replace(SHAPE, dropout=dropout, recompute=recompute))
         torch.manual_seed(7)
         torch.autograd.backward(decoder(random_tokens(2, 16)).square().mean())
         return [parameter.grad for parameter in decoder.parameters() if parameter.grad is not None]
 
-    plain, recomputed = gradients(False), gradients(True)
+    plain, recomputed = gradients("none"), gradients("blocks")
     assert len(plain) == len(recomputed) == len(list(Decoder(SHAPE).parameters()))
     assert all(map(torch.equal, plain, recomputed))
 
@@ -206,9 +206,9 @@ def test_autocast_logits_are_near_fp32(shape: DecoderShape) -> None:
     assert (logits - reference).abs().max() < 0.05 * reference.abs().max()
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_fsdp_mixed_precision_equals_bf16_parameters(mesh: DeviceMesh, checkpointing: bool) -> None:
-    shape = replace(SHAPE, seq_len=600, activation_checkpointing=checkpointing)
+@pytest.mark.parametrize("recompute", ["none", "blocks"])
+def test_fsdp_mixed_precision_equals_bf16_parameters(mesh: DeviceMesh, recompute: str) -> None:
+    shape = replace(SHAPE, seq_len=600, recompute=recompute)
     sharded, plain = build(shape), build(shape).to(torch.bfloat16)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for module in (*sharded.blocks, sharded):

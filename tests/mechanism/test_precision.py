@@ -1,4 +1,4 @@
-"""``model.precision=auto``: what a processor is asked, and what becomes of the answers."""
+"""``compute.precision=auto``: what a processor is asked, and what becomes of the answers."""
 
 from __future__ import annotations
 
@@ -102,25 +102,31 @@ def settled(
     return settle_precision(config, lambda: stored, CPU, ranks, said.append), said
 
 
-BF16, FP32, AUTO = (compose([f"model.precision={name}"]) for name in ("bf16", "fp32", "auto"))
+BF16, FP32, AUTO = (compose([f"compute.precision={name}"]) for name in ("bf16", "fp32", "auto"))
 
 
 @pytest.mark.parametrize(
     ("natives", "stored", "overrides", "settings", "words"),
     [
         ([True, True], {}, [], BF16, []),
-        ([False], {}, [], FP32, ["fp32", "the processor has no BF16", "model.precision=bf16 uses"]),
+        (
+            [False],
+            {},
+            [],
+            FP32,
+            ["fp32", "the processor has no", "compute.precision=bf16 uses"],
+        ),
         ([True, False, True], {}, [], FP32, ["processors of rank 1 have no BF16"]),
         ([False] * 9 + [True], {}, [], FP32, ["rank 0, 1, 2, 3, 4, 5, 6, 7 and others have"]),
         # As the run began, on whatever machine it is taken up.
-        ([False], {"model.precision": "bf16"}, [], BF16, ["bf16, as the run began", "slower"]),
-        ([True], {"model.precision": "bf16"}, [], BF16, []),
-        ([True], {"model.precision": "fp32"}, [], FP32, ["fp32, as the run began"]),
+        ([False], {"compute.precision": "bf16"}, [], BF16, ["bf16, as the run began", "slower"]),
+        ([True], {"compute.precision": "bf16"}, [], BF16, []),
+        ([True], {"compute.precision": "fp32"}, [], FP32, ["fp32, as the run began"]),
         # An import has stored what it was told; no step has been taken.
-        ([False], {"model.precision": "auto"}, [], FP32, ["uses BF16 anyway"]),
+        ([False], {"compute.precision": "auto"}, [], FP32, ["uses BF16 anyway"]),
         # What is asked for is not discussed.
-        ([False], {"model.precision": "fp32"}, ["model.precision=bf16"], BF16, []),
-        ([True], {}, ["model.precision=fp32"], FP32, []),
+        ([False], {"compute.precision": "fp32"}, ["compute.precision=bf16"], BF16, []),
+        ([True], {}, ["compute.precision=fp32"], FP32, []),
     ],
 )
 def test_auto_is_settled(
@@ -138,20 +144,20 @@ def test_auto_is_settled(
 
 def test_an_engine_that_has_only_bf16_gets_it() -> None:
     config, said = settled([False], {}, "parallel=zero2")
-    assert config.model.precision is Precision.bf16
+    assert config.compute.precision is Precision.bf16
     assert "which this engine needs" in said[0] and "several times slower" in said[0]
 
 
 def test_such_an_engine_cannot_take_up_a_run_in_fp32() -> None:
-    with pytest.raises(ConfigError, match=r"parallel=zero2.*began with model.precision=fp32"):
-        settled([True], {"model.precision": "fp32"}, "parallel=zero2")
+    with pytest.raises(ConfigError, match=r"parallel=zero2.*began with compute.precision=fp32"):
+        settled([True], {"compute.precision": "fp32"}, "parallel=zero2")
 
 
 def test_what_was_stored_is_compared_with_what_was_settled(tmp_path: Path) -> None:
     def differing(stored: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
         return settings_differing(from_yaml(to_yaml(stored), source=tmp_path), now)
 
-    assert differing(BF16, FP32) == {"model.precision": ("bf16", "fp32")}
+    assert differing(BF16, FP32) == {"compute.precision": ("bf16", "fp32")}
     assert not differing(BF16, BF16) and not differing(AUTO, BF16) and not differing(AUTO, FP32)
 
 
@@ -159,11 +165,11 @@ def test_settings_are_read_where_there_are_any(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     assert run_dir.stored_settings() == {}
     run_dir.store_config(replace(BF16, out=str(tmp_path)))
-    assert run_dir.stored_settings()["model.precision"] == "bf16"
+    assert run_dir.stored_settings()["compute.precision"] == "bf16"
     run_dir.config.write_text("[1]")
     with pytest.raises(ConfigError, match=r"config\.yaml"):
         run_dir.stored_settings()
 
 
 def test_the_default_is_auto() -> None:
-    assert trajectory(compose([]))["model.precision"] == "auto"
+    assert trajectory(compose([]))["compute.precision"] == "auto"

@@ -47,7 +47,7 @@ def test_reading_two_samples_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(quick, "sanity_checks", checks)
     settings = ["out=unused", "model=tiny", "data.seq_len=16", "debug.preflight=true"]
     opened = one(
-        lease=one(config=compose([*settings, "parallel=single", "model.precision=fp32"])),
+        lease=one(config=compose([*settings, "parallel=single", "compute.precision=fp32"])),
         group=one(
             device=torch.device("cpu"),
             place=RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=1),

@@ -119,7 +119,7 @@ class Row:
             config.batch.micro_size = 1
             config.optim.clip = 0.1
         elif self.variant == "frozen":
-            config.model.frozen = ["embedding", "query.weight"]
+            config.compute.frozen = ["embedding", "query.weight"]
             config.optim.clip = 0.1
         elif self.variant == "dropout":
             config.model.dropout = 0.5

@@ -114,7 +114,7 @@ class Rig:
     """Rank 0 of ``world_size``. The settings are those of the command line."""
 
     def __init__(self, world_size: int, overrides: Sequence[str]) -> None:
-        self.config: RunConfig = compose(["model.precision=bf16", *overrides])
+        self.config: RunConfig = compose(["compute.precision=bf16", *overrides])
         self.place = RankEnv(
             rank=0,
             world_size=world_size,
@@ -131,7 +131,7 @@ class Rig:
             ffn_dim=model.ffn_dim or default_ffn_dim(model.dim),
             seq_len=self.config.data.seq_len,
             tied_head=model.tied_head,
-            activation_checkpointing=model.activation_checkpointing,
+            recompute=self.config.compute.recompute.value,
         )
 
     def engine(self) -> Engine:

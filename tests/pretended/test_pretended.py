@@ -122,7 +122,7 @@ def test_a_stand_in_that_nothing_calls_is_an_error() -> None:
 # Bytes. A parameter has 12 of state: the weight in FP32 and two moments.
 
 LLAMA = (
-    *("model=llama_8b", "model.vocab_size=128256", "model.compile=false"),
+    *("model=llama_8b", "model.vocab_size=128256", "compute.compile=false"),
     *("data.seq_len=8192", "batch.micro_size=1"),
 )
 PARAMETERS = 8_030_261_248
