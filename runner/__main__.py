@@ -79,10 +79,10 @@ def _train_command(given: Sequence[str]) -> int:
     _refuse_unknown_command(given)
     from runner.config.compose import compose, to_yaml, value_of
 
-    if options.help:
+    if options.help is not None:
         from runner.command.help import help_text
 
-        _print_once(help_text())
+        _print_once(help_text("" if "=" in options.help else options.help))
         return 0
     config = compose(options.overrides, config_dir=options.config_dir)
     place = place_from(variables())
@@ -119,7 +119,7 @@ def _refuse_unknown_command(given: Sequence[str]) -> None:
 
 def _parser() -> Parser:
     parser = Parser(prog="python -m runner", add_help=False, allow_abbrev=False)
-    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("-h", "--help", metavar="GROUP", nargs="?", const="")
     parser.add_argument("--cfg", choices=["job"])
     parser.add_argument("--get", metavar="KEY")
     parser.add_argument("--config-dir")

@@ -23,8 +23,8 @@ _HEAD = """\
 <!-- Made by scripts/docs.py from runner/config/schema.py and configs/: change those and run it. -->
 
 Give a key as `key=value` after the command, for example `optim.lr=1e-3`.
-`python -m runner --help` prints the same list, and `python -m runner --cfg job key=value ...` the
-resolved settings of a run.
+`python -m runner --help all` prints the same list, `--help GROUP` a part of it, and
+`python -m runner --cfg job key=value ...` the resolved settings of a run.
 
 **A key marked \\* changes what the run computes.** A command that resumes a run with another value
 is refused, unless `resume.allow` names the key or `resume.allow_change=true`.

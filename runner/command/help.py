@@ -1,11 +1,15 @@
-"""``--help``: how to start, the presets and every key with its type, default and meaning."""
+"""``--help``: how to start and the groups, on one screen; ``--help GROUP``: the keys of a group."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+from collections.abc import Iterable, Iterator
 from enum import Enum
 
-from runner.config.compose import fields, packaged_configs, type_name
+from runner.config.compose import fields, packaged_configs, suggestion, type_name
 from runner.config.schema import RunConfig
+from runner.system.error import ConfigError
 from runner.system.exit_codes import (
     EXIT_CONFIG,
     EXIT_DONE,
@@ -14,67 +18,80 @@ from runner.system.exit_codes import (
     EXIT_PREEMPTED,
 )
 
-_USAGE = f"""\
+_USAGE = """\
 Holdfast: a training runner that survives NaNs, loss spikes, bad data and crashes by itself.
 
   torchrun --nproc-per-node=8 -m runner out=runs/a key=value ...   train, or resume out=runs/a
-  python -m runner key=value ...                                   the same with one process
-  holdfast ...       the same as python -m runner, here and below
-  python -m runner launch [--nodes N|MIN:MAX --head HOST] key=value ...
-                     torchrun on this node, well set, started again after a crash
-  python -m runner supervise -- torchrun ...                       the same for your own command
-  python -m runner slurm --nodes 4 [--submit] key=value ...        the batch script, or its job
-  python -m runner k8s --image IMAGE --nodes 4 key=value ...       Kubernetes manifests
-                     (experimental: no cluster has run them)
-  python -m runner ring DIR|URL [--verify]                         list and verify checkpoints
-  python -m runner export OUT DIR [--step N]                       weights as safetensors
-  python -m runner import SOURCE [--moments] [--rename 'REGEX=REPLACEMENT'] out=DIR key=value ...
-                     begin out=DIR from a DeepSpeed, DCP, torch or safetensors checkpoint
-  python -m runner backtest FILE... [guard.key=value ...] [--json] [--plot FILE]
-                     what the guard would have done to recorded runs (CSV, JSONL, TensorBoard)
-  python -m runner read FILE... [--json]                           what training curves show, and
-                     what to try (same files)
-  python -m runner replay OUT [--incident N] [--json] [-- SETTINGS]  why steps of a run were bad:
-                     verdict, samples, ranks, and the numbers of every probe; with the run's
-                     settings: computed again in one process, from a copy
-  python -m runner plan --nodes N --mtbf-node-hours H [--run DIR] [--preset llama3] ...
-                     goodput and the best checkpoint intervals of a large run
-  python -m runner plan --ranks N [--room-gib G] key=value ...     memory of a rank, nothing started
-  python -m runner check-model [--quick] key=value ...
-                     what exactness asks of your model and data, tried in a minute on a CPU
-  python -m runner preflight [--json] key=value ...
-                     masks, gradients, rate, labels and data of a run, tried before it begins
-  python -m runner demo [--keep DIR]
-                     poison a range, kill a rank, and show that neither left a trace
+  holdfast key=value ...             the same with one process (holdfast is python -m runner)
+  holdfast launch key=value ...      torchrun on this node, well set, started again after a crash
+  holdfast supervise -- COMMAND      the same for your own torchrun command; run: for any script
+  holdfast slurm --nodes 4 key=value ...   the batch script, or its job; k8s: manifests
+  holdfast check-model key=value ... what exactness asks of your model and data; preflight: more
+  holdfast ring DIR|URL [--verify]   list and verify checkpoints
+  holdfast export OUT DIR            weights as safetensors; import: begin a run from others'
+  holdfast replay OUT                why steps were bad; read FILE...: what a curve shows
+  holdfast report OUT                the page of a run; live, top: while it runs
+  holdfast backtest FILE...          what the guard would have done to recorded runs
+  holdfast plan ...                  memory of a rank, goodput of a large run
+  holdfast demo                      poison a range, kill a rank, and show that neither left a trace
+  holdfast COMMAND --help            the options of a command
 
-  --cfg job          print the resolved settings and stop
-  --get KEY          check the settings, print one of them and stop (for scripts)
-  --config-dir DIR   your own presets, beside the packaged ones
-  -h, --help         this text
+  --help GROUP      the keys and presets of a group, such as --help guard; --help all: every key
+  --cfg job         print the resolved settings and stop
+  --get KEY         check the settings, print one of them and stop (for scripts)
+  --config-dir DIR  your own presets, beside the packaged ones
+"""
 
+_CODES = f"""\
 exit codes: {EXIT_DONE} done, {EXIT_CONFIG} settings or data, {EXIT_HALTED} halted by the guard, \
 {EXIT_NO_CHECKPOINT} no loadable checkpoint,
             {EXIT_PREEMPTED} stopped on request and saved (start again), else crash (start again)
 """
+_ALL, _RUN = "all", "run"  # every group; the keys of none
 
 
-def help_text() -> str:
-    """The whole text of ``--help``."""
-    return "\n".join([_USAGE, "presets (GROUP=NAME):", *_presets(), "", "keys:", *_keys()])
+def help_text(group: str = "") -> str:
+    """The text of ``--help``, or of ``--help GROUP``.
+
+    Raises:
+        ConfigError: there is no such group.
+    """
+    group = group.partition(".")[0]
+    groups = {_RUN: ""} | {
+        spec.name: inspect.cleandoc(value.__doc__ or "").replace("``", "`")
+        for spec in dataclasses.fields(RunConfig)
+        if dataclasses.is_dataclass(value := getattr(RunConfig(), spec.name))
+    }
+    if not group:
+        return "\n".join([_USAGE, *_overview(groups), "", _CODES])
+    if group == _ALL:
+        return "\n".join(line for name in groups for line in _keys(name))
+    if group not in groups:
+        raise ConfigError(
+            f"--help {group}: is no group of settings{suggestion(group, groups)}. Groups: "
+            f"{', '.join(groups)}; {_ALL} for every key"
+        )
+    presets = [f"presets: {_presets(group)}"] if _presets(group) else []
+    return "\n".join([*filter(None, [groups[group], *presets]), "", *_keys(group)])
 
 
-def _presets() -> list[str]:
-    groups = sorted(folder for folder in packaged_configs().iterdir() if folder.is_dir())
-    return [
-        f"  {group.name:<12}{', '.join(sorted(file.stem for file in group.glob('*.yaml')))}"
-        for group in groups
-    ]
+def _overview(groups: Iterable[str]) -> Iterator[str]:
+    helps = {spec.name: spec.metadata["help"] for spec in dataclasses.fields(RunConfig)}
+    yield "groups of settings (GROUP.KEY=VALUE), with presets (GROUP=PRESET):"
+    for name in groups:
+        keys = [key for key, _, _ in fields(RunConfig()) if "." not in key]
+        presets = f" ({_presets(name)})" if _presets(name) else ""
+        yield f"  {name:<11}{helps[name] if name in helps else ', '.join(keys)}{presets}"
 
 
-def _keys() -> list[str]:
-    lines = []
+def _presets(group: str) -> str:
+    return ", ".join(sorted(file.stem for file in (packaged_configs() / group).glob("*.yaml")))
+
+
+def _keys(group: str) -> Iterator[str]:
     for name, spec, value in fields(RunConfig()):
+        if (name.rpartition(".")[0] or _RUN) != group:
+            continue
         shown = value.value if isinstance(value, Enum) else value
         default = "null" if shown is None else shown
-        lines.append(f"  {name}={default}  ({type_name(spec)}) {spec.metadata['help']}")
-    return lines
+        yield f"  {name}={default}  ({type_name(spec)}) {spec.metadata['help']}"

@@ -78,7 +78,7 @@ def compose(overrides: Sequence[str], *, config_dir: str | None = None) -> RunCo
     except AttributeError:
         # "+key=value" gets past the merge; only the slots of the schema stop it.
         added = ", ".join(text for text in arguments if text.startswith("+")) or "your configs"
-        raise ConfigError(f"{added}: adds a key that does not exist. `--help` lists all.") from None
+        raise ConfigError(f"{added}: adds a key that does not exist; see `--help all`") from None
     except Exception as error:
         # Hydra does not wrap YAML's errors, ValueError and AssertionError.
         cause = " ".join(f"{type(error).__name__}: {error}".split())
@@ -231,7 +231,7 @@ def _reject_whole_group(text: str) -> None:
     raise ConfigError(
         f"{text}: {group} is a group of settings, not one: "
         + (f"take a preset ({presets}), or " if has_presets else "")
-        + f"set a key of it, such as {keys[0]}=... ; `--help` lists all of {group}.*"
+        + f"set a key of it, such as {keys[0]}=... ; `--help {group}` lists all"
     )
 
 
@@ -334,13 +334,13 @@ def _suggest(key: str) -> str:
     groups = sorted({name.split(".")[0] for name in known})
     close = difflib.get_close_matches(key, groups, n=1, cutoff=0.7)
     if close and "." not in key:
-        return f"Did you mean {close[0]}? `--help` lists all keys."
+        return f"Did you mean {close[0]}? `--help all` lists all keys."
     parent, _, _ = key.rpartition(".")
     close = _same_leaf(key, known) or difflib.get_close_matches(key, known, n=3, cutoff=0.6)
     siblings = [name for name in known if name.rpartition(".")[0] == parent]
     if close:
-        return f"Did you mean {' or '.join(close)}? `--help` lists all keys."
-    return f"Allowed here: {', '.join(siblings or known[:8])}. `--help` lists all keys."
+        return f"Did you mean {' or '.join(close)}? `--help all` lists all keys."
+    return f"Allowed here: {', '.join(siblings or known[:8])}. `--help all` lists all keys."
 
 
 def _allowed(key: str) -> str:

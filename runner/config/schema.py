@@ -835,11 +835,11 @@ class RunConfig:
     steps: int = key(250, "applied updates", ge=1)
     seed: int = key(0, "seed of weights, sample order and dropout", trajectory=True, ge=0)
     model: ModelConfig = key(ModelConfig, "the network")
-    compute: ComputeConfig = key(ComputeConfig, "how it is computed")
+    compute: ComputeConfig = key(ComputeConfig, "how the network is computed")
     data: DataConfig = key(DataConfig, "the corpus")
-    batch: BatchConfig = key(BatchConfig, "sizes")
+    batch: BatchConfig = key(BatchConfig, "sizes of batches")
     parallel: ParallelConfig = key(ParallelConfig, "the engine")
-    optim: OptimConfig = key(OptimConfig, "AdamW")
+    optim: OptimConfig = key(OptimConfig, "the optimizer")
     schedule: ScheduleConfig = key(ScheduleConfig, "the learning rate")
     guard: GuardConfig = key(GuardConfig, "judgement and recovery")
     explain: ExplainKind = key(
@@ -849,11 +849,13 @@ class RunConfig:
         "off: never",
         trajectory=True,
     )
-    checkpoint: CheckpointConfig = key(CheckpointConfig, "the ring")
+    checkpoint: CheckpointConfig = key(
+        CheckpointConfig, "when checkpoints are made, proven and kept"
+    )
     eval: EvalConfig = key(EvalConfig, "held-out loss")
-    debug: DebugConfig = key(DebugConfig, "diagnosis")
-    track: TrackConfig = key(TrackConfig, "numbers")
+    debug: DebugConfig = key(DebugConfig, "checks of collectives, devices and replicas")
+    track: TrackConfig = key(TrackConfig, "where numbers go besides metrics.jsonl")
     watchdog: WatchdogConfig = key(WatchdogConfig, "hung and slow ranks")
     preempt: PreemptConfig = key(PreemptConfig, "requests to stop")
-    resume: ResumeConfig = key(ResumeConfig, "second commands")
+    resume: ResumeConfig = key(ResumeConfig, "what a second command on the same out may change")
     faults: list[str] = key([], "faults on purpose, for drills; see docs/testing.md")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.__main__ import main
+from runner.__main__ import COMMANDS, main
 from runner.config.compose import compose, fields, flat, from_yaml, packaged_configs
 from runner.config.schema import RunConfig
 from tests import golden, warm
@@ -54,20 +55,40 @@ def runner(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     return run
 
 
-def test_help_lists_every_key_with_type_default_and_meaning(runner: Command) -> None:
+def test_help_is_one_screen_and_names_every_group_and_command(runner: Command) -> None:
     done = runner("--help")
+    assert (done.code, done.err) == (0, "")
+    lines = done.out.splitlines()
+    assert len(lines) <= 50 and max(map(len, lines)) <= 110
+    groups = {name.partition(".")[0] for name, _, _ in fields(RunConfig()) if "." in name}
+    assert groups <= {line.split()[0] for line in lines if line.strip()}
+    assert COMMANDS.keys() - {"slurm-job"} <= set(re.findall(r"[a-z0-9-]+", done.out))
+    assert runner("-h") == done == runner("--help", "steps=3")
+
+
+def test_help_of_a_group_lists_its_keys_and_presets(runner: Command) -> None:
+    done = runner("--help", "guard")
+    keys = re.findall(r"(?m)^  ([\w.]+)=", done.out)
+    assert keys == [name for name, _, _ in fields(RunConfig()) if name.startswith("guard.")]
+    assert "presets: default, off, palm" in done.out
+    assert runner("--help", "guard.persist") == done
+    refused = runner("--help", "gard")
+    assert refused.code == 2 and "did you mean guard?" in refused.err
+
+
+def test_help_lists_every_key_with_type_default_and_meaning(runner: Command) -> None:
+    done = runner("--help", "all")
     assert (done.code, done.err) == (0, "")
     lines = done.out.splitlines()
     for name, spec, _ in fields(RunConfig()):
         (line,) = [line for line in lines if line.strip().startswith(f"{name}=")]
         assert line.endswith(spec.metadata["help"])
         assert "(" in line
-    assert runner("-h") == done
 
 
 def test_help_lists_every_preset_and_exit_code(runner: Command) -> None:
     text = runner("--help").out
-    lines = [line.replace(",", " ").split() for line in text.splitlines()]
+    lines = [re.findall(r"[\w-]+", line) for line in text.splitlines()]
     for path in packaged_configs().glob("*/*.yaml"):
         assert any(line[:1] == [path.parent.name] and path.stem in line for line in lines)
     assert all(f"{code} " in text.split("exit codes:")[1] for code in (0, 2, 3, 4, 75))
