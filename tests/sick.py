@@ -17,7 +17,9 @@ from torch.nn import functional as F
 
 from runner.distributed.observers import Observers
 from runner.engine.fsdp import FsdpEngine
+from runner.explain.rate_probe import RateProbe
 from runner.explain.repeated_steps import RepeatedSteps
+from runner.system.error import CheckpointError
 from runner.train.step import Stepper
 
 _IS_FIRST_START = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -37,6 +39,16 @@ class _Now:
     def is_sick(cls, how: str) -> bool:
         rank = int(os.environ.get("RANK", "0"))
         return how == cls.how and cls.step >= cls.since and (not cls.bad or rank in cls.bad)
+
+
+def level(updates: int) -> float:
+    """A schedule that does not depend on the number of steps."""
+    return 3e-3 * min(1.0, (updates + 1) / 5)
+
+
+def bump(updates: int) -> float:
+    """A schedule that is far too high for two updates."""
+    return level(updates) * (300 if updates in (24, 25) else 1)
 
 
 def _watch_steps() -> None:
@@ -75,6 +87,30 @@ def _watch_steps() -> None:
 
 
 _watch_steps()
+
+
+def _spoil_and_tear() -> None:
+    """What the moments of step 30 and probe G meet."""
+
+    def applied(self: Any, **more: Any) -> Any:
+        result = apply(self, **more)
+        if _Now.step == 30 and os.environ.get("SICK_MOMENTS") and not more["skip"]:
+            for shard in self.shards():
+                shard.local.mul_(1e-8 if shard.name.startswith("exp_avg_sq/") else 1)
+        return result
+
+    def cured(self: Any, *arguments: Any) -> Any:
+        result = is_cured(self, *arguments)  # it loads a checkpoint, and trains
+        if _Now.how == "torn":
+            raise CheckpointError("it was damaged meanwhile")
+        return result
+
+    apply, is_cured = FsdpEngine.apply, RateProbe._is_cured
+    setattr(FsdpEngine, "apply", applied)  # noqa: B010
+    setattr(RateProbe, "_is_cured", cured)  # noqa: B010
+
+
+_spoil_and_tear()
 
 
 class _Times(torch.autograd.Function):
@@ -137,6 +173,8 @@ class Net(nn.Module):
         x: torch.Tensor = self.embedding(input_ids)
         for layer in self.layers:
             x = layer(x)
+        if _Now.how == "statistic":  # of all samples that a micro-batch has
+            x = x - x.mean((0, 1))
         if _Now.is_sick("noise"):
             x = x + 30 * torch.randn_like(x) * x.detach().abs().mean()
         if _Now.is_sick("pattern"):
@@ -149,3 +187,12 @@ class Net(nn.Module):
             x = x.to(self.head.weight.dtype)
         result: torch.Tensor = self.head(F.layer_norm(x, x.shape[-1:]))
         return result
+
+
+class Scaled(Net):
+    """Its losses are in another unit than nats."""
+
+    def losses(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, labels = self(batch["input_ids"]), batch["labels"]
+        losses = 100 * F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+        return losses.sum(1), (labels != -100).sum(1)

@@ -10,7 +10,7 @@ from runner.health.heartbeat import Heartbeat
 from runner.observe.backlog import Backlog
 from runner.observe.journal import Journal
 from runner.policy.decision.decide import StepDecision, rule, rule_again
-from runner.policy.decision.history import GO_BACK, MIX, RATE, STATE, STICKY, may_be_data
+from runner.policy.decision.history import GO_BACK, MIX, NUMERICS, RATE, STATE, STICKY, may_be_data
 from runner.policy.decision.judge import Kind, Verdict
 from runner.policy.decision.ladder import Apply, Discard, Halt, Rebaseline, RemedyRules, Replayed
 from runner.system.error import Halted
@@ -20,7 +20,7 @@ from runner.train.report import Reporter
 from runner.train.state import TrainState
 
 # Proven causes that lie in no sample.
-_NOT_DATA = (STICKY, STATE, RATE)
+_NOT_DATA = (STICKY, STATE, RATE, NUMERICS)
 
 
 class Steps(Protocol):
@@ -136,6 +136,7 @@ def _replayed(info: StepInfo) -> Replayed:
     is_named = cause.get("cause") in _NOT_DATA
     return Replayed(
         proven=_named(cause) if is_named else "",
+        may_discard=cause.get("cause") == NUMERICS,
         may_settle=may_be_data(noted),
         is_mix=noted.get("cause") == MIX,
         blames_weights=cause.get("remedy") == GO_BACK,

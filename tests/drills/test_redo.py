@@ -177,14 +177,34 @@ def test_what_overflows_is_computed_in_a_wider_precision(
 
 @pytest.mark.full
 @pytest.mark.parametrize("engine", ["zero1", "zero2", "zero3"])
-def test_an_engine_that_takes_no_other_precision_names_the_module(
+def test_an_engine_that_takes_no_other_precision_skips_no_range(
     tmp_path: Path, engine: str
 ) -> None:
-    hit = train(tmp_path / "hit", *LAYERS, OVERFLOW, f"parallel={engine}", "guard.max_rollbacks=0")
+    """Single steps cannot be applied, and are left out; where they last, the run halts."""
+    hit = train(tmp_path / "hit", *LAYERS, OVERFLOW, f"parallel={engine}")
+    (halt,) = hit.journal("halt")
     lines = [line for line in hit.journal() if isinstance(line["detail"].get("cause"), dict)]
-    assert lines, hit.tail
     assert_numerics(lines)
-    assert hit.summary["status"] == "halted" and not hit.journal("redo"), hit.tail
+    assert [line["kind"] for line in lines] == ["discard", "discard", "halt"], hit.tail
+    assert (
+        "No sample is at fault, so no more are skipped" in halt["reason"]
+        and "blocks.1.ffn" in halt["reason"]
+    )
+    assert hit.summary["status"] == "halted" and hit.summary["discarded_steps"] == 2, hit.tail
+    assert not [kind for kind in ("redo", "rollback", "rebaseline") if hit.journal(kind)]
+
+
+@pytest.mark.full
+def test_an_incident_before_a_rollback_is_computed_again(tmp_path: Path) -> None:
+    """The checkpoint of step 20 was saved before it, that of step 30 after: the journal tells."""
+    settings = (VERDICT, "faults=[spoil_state@step=36,rank=1]", "checkpoint.keep=10")
+    hit = finish(tmp_path / "hit", *settings)
+    (back,) = hit.journal("rollback")
+    number = str(back["detail"]["cause"]["bundle"])
+    told = [sys.executable, "-m", "runner", "replay", str(hit.out), "--incident", number, "--"]
+    again = finished([*told, *TINY, *settings], timeout=200)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "the step is good" in again.stdout and "from the checkpoint of step" in again.stdout
 
 
 def test_a_device_that_stays_bad_is_named(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from tests.run import Result, finish, train
 
 # The model of tests/sick.py on real ranks; its illness begins at step 33.
+LEVEL = "schedule._target_=tests.sick.level"
 SICK = ("model._target_=tests.sick.Net", "guard.remedy=verdict", "eval.every=0", "steps=70")
 
 
@@ -58,6 +59,58 @@ def test_a_model_for_half_precisions_only_survives_its_first_bad_sample(tmp_path
     assert (cause["cause"], cause["positions"]) == ("data", [1040]), hit.tail
     assert any("only fp16 and bf16 are supported" in one for one in cause["not_tried"]), cause
     assert hit.summary["skipped"] == [[1040, 1041]]
+
+
+def test_losses_in_another_unit_name_the_culprit_only(tmp_path: Path) -> None:
+    """With the limits of the guard scaled as docs/guard.md says."""
+    unit = (
+        *("model._target_=tests.sick.Scaled", "guard.loss_floor=50", "guard.pair_floor=30"),
+        *("guard.drift_slack=12", "guard.drift_nats=400", "guard.drift_rise=20"),
+    )
+    hit = finish(tmp_path / "hit", *SICK, *unit, "faults=['spike@samples=1040,scale=300']")
+    (line,) = hit.journal("redo")
+    cause = line["detail"]["cause"]
+    assert (cause["cause"], cause["positions"]) == ("data", [1040]), hit.tail
+    assert hit.summary["skipped"] == [[1040, 1041]] and not hit.journal("discard")
+
+
+def test_of_a_micro_batch_whose_samples_share_a_statistic_only_the_guilty_are_named(
+    tmp_path: Path,
+) -> None:
+    words = ("model.how=statistic", "batch.micro_size=4", "explain=full")
+    hit = finish(tmp_path / "hit", *SICK, *words, "faults=[poison@samples=1040]")
+    (line,) = hit.journal("redo")
+    cause = line["detail"]["cause"]
+    assert (cause["cause"], cause["positions"]) == ("data", [1040]), hit.tail
+    assert hit.summary["skipped"] == [[1040, 1041]] and not hit.journal("discard")
+
+
+@pytest.mark.full
+def test_a_checkpoint_that_was_saved_with_wrong_moments_is_no_rate(tmp_path: Path) -> None:
+    """The run was done at step 30, its weights proven clean; then it was asked for more steps."""
+    words = (*SICK[:-1], "explain=full", "schedule.total=60", LEVEL)
+    spoilt = train(tmp_path / "hit", *words, "steps=30", env={"SICK_MOMENTS": "1"})
+    assert spoilt.code == 0, spoilt.tail
+    hit = train(tmp_path / "hit", *words, "steps=60")
+    causes = [cause["cause"] for cause in verdicts(hit)]
+    assert "state corrupted" in causes and "rate" not in causes, hit.tail
+    assert hit.summary["status"] == "done" and hit.summary["skipped"] == [], hit.tail
+    clean = finish(tmp_path / "clean", *words, "steps=60")
+    assert hit.digest == clean.digest
+
+
+@pytest.mark.full
+def test_a_checkpoint_that_cannot_be_loaded_for_probe_g_ends_nothing(tmp_path: Path) -> None:
+    """The ladder goes on as in a run that has no computations left for G, up to the same end."""
+    words = (*SICK, "schedule._target_=tests.sick.bump", "guard.max_rollbacks=3")
+    hit = train(tmp_path / "hit", *words, "model.how=torn", "explain=full")
+    lines = [one for cause in verdicts(hit) for one in cause["not_tried"] if "G: " in one]
+    assert any("G: not tried: " in one and "it was damaged meanwhile" in one for one in lines)
+    assert {line["detail"]["observer"] for line in hit.journal("observer")} == {"explain"}
+    assert hit.summary["status"] == "halted" and len(hit.journal("rollback")) == 3, hit.tail
+    quick = train(tmp_path / "quick", *words)
+    assert hit.digest == quick.digest and hit.summary["skipped"] == quick.summary["skipped"]
+    assert hit.metrics() == quick.metrics()
 
 
 @pytest.mark.full

@@ -808,6 +808,18 @@ def test_a_checkpoint_that_was_saved_again_is_later_than_the_incident(
         _checkpoint_before(RunDir(tmp_path), 0, 38, 300)
 
 
+@pytest.mark.parametrize("told", [{}, {"samples": []}, {"samples": ["x"]}, {"samples": None}])
+def test_evidence_without_its_samples_is_not_computed_again(
+    tmp_path: Path, told: dict[str, Any]
+) -> None:
+    folder = tmp_path / "explanations" / "000003"
+    folder.mkdir(parents=True)
+    tree = {"version": 1, "step": 3, "finding": {"cause": "data"}, "probes": {}, **told}
+    (folder / "incident.json").write_text(json.dumps(tree))
+    why = replay_fails(tmp_path, "--incident", "3", "--", "steps=3")
+    assert why.startswith("incident 3: its evidence has no step and samples ("), why
+
+
 def test_numbers_that_no_double_holds_are_shown() -> None:
     assert _number(10**400) == "NaN or Inf" and _number(2.5) == "2.5"
 

@@ -53,6 +53,15 @@ def test_a_sound_model_passes(capsys: pytest.CaptureFixture[str]) -> None:
     _assert_sound(capsys, "decoder by documents")
 
 
+def test_a_router_that_takes_the_best_two_has_no_wrong_gradient(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its choice changes within the differences by which gradients are tested."""
+    _, results, found = _results(capsys, "model._target_=tests.uncommon_guests.TopTwo")
+    name = "gradients are those of the loss"
+    assert results[name] == "warns" and "at router.weight the loss jumps" in found[name], found
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", WRONG)
 def test_everything_wrong_is_named(capsys: pytest.CaptureFixture[str], name: str) -> None:

@@ -551,3 +551,28 @@ def test_a_proven_cause_that_is_no_sample_skips_none_and_never_settles(
     assert list(run.history.ledger) == before
     if halts or (replayed.blames_weights and num_rollbacks == 2):
         assert isinstance(action, Halt) and replayed.proven in action.reason
+
+
+def test_steps_that_no_precision_of_the_engine_can_compute_are_left_out_until_they_persist() -> (
+    None
+):
+    run = run_to(40)
+    replayed = Replayed(proven="numerics: in FP32 it is good", may_discard=True, may_settle=False)
+    actions = []
+    for _ in range(run.rules.persist):
+        signals = run._next_signals(5.0)
+        run.trouble.note(signals, BEFORE)
+        case = DecisionInput(
+            verdict=Verdict(kind=Kind.spike, reason="high", onset_step=signals.step, onset=0),
+            signals=signals,
+            trouble=run.trouble,
+            history=run.history,
+            ring=run.records,
+            rules=run.rules,
+            untrained_loss=10.0,
+            replayed=replayed,
+        )
+        actions.append(decide(case))
+    *first, last = actions
+    assert first and all(isinstance(action, Discard) for action in first)
+    assert isinstance(last, Halt) and "in FP32 it is good" in last.reason

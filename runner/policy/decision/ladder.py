@@ -223,6 +223,8 @@ class Replayed:
 
     Args:
         proven: a proven cause that lies in no sample, in words: skipping would not cure it.
+        may_discard: whether single steps are left out all the same: an engine that makes no update
+            in a wider precision cannot apply them.
         may_settle: whether a lasting level may be the data's, for all that is known.
         is_mix: the data mix changes from here on.
         blames_weights: known good samples are bad with these weights as well.
@@ -230,6 +232,7 @@ class Replayed:
     """
 
     proven: str = ""
+    may_discard: bool = False
     may_settle: bool = True
     is_mix: bool = False
     blames_weights: bool = False
@@ -293,9 +296,12 @@ def decide(case: DecisionInput) -> Action:
             back = _go_back(case)
             if isinstance(back, Rollback) or case.replayed.proven:
                 return back
-        elif case.replayed.proven:
+        elif case.replayed.proven and not (
+            case.replayed.may_discard and trouble.num_recent() < guard.persist
+        ):
             return Halt(
-                reason=f"{case.replayed.proven}. No sample is at fault, so none is skipped: "
+                reason=f"{case.replayed.proven}. No sample is at fault, so "
+                f"{'no more are' if case.replayed.may_discard else 'none is'} skipped: "
                 f"{verdict.reason}"
             )
         # With the guard off, a step that the engine itself skips is discarded, and that is all.
