@@ -559,7 +559,7 @@ def test_steps_that_no_precision_of_the_engine_can_compute_are_left_out_until_th
     run = run_to(40)
     replayed = Replayed(proven="numerics: in FP32 it is good", may_discard=True, may_settle=False)
     actions = []
-    for _ in range(run.rules.persist):
+    for _ in range(run.rules.guard.persist):
         signals = run._next_signals(5.0)
         run.trouble.note(signals, BEFORE)
         case = DecisionInput(
