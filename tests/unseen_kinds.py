@@ -67,7 +67,7 @@ def _guest(name: str, *more: str) -> tuple[str, ...]:
     return (f"model._target_=tests.guests.{name}", *more)
 
 
-BF16 = ("model.precision=bf16",)
+BF16 = ("compute.precision=bf16",)
 HALF = (ill("half only", "norm", at=0),)
 COUPLED = (ill("coupled", "norm", at=0),)
 LEVELS = (

@@ -56,14 +56,7 @@ def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
     is_to_train = resumed.step < lease.config.steps
     repeats = _repeats_bits(opened, machinery, feed, saved) if is_to_train else None
     _greet(opened, machinery, resumed, repeats)
-    observers = Observers(
-        group.ranks,
-        report=opened.written.report,
-        recover=machinery.engine.recover,
-        inject=machinery.faults.in_observer,
-        last_words=observer_note(opened, group.place.rank),
-    )
-    observers.step = resumed.step
+    observers = _observers(opened, machinery, resumed.step)
     if is_to_train:
         line = observers.alone("memory line", lambda: memory_line(opened, machinery, saved), "")
         group.console.say(line)
@@ -124,6 +117,19 @@ def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
     return Run(
         opened=opened, machinery=machinery, feed=feed, reporter=reporter, loop=loop, pages=pages
     )
+
+
+def _observers(opened: Opened, machinery: Machinery, step: int) -> Observers:
+    group = opened.group
+    observers = Observers(
+        group.ranks,
+        report=opened.written.report,
+        recover=machinery.engine.recover,
+        inject=machinery.faults.in_observer,
+        last_words=observer_note(opened, group.place.rank),
+    )
+    observers.step = step
+    return observers
 
 
 def _all_columns(

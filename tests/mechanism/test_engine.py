@@ -18,7 +18,7 @@ from torch import Tensor
 from runner.checkpoint import state_digest as digests
 from runner.checkpoint.state_digest import state_digest
 from runner.config.schema import (
-    ModelConfig,
+    ComputeConfig,
     OptimConfig,
     ParallelConfig,
     ParallelKind,
@@ -77,7 +77,7 @@ def settings(
 ) -> RunConfig:
     return RunConfig(
         seed=5,
-        model=ModelConfig(precision=Precision.bf16 if bf16 else Precision.fp32),
+        compute=ComputeConfig(precision=Precision.bf16 if bf16 else Precision.fp32),
         parallel=ParallelConfig(
             kind=kind, shard_size=shard, reduce_each_micro_batch=each_micro_batch
         ),

@@ -19,6 +19,7 @@ import torch
 from runner.checkpoint.jobs import JobProgress
 from runner.config.schema import (
     BatchConfig,
+    ComputeConfig,
     DataConfig,
     ModelConfig,
     OptimConfig,
@@ -81,7 +82,6 @@ class Row:
             seed=5,
             steps=STEPS,
             model=ModelConfig(
-                precision=Precision.bf16 if is_bf16_only(kind) else Precision.fp32,
                 dim=12,
                 layers=2,
                 heads=3,
@@ -90,6 +90,9 @@ class Row:
                 init_std=0.2,
                 tied_head=False,
                 qk_norm=True,
+            ),
+            compute=ComputeConfig(
+                precision=Precision.bf16 if is_bf16_only(kind) else Precision.fp32
             ),
             data=DataConfig(seq_len=8, workers=0, held_out=0.0),
             batch=BatchConfig(global_size=GLOBAL, micro_size=MICRO),
