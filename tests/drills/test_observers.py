@@ -158,6 +158,7 @@ def test_a_probe_after_a_rollback_that_raises_on_one_rank_alone_ends_one_start(
     assert line["step"] == 33 and line["reason"] == f"explaining step 33: {SAID}"
 
 
+@pytest.mark.twin
 @pytest.mark.parametrize(
     ("fault", "step", "call"),
     [
