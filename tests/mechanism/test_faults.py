@@ -94,7 +94,10 @@ def test_many_keep_their_order() -> None:
         ("poison@samples=3,rank=1", ["poison knows no rank", "takes samples"]),
         ("spike@samples=3,rank=1", ["spike knows no rank", "takes samples, scale"]),
         ("corrupt_checkpoint@step=3,rank=1", ["knows no rank", "takes step"]),
-        ("kill@step=3,seconds=2", ["kill knows no seconds", "takes at, call, observer, rank, step"]),
+        (
+            "kill@step=3,seconds=2",
+            ["kill knows no seconds", "takes at, call, observer, rank, step"],
+        ),
         ("kill@step", ["'step' is not key=value"]),
         ("kill@step=soon", ["step=soon", "whole number"]),
         ("kill@step=-3", ["step=-3", "whole number"]),
