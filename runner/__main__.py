@@ -18,8 +18,7 @@ from runner.distributed.env import own_local_rank, own_rank, place_from
 from runner.health.leave import leave, leave_after_exit_functions
 from runner.system import log, output
 from runner.system.environment import variables
-from runner.system.error import ConfigError, MissingPackage, RunnerError, StartError
-from runner.system.exit_codes import EXIT_CRASH
+from runner.system.error import EXIT_CRASH, ConfigError, MissingPackage, RunnerError, StartError
 
 _log = logging.getLogger("runner.__main__")  # __name__ is "__main__" under python -m runner
 
@@ -35,15 +34,15 @@ COMMANDS = {
     "preflight": "runner.command.preflight:preflight_command",
     "launch": "runner.command.launch:launch_command",
     "supervise": "runner.command.supervise:supervise_command",
-    "run": "runner.command.run:run_command",
-    "slurm": "runner.command.slurm:slurm_command",
-    "slurm-job": "runner.command.slurm_job:slurm_job_command",
-    "k8s": "runner.command.k8s:k8s_command",
+    "run": "runner.command.supervise:run_command",
+    "slurm": "runner.command.cluster:slurm_command",
+    "slurm-job": "runner.command.cluster:slurm_job_command",
+    "k8s": "runner.command.cluster:k8s_command",
     "plan": "runner.command.plan:plan_command",
     "demo": "runner.command.demo:demo_command",
-    "report": "runner.command.report:report_command",
-    "top": "runner.command.top:top_command",
-    "live": "runner.command.live:live_command",
+    "report": "runner.command.show:report_command",
+    "top": "runner.command.show:top_command",
+    "live": "runner.command.show:live_command",
 }
 # These supervise a run: a closed or stalled output must not stop them.
 _LASTING = ("launch", "supervise", "run", "slurm-job")

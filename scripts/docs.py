@@ -13,7 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from runner.config.compose import fields, packaged_configs, type_name
+from runner.config.compose import documented, fields, packaged_configs, type_name
 from runner.config.schema import RunConfig
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
@@ -28,6 +28,9 @@ Give a key as `key=value` after the command, for example `optim.lr=1e-3`.
 
 **A key marked \\* changes what the run computes.** A command that resumes a run with another value
 is refused, unless `resume.allow` names the key or `resume.allow_change=true`.
+
+**Code of your own** stands in a group's `_target_`. It is called with the keys of the group that
+are not in its table; one that is in the table is given as `GROUP.arguments.KEY=value`.
 """
 
 
@@ -53,7 +56,7 @@ def page() -> str:
         if dataclasses.is_dataclass(group):
             description = inspect.cleandoc(group.__doc__ or "").replace("``", "`")
             parts += ["", f"## {spec.name}", "", description, "", *_presets(spec.name)]
-            parts += _table([e for e in fields(config) if e[0].startswith(f"{spec.name}.")])
+            parts += _table([e for e in documented(config) if e[0].startswith(f"{spec.name}.")])
     return "\n".join(parts) + "\n"
 
 
@@ -89,7 +92,9 @@ def _presets(group: str) -> Iterator[str]:
         description = " ".join(line[1:].strip() for line in lines if line.startswith("#"))
         values = [line.partition("  #")[0].strip() for line in lines if not line.startswith("#")]
         shown = ", ".join(
-            f"`{value}`" for value in values if value not in ("", "{}") and value[-1] != ":"
+            f"`{value}`"
+            for value in values
+            if value not in ("", "{}", f"kind: {file.stem}") and value[-1] != ":"
         )
         yield f"| `{group}={file.stem}` | {_cell(description)} | {shown} |"
     yield ""

@@ -101,16 +101,7 @@ class Leg:
         """Run the tests; returns this leg's part of the record."""
         began = time.monotonic()
         what = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
-        words = what if tests else ["-m", "tests.side_by_side"]
-        done = subprocess.run(
-            [self._python, *words],
-            cwd=ROOT,
-            env=self._environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
+        done = self._run(what if tests else ["-m", "tests.side_by_side"])
         (self._folder / "output.txt").write_text(done.stdout)
         return summary(done.stdout) | {
             "exit_code": done.returncode,
@@ -129,21 +120,27 @@ class Leg:
 
     def _environment(self) -> dict[str, str]:
         """Programs of this environment first: tests start ``holdfast`` and ``torchrun``."""
-        variables = {"OMP_NUM_THREADS": "1"} | os.environ
+        variables = {"OMP_NUM_THREADS": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"} | os.environ
         path = f"{Path(self._python).parent}{os.pathsep}{variables.get('PATH', '')}"
         certificates = {"SSL_CERT_FILE": cert} if (cert := variables.get("PIP_CERT")) else {}
         return variables | certificates | {"PATH": path, "PYTHONPATH": str(ROOT)}
 
     def _call(self, *words: str) -> str:
-        done = subprocess.run(
+        return self._run(words, check=True).stdout
+
+    def _run(
+        self, words: Sequence[str], *, check: bool = False
+    ) -> subprocess.CompletedProcess[str]:
+        """With what it says of errors, unless these are raised."""
+        return subprocess.run(
             [self._python, *words],
             cwd=ROOT,
-            env=self._environment() | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"},
+            env=self._environment(),
             stdout=subprocess.PIPE,
+            stderr=None if check else subprocess.STDOUT,
             text=True,
-            check=True,
+            check=check,
         )
-        return done.stdout
 
 
 def summary(output: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Keeps what a command prints as a record that a page can refer to.
 
-    python -m scripts.record FILE.json -- python -m scripts.explain_trials page
+    python -m scripts.record FILE.json -- python -m runner demo
 
 The file has the command, date, commit, versions, machine, seconds, exit code and the lines of its
 standard output. Paths under the temporary directory and outside of this checkout are not hidden:

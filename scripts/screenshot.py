@@ -20,23 +20,11 @@ from typing import Any
 from runner.tools.report.page import page, read_runs
 
 ROOT = Path(__file__).parent.parent
-SETTINGS = (
-    "model=tiny",
-    "compute.precision=fp32",
-    "data=text",
-    f"data.path={sysconfig.get_path('stdlib')}/email",
-    "data.seq_len=64",
-    "data.workers=0",
-    "eval.every=25",
-    "eval.samples=16",
-    "steps=240",
-    "schedule.warmup=8",
-    "checkpoint.every=20",
-    "checkpoint.clean_after=8",
-    "guard.min_history=10",
-    "track.every=40",
-    "watchdog.settle_seconds=1",
-)
+SETTINGS = f"""
+model=tiny compute.precision=fp32 data=text data.path={sysconfig.get_path("stdlib")}/email
+data.seq_len=64 data.workers=0 eval.every=25 eval.samples=16 steps=240 schedule.warmup=8
+checkpoint.every=20 checkpoint.clean_after=8 guard.min_history=10 track.every=40
+"""
 FAULTS = (
     "nan_grad@step=40,rank=1",
     "poison@samples=2700-2790",
@@ -72,7 +60,7 @@ def _train(out: Path) -> Path:
         "--torchrun-restarts",
         "1",
     ]
-    settings = [*SETTINGS, f"out={out}", f"faults=[{','.join(FAULTS)}]"]
+    settings = [*SETTINGS.split(), f"out={out}", f"faults=[{','.join(FAULTS)}]"]
     environment = {"OMP_NUM_THREADS": "1"} | os.environ
     subprocess.run([sys.executable, *command, *settings], env=environment, check=True)
     return out

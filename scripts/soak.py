@@ -22,21 +22,21 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from runner.fault.spec import POINTS
 from runner.system.json_lines import read_lines
+from tests.run import Started, environment_of, metrics_step, skip_override
 
-# A tiny model's step takes 0.03 s; a start several seconds. Neighbouring troubles are no repeat:
-# the ladder's lower rate is the one lawful difference from a run that was told what to skip.
+# A tiny model's step takes 0.03 s; a start several seconds. No lower rate after a rollback: it is
+# the one lawful difference from a run that was told what to skip.
 SETTINGS = """
 model=tiny data=synthetic data.workers=0 eval.every=20 eval.samples=8 schedule.warmup=5
 checkpoint.every=10 checkpoint.clean_after=5 checkpoint.keep=9 guard.min_history=10
-guard.cooldown=1 guard.repeat_window=1 guard.max_rollbacks=1000 track.every=1000
-watchdog.floor_seconds=8 watchdog.slow_seconds=60 watchdog.settle_seconds=2 resume.stale_seconds=5
+guard.cooldown=1 guard.max_rollbacks=1000 track.every=1000
+watchdog.floor_seconds=8 watchdog.slow_seconds=60 resume.stale_seconds=5
 """
 BATCH = 32
 STEPS_A_FAULT = 5
@@ -50,26 +50,19 @@ DISK_BYTES = 64 << 20
 FULL_SECONDS = 2.0
 
 
-@dataclass(frozen=True)
-class Plan:
-    """``inner`` are values of ``faults``; ``outer`` pairs of (step, kind), in order."""
+def plan(
+    num: int, dice: random.Random, *, ranks: int, can_fill: bool
+) -> tuple[list[str], list[tuple[int, str]]]:
+    """``num`` faults, each at a step of its own.
 
-    inner: list[str]
-    outer: list[tuple[int, str]]
-
-
-def plan(num: int, dice: random.Random, *, ranks: int, can_fill: bool) -> Plan:
-    """``num`` faults, each at a step of its own."""
+    Returns:
+        values of ``faults``, and what comes from outside as (step, kind), in order.
+    """
     weights = {kind: w for kind, w in WEIGHTS.items() if can_fill or kind != "disk_full"}
     kinds = dice.choices(list(weights), list(weights.values()), k=num)
-    steps = dice.sample(range(12, num * STEPS_A_FAULT - 5), num)
-    inner, outer = [], []
-    for kind, step in zip(kinds, steps, strict=True):
-        if kind in OUTER:
-            outer.append((step, kind))
-        else:
-            inner.append(_inner(kind, step, dice, ranks))
-    return Plan(inner=inner, outer=sorted(outer))
+    drawn = list(zip(kinds, dice.sample(range(12, num * STEPS_A_FAULT - 5), num), strict=True))
+    inner = [_inner(kind, step, dice, ranks) for kind, step in drawn if kind not in OUTER]
+    return inner, sorted((step, kind) for kind, step in drawn if kind in OUTER)
 
 
 def _inner(kind: str, step: int, dice: random.Random, ranks: int) -> str:
@@ -94,19 +87,16 @@ def main() -> int:
     """Soak, compare, print one line; 1 when the ends differ."""
     options = _options()
     with _folder(options.keep) as folder, _disk(folder) as (out, can_fill):
-        schedule = plan(
-            options.faults, random.Random(options.seed), ranks=options.ranks, can_fill=can_fill
-        )
-        began = time.monotonic()
-        soak = Soak(out, schedule, options, folder / "soak.log")
-        code = soak.run()
-        seconds = time.monotonic() - began
+        dice, began = random.Random(options.seed), time.monotonic()
+        inner, outer = plan(options.faults, dice, ranks=options.ranks, can_fill=can_fill)
+        code, launches = soak(out, inner, outer, options, folder / "soak.log")
         result = {
             "seed": options.seed,
             "ranks": options.ranks,
             "code": code,
-            "seconds": round(seconds),
-            **soak.result(),
+            "seconds": round(time.monotonic() - began),
+            "launches": launches,
+            **_told(out, inner, outer),
         }
         if code == 0:
             result |= _compare(out, folder / "peace", options)
@@ -115,123 +105,81 @@ def main() -> int:
     return 0 if result.get("same_digest") else 1
 
 
-class Soak:
-    """The run under fire; the supervisor restarts it, and we restart the supervisor."""
+def soak(
+    out: Path, inner: list[str], outer: list[tuple[int, str]], options: Any, log: Path
+) -> tuple[int, int]:
+    """The run under fire; its supervisor restarts it, and we restart the supervisor.
 
-    def __init__(self, out: Path, plan: Plan, options: argparse.Namespace, log: Path) -> None:
-        self.out = out
-        self._plan = plan
-        self._waiting = list(plan.outer)
-        self._options = options
-        self._log = log
-        self._done: Counter[str] = Counter()
-        self._num_launches = 0
-
-    def run(self) -> int:
-        while True:
-            self._num_launches += 1
-            code, children = self._launch()
-            if not children:
-                return code
-
-    def _launch(self) -> tuple[int, bool]:
-        """One supervisor to its end; whether it was we who ended it."""
-        faults = ",".join(self._plan.inner)
-        command = _command(self.out, self._options, f"faults=[{faults}]")
-        with self._log.open("ab") as log:
-            process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=_environment(), start_new_session=True
-            )
-            while process.poll() is None:
-                time.sleep(0.1)
-                if self._waiting and self._step() >= self._waiting[0][0]:
-                    _, kind = self._waiting.pop(0)
-                    self._done[kind] += 1
-                    self._strike(kind, process.pid)
-                    if kind == "kill_all":
-                        return process.wait(), True
-        return process.returncode, False
-
-    def _step(self) -> int:
-        try:
-            with (self.out / "metrics.jsonl").open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
-                lines = file.read().splitlines()[:-1]
-            return int(json.loads(lines[-1])["step"])
-        except (OSError, ValueError, IndexError, KeyError):
-            return 0
-
-    def _strike(self, kind: str, supervisor: int) -> None:
-        if kind == "kill_all":
-            while pids := _naming(self.out):
-                for pid in pids:
-                    _signal(pid, signal.SIGKILL)
-                time.sleep(0.05)
-        elif kind == "kill_torchrun":
-            for pid in _naming(self.out):
-                if pid != supervisor and "RANK" not in _variables(pid):
-                    _signal(pid, signal.SIGKILL)
-        elif kind == "sigterm":
-            ranks = [pid for pid in _naming(self.out) if "RANK" in _variables(pid)]
-            for pid in ranks[:1]:
-                _signal(pid, signal.SIGTERM)
-        elif kind == "disk_full":
-            _fill(self.out)
-
-    def result(self) -> dict[str, Any]:
-        """What was done and what it led to."""
-        # One fault without a rank leaves a marker of each rank.
-        markers = {path.name.rpartition("-")[0] for path in (self.out / "faults").glob("*-rank*")}
-        fired = Counter(name.partition("-")[0] for name in markers)
-        journal, _ = read_lines(self.out / "journal.jsonl")
-        kinds = Counter(line["kind"] for line in journal)
-        ranges = Counter(
-            fault.partition("@")[0]
-            for fault in self._plan.inner
-            if fault.startswith(("poison", "spike", "slow"))
-        )
-        tried = fired + ranges + self._done
-        return {
-            "faults": sum(tried.values()),
-            "by_kind": dict(sorted(tried.items())),
-            "starts": kinds["start"],
-            "launches": self._num_launches,
-            "discards": kinds["discard"],
-            "rollbacks": kinds["rollback"],
-            "checkpoints_damaged": kinds["checkpoint_damaged"],
-            "saves_failed": kinds["save_failed"],
-            "recover_seconds": _recoveries(journal),
-        }
+    Returns:
+        the exit code, and how many supervisors were started.
+    """
+    waiting, launches = list(outer), 0
+    while True:
+        launches += 1
+        process = _begun(out, options, log, f"faults=[{','.join(inner)}]")
+        started, is_ours = Started(out=out, process=process), False
+        while process.poll() is None:
+            time.sleep(0.1)
+            if waiting and metrics_step(out) >= waiting[0][0]:
+                kind = waiting.pop(0)[1]
+                _strike(kind, started)
+                is_ours = is_ours or kind == "kill_all"
+        if not is_ours:
+            return process.returncode, launches
 
 
-def _recoveries(journal: list[dict[str, Any]]) -> dict[str, float]:
-    """From the last line of an incarnation that crashed to the next start, where both are told."""
+def _strike(kind: str, started: Started) -> None:
+    ranks = [pid for pid in started.workers() if "RANK" in environment_of(pid)]
+    if kind == "kill_all":
+        started.kill()
+        started.process.wait()
+    elif kind == "kill_torchrun":
+        for pid in set(started.workers()) - set(ranks):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    elif kind == "sigterm" and ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(ranks[0], signal.SIGTERM)
+    elif kind == "disk_full":
+        _fill(started.out)
+
+
+def _told(out: Path, inner: list[str], outer: list[tuple[int, str]]) -> dict[str, Any]:
+    """What was done and what it led to."""
+    # One fault without a rank leaves a marker of each rank.
+    markers = {path.name.rpartition("-")[0] for path in (out / "faults").glob("*-rank*")}
+    tried = Counter(name.partition("-")[0] for name in markers)
+    tried += Counter(kind for _, kind in outer)
+    tried += Counter(
+        fault.partition("@")[0] for fault in inner if fault.startswith(("poison", "spike", "slow"))
+    )
+    journal, _ = read_lines(out / "journal.jsonl")
+    kinds = Counter(line["kind"] for line in journal)
     seconds = [
         after["time"] - before["time"]
         for before, after in pairwise(journal)
         if before["kind"] == "crash" and after["kind"] == "start"
-    ]
-    if not seconds:
-        return {}
+    ] or [0.0]
     return {
-        "num": len(seconds),
-        "median": round(statistics.median(seconds), 1),
-        "least": round(min(seconds), 1),
-        "most": round(max(seconds), 1),
+        "faults": sum(tried.values()),
+        "by_kind": dict(sorted(tried.items())),
+        "starts": kinds["start"],
+        "discards": kinds["discard"],
+        "rollbacks": kinds["rollback"],
+        "checkpoints_damaged": kinds["checkpoint_damaged"],
+        "saves_failed": kinds["save_failed"],
+        "recover_seconds": {
+            "median": round(statistics.median(seconds), 1),
+            "most": round(max(seconds), 1),
+        },
     }
 
 
 def _compare(out: Path, peace: Path, options: argparse.Namespace) -> dict[str, Any]:
     soaked = json.loads((out / "summary.json").read_text())
-    skip = json.dumps(soaked["skipped"]).replace(" ", "")
-    with peace.with_suffix(".log").open("wb") as log:
-        subprocess.run(
-            _command(peace, options, f"data.skip={skip}"),
-            stdout=log,
-            stderr=log,
-            env=_environment(),
-            check=True,
-        )
+    log = peace.with_suffix(".log")
+    code = _begun(peace, options, log, skip_override(soaked["skipped"])).wait()
+    assert code == 0, f"the run in peace ended with {code}: {log}"
     summary = json.loads((peace / "summary.json").read_text())
     keys = ("state_digest", "steps", "cursor", "samples_used")
     return {
@@ -243,42 +191,15 @@ def _compare(out: Path, peace: Path, options: argparse.Namespace) -> dict[str, A
     }
 
 
-def _command(out: Path, options: argparse.Namespace, *overrides: str) -> list[str]:
-    command = ["launch", "--nproc", str(options.ranks), "--restarts", "40"]
-    command += ["--pause", "0.1", "--max-pause", "1"]
-    steps = f"steps={options.faults * STEPS_A_FAULT}"
-    return [
-        *(sys.executable, "-m", "runner", *command),
-        *(f"out={out}", *SETTINGS.split(), steps, *overrides),
-    ]
-
-
-def _environment() -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1"}
-
-
-def _naming(out: Path) -> list[int]:
-    """Processes whose command line has ``out=...``."""
-    named = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with contextlib.suppress(OSError):
-                if f"out={out}".encode() in (folder / "cmdline").read_bytes().split(b"\0"):
-                    named.append(int(folder.name))
-    return sorted(named)
-
-
-def _variables(pid: int) -> set[str]:
-    try:
-        raw = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
-    except OSError:
-        return set()
-    return {part.partition("=")[0] for part in raw.split("\0")}
-
-
-def _signal(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
+def _begun(out: Path, options: Any, log: Path, *overrides: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "runner", "launch", "--nproc", str(options.ranks)]
+    command += ["--restarts", "40", "--pause", "0.1", "--max-pause", "1", f"out={out}"]
+    command += [*SETTINGS.split(), f"steps={options.faults * STEPS_A_FAULT}", *overrides]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    with log.open("a") as file:
+        return subprocess.Popen(
+            command, stdout=file, stderr=file, text=True, env=env, start_new_session=True
+        )
 
 
 def _fill(out: Path) -> None:
@@ -296,13 +217,10 @@ def _fill(out: Path) -> None:
 
 @contextlib.contextmanager
 def _folder(keep: str | None) -> Iterator[Path]:
-    if keep is not None:
-        folder = Path(keep).absolute()
+    with tempfile.TemporaryDirectory(prefix="holdfast-soak-") as temporary:
+        folder = Path(keep or temporary).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         yield folder
-        return
-    with tempfile.TemporaryDirectory(prefix="holdfast-soak-") as temporary:
-        yield Path(temporary)
 
 
 @contextlib.contextmanager

@@ -3,4 +3,4 @@
 # peace: bash scripts/soak.sh [--faults N] [--seed S] [--ranks R] [--keep DIR]   (about 8 s a fault)
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-exec "$VENV/bin/python" scripts/soak.py "$@"
+exec "$VENV/bin/python" -m scripts.soak "$@"

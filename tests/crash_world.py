@@ -7,6 +7,7 @@ a crash can be told exactly. Every promise is noted in the trace at the moment i
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ from runner.run_dir.paths import RunDir
 from runner.startup.resume import Resumed, RunInventory, claim_run_dir, resume_from, scan
 from runner.system.files import naming
 from runner.system.json_lines import LineFile
+from tests.observed import OneRank
 
 BATCH = 4
 CLEAN_AFTER = 2
@@ -39,27 +41,6 @@ ANY_CONFIG = cast(
     Any,
     SimpleNamespace(resume=SimpleNamespace(allow_change=True, stale_seconds=0.02, take_over=False)),
 )
-
-
-class One:
-    """One rank's agreement with itself."""
-
-    rank = 0
-    world_size = 1
-
-    def sum(self, numbers: list[float]) -> list[float]:
-        return numbers
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-    def from_first(self, value: Any) -> Any:
-        return value
-
-    def all_or_none(self, what: str, work: Callable[[], Any]) -> Any:
-        return work()
-
-    all_or_none_patiently = all_or_none
 
 
 class Holder:
@@ -114,17 +95,7 @@ class Promises:
     saved: dict[int, Saved] = field(default_factory=dict)
 
     def copy(self) -> Promises:
-        return Promises(
-            incarnation=self.incarnation,
-            lines=list(self.lines),
-            begun_lines=list(self.begun_lines),
-            committed=set(self.committed),
-            clean=set(self.clean),
-            tainted=set(self.tainted),
-            distrusted=set(self.distrusted),
-            leaving=set(self.leaving),
-            saved=dict(self.saved),
-        )
+        return Promises(**{name: copy.copy(value) for name, value in vars(self).items()})
 
     def take(self, kind: str, value: Any) -> None:
         """Add one fact; its value is JSON."""
@@ -177,7 +148,7 @@ class World:
 
     def open(self, number: int) -> tuple[RunInventory, Resumed]:
         """Open the run like ``Session.open``; ``number`` orders the launches."""
-        ranks = cast(Any, One())
+        ranks = cast(Any, OneRank())
         launch = JobEnv(job="j", order=(number, 0), step="", end_time=None, has_agent=False)
         fence = claim_run_dir(self.dir, ANY_CONFIG, launch, ranks, len)
         own_number = self.number = fence.number

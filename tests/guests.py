@@ -303,7 +303,7 @@ class Hashed(Images):
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         sample = super().__getitem__(i)
-        return {**sample, "image": sample["image"] + hash(f"image {i}") % 1000}
+        return {**sample, "image": sample["image"] + hash(f"image {i}") % 10**6 / 1000}
 
 
 class Augmented(Images):

@@ -47,7 +47,7 @@ REFERENCE = "tests/mechanism/test_reference.py"
 REAL_RUN = "tests/drills/test_reference.py"
 BUFFERS = "runner/engine/buffers.py"
 STEP, FSDP, ZERO = "runner/train/step.py", "runner/engine/fsdp.py", "runner/engine/zero.py"
-GATE = "runner/train/gate.py"
+GATE = "runner/train/agreed_step.py"
 FORWARD = "runner/engine/forward.py"
 POLICY = "tests/policy"
 
@@ -104,8 +104,8 @@ MUTANTS = (
     Mutant(
         "a replica's norm counted twice",
         FSDP,
-        "squared_norm(self._own_gradients(), self.device) / self._layout.replicas",
-        "squared_norm(self._own_gradients(), self.device)",
+        "self._own_gradients(), copies=self._layout.replicas",
+        "self._own_gradients(), copies=1",
         REFERENCE,
         "2-ddp:sometimes",
     ),
@@ -184,8 +184,8 @@ MUTANTS = (
     Mutant(
         "FSDP's shards begin a row too early",
         FSDP,
-        "per_rank = -(-rows // shard_size)",
-        "per_rank = rows // shard_size",
+        "-(-rows // self._layout.shard_size)",
+        "(rows // self._layout.shard_size)",
         REFERENCE,
         "3-fsdp:sometimes",
     ),
@@ -198,7 +198,7 @@ MUTANTS = (
     ),
     Mutant(
         "the configured clip is not passed on",
-        "runner/session/actors.py",
+        "runner/session/begin.py",
         "clip=lease.config.optim.clip,",
         "clip=1.0,",
         REAL_RUN,
@@ -433,7 +433,7 @@ MUTANTS = (
     Mutant(
         "Guard, sync=False: extra state of the step before is not put back",
         "runner/embed/state/loop_state.py",
-        "self.extra.restore_older()",
+        "self.extra.restore(older=older)",
         "self.extra.restore()",
         "tests/mechanism/test_guard_late.py",
         "modules_count",
@@ -465,7 +465,7 @@ MUTANTS = (
     # Probes, audits, warnings, mixtures; Muon.
     Mutant(
         "Muon: every rank takes rank 0's rows",
-        "runner/engine/muon.py",
+        "runner/engine/gated.py",
         "orthogonalised(whole.to(dtype))[first : first + len(shard)]",
         "orthogonalised(whole.to(dtype))[: len(shard)]",
         REFERENCE,
@@ -518,8 +518,8 @@ MUTANTS = (
     Mutant(
         "the held-out split is alike in all sources",
         "runner/data/mixture.py",
-        "held_out(local, share=self._share, seed=self._hashes[source])",
-        "held_out(local, share=self._share, seed=self._seed)",
+        "split=_name_hash(name)",
+        "split=0",
         "tests/mechanism/test_mixture.py",
     ),
     Mutant(

@@ -1,24 +1,23 @@
-"""Observers on one rank, without a process group."""
+"""One rank without a process group, and its observers."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 from runner.distributed.observers import Observers
+from runner.embed.opening import SingleProcessRanks
 from runner.policy.decision.history import Incident
 
 
-class OneRank:
-    """Exchanges with nobody; values travel as JSON all the same."""
+class OneRank(SingleProcessRanks):
+    """Exchanges with nobody; values travel as JSON all the same, and errors as they are."""
 
-    rank, world_size = 0, 1
+    def all_or_none(self, what: str, work: Callable[[], Any]) -> Any:
+        return work()
 
-    def gather(self, value: Any) -> list[Any]:
-        return [json.loads(json.dumps(value))]
+    all_or_none_patiently = all_or_none
 
 
 def observers(report: Callable[[Incident], None] = lambda line: None) -> Observers:
-    ranks: Any = OneRank()
-    return Observers(ranks, report=report)
+    return Observers(OneRank(), report=report)

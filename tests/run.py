@@ -202,7 +202,7 @@ class Started:
         """Rank to its process; loaders and the like are left out."""
         pids = {}
         for pid in self.workers():
-            rank = _environment(pid).get("RANK")
+            rank = environment_of(pid).get("RANK")
             if rank is not None and parent(pid) == self.process.pid:
                 pids[int(rank)] = pid
         return pids
@@ -277,7 +277,7 @@ def _naming(out: Path) -> list[int]:
     return [int(folder.name) for folder in folders if mark in _arguments(folder)]
 
 
-def _environment(pid: int) -> dict[str, str]:
+def environment_of(pid: int) -> dict[str, str]:
     try:
         raw = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
     except OSError:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
 from runner.checkpoint.disk.directory import Entry
 from runner.checkpoint.disk.shards import ShardReader, Stamp
+from runner.config.schema import DataConfig
 from runner.data.dataset import Dataset
-from runner.data.text import TextSource, open_prepared, prepare_text
+from runner.data.text import open_prepared, prepare_text
 
 
 def read_range(
@@ -20,7 +22,7 @@ def read_range(
         return reader.read(name, start, count)
 
 
-def open_text(source: TextSource, *, seq_len: int, isolate_documents: bool) -> Dataset:
-    """Prepare and open a text corpus in this process."""
-    place = prepare_text(source, progress=lambda *_: None).place
-    return open_prepared(place, seq_len=seq_len, isolate_documents=isolate_documents)
+def open_text(data: DataConfig) -> Dataset:
+    """Prepare and open a text corpus in this process; its cache is set."""
+    place = prepare_text(data, Path(str(data.cache)), progress=lambda *_: None).place
+    return open_prepared(place, data)

@@ -76,17 +76,24 @@ def end(model: nn.Module, *others: Any) -> dict[str, Any]:
     }
 
 
+def computed(given: Given, model: nn.Module, batches: Iterable[Any], share: int = 1) -> Any:
+    """The loss of each batch, whose gradients are there."""
+    for item in batches:
+        given.tick()
+        item = item["x"] if isinstance(item, dict) else item
+        batch = item[0] if isinstance(item, list | tuple) else item
+        loss = model(batch).square().mean() / share
+        loss.backward()
+        yield loss
+
+
 def over(given: Given, loader: Callable[[], Iterable[Any]], epochs: int = 1, **kw: Any) -> Any:
     """A plain loop over some loader, which is made after the guard."""
     model, optimizer = build()
     guard = given.make(model=model, optimizer=optimizer)
     read = loader()
     for _ in range(epochs):
-        for item in guard.over(read, **kw):
-            given.tick()
-            batch = item[0] if isinstance(item, list | tuple) else item
-            loss = model(batch).square().mean()
-            loss.backward()
+        for loss in computed(given, model, guard.over(read, **kw)):
             if guard.ok(loss):
                 optimizer.step()
             optimizer.zero_grad()
@@ -101,10 +108,7 @@ def schedule_and_evaluation_outside(given: Given) -> Any:
     schedule = lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, factor=0.7)
     held_out = DataLoader(torch.randn(12, DIM), batch_size=4, shuffle=True)  # type: ignore[arg-type]
     guard = given.make(model=model, optimizer=optimizer, scheduler=schedule)
-    for batch in guard.over(given.batches()):
-        given.tick()
-        loss = model(batch).square().mean()
-        loss.backward()
+    for loss in computed(given, model, guard.over(given.batches())):
         if guard.ok(loss.item()):
             optimizer.step()
         optimizer.zero_grad()
@@ -189,10 +193,7 @@ def left_by_break(given: Given) -> Any:
     guard = given.make(model=model, optimizer=optimizer)
     loader = DataLoader(TensorDataset(given.samples()), batch_size=PER, shuffle=True)
     for epoch in (1, 2, 3):
-        for [batch] in guard.over(loader):
-            given.tick()
-            loss = model(batch).square().mean()
-            loss.backward()
+        for loss in computed(given, model, guard.over(loader)):
             if guard.ok(loss):
                 optimizer.step()
             optimizer.zero_grad()
@@ -279,10 +280,7 @@ def accumulated(given: Given, loader: Any, dropout: float = 0.1, said: int = 2) 
     model, optimizer = build()
     model.drop.p = dropout  # type: ignore[union-attr, assignment]
     guard = given.make(model=model, optimizer=optimizer, accumulate=said)
-    for number, batch in enumerate(guard.over(loader)):
-        given.tick()
-        loss = model(batch).square().mean() / 2
-        loss.backward()
+    for number, loss in enumerate(computed(given, model, guard.over(loader), share=2)):
         if number % 2 == 0:
             guard.note(loss)
             continue
@@ -368,16 +366,4 @@ def hugging_face_stream(given: Given) -> Any:
     rows = datasets.Dataset.from_dict({"x": given.samples(20).tolist()})
     stream = rows.to_iterable_dataset().shuffle(seed=3, buffer_size=30).with_format("torch")
 
-    def read() -> Iterator[Any]:
-        return stream.batch(PER)  # type: ignore[no-any-return]
-
-    model, optimizer = build()
-    guard = given.make(model=model, optimizer=optimizer)
-    for row in guard.over(read()):
-        given.tick()
-        loss = model(row["x"]).square().mean()
-        loss.backward()
-        if guard.ok(loss):
-            optimizer.step()
-        optimizer.zero_grad()
-    return end(model, optimizer)
+    return over(given, lambda: stream.batch(PER))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,79 +114,6 @@ class Stages(nn.Module):
             if own.any():
                 mixed[own] = torch.tanh(stage(x[own])).to(mixed.dtype)
         return self.head(x + mixed)
-
-
-class Translating(nn.Module):
-    """An encoder and a decoder after torch's own; one embedding for both and for the head."""
-
-    def __init__(self, vocab_size: int, width: int = WIDTH) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocab_size, width, padding_idx=0)
-        self.positions = nn.Embedding(16, width)
-        self.body = nn.Transformer(
-            width, 2, 1, 1, 2 * width, dropout=0.1, batch_first=True, norm_first=True
-        )
-
-    @property
-    def head(self) -> nn.Parameter:
-        return self.embedding.weight
-
-    def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        source, target = batch["rejected"], batch["chosen"]
-        places = torch.arange(source.shape[1], device=source.device)
-        read = self.embedding(source) + self.positions(places)
-        written = self.embedding(target[:, :-1]) + self.positions(places[:-1])
-        mask = nn.Transformer.generate_square_subsequent_mask(written.shape[1]).to(written.device)
-        x = self.body(read, written, tgt_mask=mask)
-        logits = F.linear(x, self.head).float()
-        losses = F.cross_entropy(logits.transpose(1, 2), target[:, 1:], reduction="none")
-        return losses.sum(1), torch.full((len(target),), target.shape[1] - 1)
-
-
-class Patches(nn.Module):
-    """A vision transformer on images in bytes: a class token, nn.MultiheadAttention."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(1, width, 3, stride=3)
-        self.token = nn.Parameter(torch.zeros(1, 1, width))
-        self.places = nn.Parameter(torch.randn(1, 10, width) * 0.02)
-        layer = nn.TransformerEncoderLayer(width, 2, 2 * width, 0.1, batch_first=True)
-        self.body = nn.TransformerEncoder(layer, 2)
-        self.head = nn.Linear(width, 3)
-
-    def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        image = batch["image"].to(self.token.dtype) / 255
-        x = self.first(image).flatten(2).transpose(1, 2)
-        x = torch.cat([self.token.expand(len(x), -1, -1).to(x.dtype), x], 1) + self.places
-        losses = F.cross_entropy(
-            self.head(self.body(x)[:, 0]).float(), batch["kind"].long(), reduction="none"
-        )
-        return losses, torch.ones_like(losses)
-
-
-class Denoising(nn.Module):
-    """A diffusion model: the time is torch's, the noise a function of the sample's number."""
-
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        self.time = nn.Linear(1, width)
-        self.first = nn.Linear(81, width)
-        self.second = nn.Linear(width, 81)
-
-    def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        image = batch["image"].float().flatten(1) / 128 - 1
-        noise = torch.stack(
-            [
-                torch.randn(81, generator=torch.Generator().manual_seed(int(number)))
-                for number in batch["number"].tolist()
-            ]
-        ).to(image.device)
-        time = torch.rand(len(image), 1, device=image.device)
-        mixed = (1 - time) * image + time * noise
-        x = torch.relu(self.first(mixed) + self.time(time))
-        losses = (self.second(x).float() - noise).square().mean(1)
-        return losses, torch.ones_like(losses)
 
 
 class Matching(nn.Module):
@@ -394,21 +321,6 @@ class Configured(nn.Module):
         return Output(logits=self.head(_Doubling.apply(self.norm(x), self.gain)))
 
 
-class Compiled(nn.Module):
-    """Compiles a part of itself."""
-
-    def __init__(self, vocab_size: int, backend: str = "eager", width: int = WIDTH) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocab_size, width)
-        self.part = torch.compile(nn.Linear(width, width), backend=backend)
-        self.head = nn.Linear(width, vocab_size)
-        self.double()
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embedding(input_ids)
-        return self.head(x + torch.tanh(self.part(x)))
-
-
 class TiedBuffered(nn.Module):
     """A tied head, norms and buffers in FP32, which meet weights in BF16."""
 
@@ -444,20 +356,6 @@ class Lazy(nn.Module):
         return self.head(self.embedding(input_ids))
 
 
-class Counts(nn.Module):
-    """Keeps a number outside of its state that each forward pass changes."""
-
-    def __init__(self, vocab_size: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocab_size, WIDTH)
-        self.head = nn.Linear(WIDTH, vocab_size)
-        self.calls = 0
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        self.calls += 1
-        return self.head(self.embedding(input_ids)) * (1 + 1 / self.calls)
-
-
 class Halved(nn.Module):
     """Made in FP16 and half of it frozen; a part is never used."""
 
@@ -477,68 +375,130 @@ class Halved(nn.Module):
         return self.head(x)
 
 
+class TiedElsewhere(nn.Module):
+    """One weight under three names, two of them deep; nested ModuleLists of blocks."""
+
+    def __init__(self, vocab_size: int, seq_len: int, hidden: int = 16) -> None:
+        super().__init__()
+        self.reading = nn.ModuleDict({"table": nn.Embedding(vocab_size, hidden)})
+        self.stages = nn.ModuleList(
+            nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(2)) for _ in range(2)
+        )
+        self.writing = nn.Sequential(
+            nn.LayerNorm(hidden), nn.Linear(hidden, vocab_size, bias=False)
+        )
+        self.writing[1].weight = self.reading["table"].weight
+        self.spare = nn.Linear(hidden, vocab_size, bias=False)
+        self.spare.weight = self.writing[1].weight
+        angles = torch.outer(torch.arange(seq_len), 1 / 10 ** torch.linspace(0, 1, hidden))
+        self.register_buffer("angles", angles.sin(), persistent=False)
+        self.mask = torch.tril(torch.ones(seq_len, seq_len, dtype=torch.bool))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        length = input_ids.shape[1]
+        x = self.reading["table"](input_ids) * 10 + self.angles[:length]
+        for stage in self.stages:
+            mean = self.mask[:length, :length] / self.mask[:length, :length].sum(1, keepdim=True)
+            x = x + mean.to(x.dtype) @ x
+            for layer in stage:  # type: ignore[attr-defined]
+                x = x + torch.tanh(layer(x))
+        return self.writing(x) + 0.0 * self.spare(x)
+
+
+def made_by_a_function(vocab_size: int, seq_len: int, width: int = 8) -> nn.Module:
+    """A bare Sequential: no names, no blocks, dropout inside."""
+    return nn.Sequential(
+        nn.Embedding(vocab_size, width), nn.Dropout(0.1), nn.GELU(), nn.Linear(width, vocab_size)
+    )
+
+
+class Counting(nn.Module):
+    """Losses in FP64, counts as ints in a tensor, or whatever ``how`` says that is wrong."""
+
+    def __init__(self, how: str = "float64") -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 8)
+        self.head = nn.Linear(8, 1)
+        self.how = how
+
+    def losses(self, batch: dict[str, Tensor]) -> Any:
+        x = torch.relu(self.body(batch["x"].to(self.body.weight.dtype)))
+        losses = (self.head(x).squeeze(-1) - batch["y"].to(x.dtype)).double().square()
+        count = torch.ones(len(losses), dtype=torch.int32)
+        if self.how == "mean":
+            return losses.mean(), count.sum()
+        if self.how == "list":
+            return losses, [1] * len(losses)
+        if self.how == "floats":
+            return losses.float(), torch.full((len(losses),), 0.5)
+        if self.how == "one":
+            return losses
+        if self.how == "nothing":
+            return losses, torch.zeros_like(count)
+        return losses, count
+
+
+class BatchNormed(nn.Module):
+    """Sees pictures, and keeps statistics of them."""
+
+    def __init__(self, without: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 4, 3)
+        self.norm = nn.BatchNorm2d(4, track_running_stats=not without)
+        self.head = nn.Linear(4, 3)
+
+    def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        x = torch.relu(self.norm(self.first(batch["image"]))).mean((2, 3))
+        losses = F.cross_entropy(self.head(x), batch["kind"].long(), reduction="none")
+        return losses, torch.ones_like(losses)
+
+
 # Data
 
 
-class Bytes:
-    """Images as bytes, with their number."""
+class Tokens:
+    """Token ids as numpy int32, with whatever ``how`` says."""
+
+    vocab_size = 16
+
+    def __init__(self, how: str = "plain", size: int = 5000) -> None:
+        self.how = how
+        self.size = 1 if how == "one" else size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, i: int) -> Any:
+        if self.how == "raises" and i % 7 == 3:
+            raise ValueError(f"no picture for {i}")
+        length = 9 - i % 4 if self.how == "uneven" else 9
+        ids = ((i + np.arange(length)) % self.vocab_size).astype(np.int32)
+        if self.how == "negative":
+            return {"input_ids": ids, "labels": np.where(ids % 2, ids, -1)}
+        if self.how == "ignored":
+            return {"input_ids": ids, "labels": np.where(ids % 2, ids, -100)}
+        if self.how == "strings":
+            return {"input_ids": ids, "text": "what it says", "id": i}
+        return ids
+
+
+class Uneven:
+    """Points of several lengths with a collate that pads, and strings beside them."""
 
     def __len__(self) -> int:
         return 5000
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        drawn = np.random.default_rng(i)
-        image = drawn.integers(0, 128, size=(1, 9, 9)) + (i % 3) * 40
-        return {"image": image.astype(np.uint8), "kind": np.uint8(i % 3), "number": i}
+        x = np.random.default_rng(i).normal(size=(1 + i % 3, 4)).astype(np.float32)
+        return {"x": x, "y": float(x.sum()), "name": f"sample {i}"}
+
+    def collate(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        x = [torch.from_numpy(item["x"]).sum(0) for item in items]
+        return {"x": torch.stack(x), "y": torch.tensor([item["y"] for item in items])}
 
 
-class Rows:
-    """Anything else as a data set; ``how`` says what."""
+class Streaming(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """Has neither length nor samples by number."""
 
-    vocab_size = 16
-
-    def __init__(self, how: str = "tuple", size: int = 5000) -> None:
-        self.how, self.size, self.reads = how, size, 0
-
-    def __len__(self) -> int:
-        self.reads += 1
-        return self.size + (self.reads if self.how == "growing" else 0)
-
-    def __getitem__(self, i: int) -> Any:
-        ids = (i + np.arange(9)) % 16
-        made: dict[str, Callable[[], Any]] = {
-            "ints": lambda: ids.tolist(),
-            "growing": lambda: ids.tolist(),
-            "floats": lambda: ids.astype(np.float32),
-            "strings": lambda: " ".join(map(str, ids)),
-            "tuple": lambda: (torch.from_numpy(ids), i % 3),
-            "nested": lambda: {"image": {"pixels": ids}, "kind": i % 3},
-            "random": lambda: (ids + np.random.randint(16)) % 16,
-            "float labels": lambda: {"input_ids": ids, "labels": ids + 0.5},
-            "none": lambda: None,
-            "long": lambda: np.arange(40) % 16,
-            "large": lambda: ids + 10,
-        }
-        if self.how == "ends" and i >= 100:
-            raise IndexError("there are only 100")
-        if self.how == "exits" and i == 50:
-            raise SystemExit("a data set must not do that")
-        return made.get(self.how, made["ints"])()
-
-
-class Lambdas(Rows):
-    """Cannot be pickled; its collate is a function in an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__("ints")
-        self.collate = lambda items: {"input_ids": np.stack(items)}
-
-
-def mapped(path: str) -> np.ndarray:
-    """An array on disk: it has len and rows."""
-    return np.load(path, mmap_mode="r")
-
-
-def listed(number: int = 3) -> list[list[int]]:
-    """Fewer samples than a batch."""
-    return [[(i + j) % 16 for j in range(5 + i)] for i in range(number)]
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        yield {"input_ids": [1, 2, 3]}

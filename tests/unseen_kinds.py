@@ -55,8 +55,7 @@ def _net(*traits: str, **more: object) -> tuple[str, ...]:
 
 def _units(factor: float) -> tuple[str, ...]:
     """Losses so many times as large, with the limits scaled as docs/guard.md asks."""
-    usual = {"loss_floor": 0.4, "pair_floor": 0.25, "drift_slack": 0.12, "drift_nats": 4.0}
-    limits = {**usual, "drift_rise": 0.2}
+    limits = {"loss_floor": 0.4, "drift_nats": 4.0}
     return (
         *_net(units=factor),
         *(f"guard.{name}={value * factor:g}" for name, value in limits.items()),
@@ -210,7 +209,7 @@ def _at_times(draw: _Draw) -> Iterator[Incident]:
         (0.3, "gradient far", "weight", ()),
     ):
         name = f"{how} at {site}, {chance:.0%} of the time {' '.join(words)}".strip()
-        yield Incident(name=name, settings=("guard.persist=30", "guard.persist_window=60", *words),
+        yield Incident(name=name, settings=("guard.persist=30", *words),
                        **draw.sick(how, site, chance=chance, **both))  # fmt: skip
 
 

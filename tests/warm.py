@@ -38,7 +38,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.launch.prepared import split
+from runner.launch.prepared import Preparation
 
 _TORCHRUNS = ("torch.distributed.run", "runner.launch.agent")
 _MODULES = ("runner", *_TORCHRUNS)
@@ -63,6 +63,13 @@ LATE_COPIES = "HOLDFAST_LATE_COPIES"  # set: snapshots are copied late, see test
 _AT_START = ("LD_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_", "ATEN_", "KMP_")
 _HARMLESS = ("PYTHONFAULTHANDLER", "PYTHONUNBUFFERED")
 _SUPERVISORS, _ATTEMPTS = ("launch", "supervise"), 3
+
+
+def split(command: Sequence[str]) -> tuple[Preparation | None, list[str]]:
+    """Split a prefixed command into its preparation, if it has one, and the command itself."""
+    if list(command[1:3]) != ["-m", Preparation.__module__]:
+        return None, list(command)
+    return Preparation(**json.loads(command[3])), list(command[4:])
 
 
 def suits(arguments: Sequence[str], env: Mapping[str, str]) -> bool:

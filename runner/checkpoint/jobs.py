@@ -44,7 +44,6 @@ class Job:
     """One rank's part of something that all ranks do, and the queue in which it waits."""
 
     queue: LockstepQueue
-    name: str
     work: Callable[[], None]
 
 
@@ -65,19 +64,12 @@ def _carry_on(process: Process[None], failures: list[str] | None) -> None:
         job = next(process) if failures is None else process.send(failures)
     except StopIteration:
         return
-    job.queue.submit(job.name, job.work, lambda failures: _carry_on(process, failures))
+    job.queue.submit(job.work, lambda failures: _carry_on(process, failures))
 
 
 def start_alone(job: Job) -> None:
     """Queue a job that no process waits for, on every rank; its failures are dropped."""
-    job.queue.submit(job.name, job.work, lambda failures: None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Queued:
-    name: str
-    work: Callable[[], None]
-    then: Callable[[list[str]], None]
+    job.queue.submit(job.work, lambda failures: None)
 
 
 class JobProgress(NamedTuple):
@@ -103,42 +95,35 @@ class LockstepQueue:
         self._thread = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="ring", initializer=_be_nice
         )
-        self._jobs: deque[_Queued] = deque()
-        self._running: Future[None] | None = None
+        self._jobs: deque[tuple[Callable[[], None], Callable[[list[str]], None]]] = deque()
+        self.running: Future[None] | None = None
         self.num_finished = 0  # on all ranks alike
 
     def __len__(self) -> int:
         return len(self._jobs)
 
-    @property
-    def running(self) -> Future[None] | None:
-        """This rank's part of the oldest job."""
-        return self._running
-
-    def submit(
-        self, name: str, work: Callable[[], None], then: Callable[[list[str]], None]
-    ) -> None:
+    def submit(self, work: Callable[[], None], then: Callable[[list[str]], None]) -> None:
         """Queue a job on every rank. ``then`` gets the sentences of the ranks that failed."""
-        self._jobs.append(_Queued(name=name, work=work, then=then))
+        self._jobs.append((work, then))
         self._start()
 
     def progress(self) -> tuple[float, float]:
         """(done, failed) of this rank for the oldest job, for the sum over ranks."""
-        if self._running is None or not self._running.done():
+        if self.running is None or not self.running.done():
             return 0.0, 0.0
-        return 1.0, float(self._running.exception() is not None)
+        return 1.0, float(self.running.exception() is not None)
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait for this rank's part of the oldest job, at most ``seconds``."""
-        if self._running is not None:
-            wait([self._running], timeout=seconds)
+        if self.running is not None:
+            wait([self.running], timeout=seconds)
 
     def apply_progress(self, num_done: float, num_failed: float, world_size: int) -> None:
         """Finish the oldest job if the summed counts show that all ranks have done it."""
         if not self._jobs or num_done < world_size:
             return
-        job, done = self._jobs.popleft(), self._running
-        self._running = None
+        (_, then), done = self._jobs.popleft(), self.running
+        self.running = None
         self.num_finished += 1
         failures: list[str] = []
         if num_failed:
@@ -146,7 +131,7 @@ class LockstepQueue:
             errors = self._gather(f"{type(error).__name__}: {error}" if error else "")
             failures = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
         self._start()
-        job.then(failures)
+        then(failures)
 
     def close(self, *, wait: bool = True) -> None:
         """End the thread; drop the jobs that have not begun."""
@@ -155,8 +140,8 @@ class LockstepQueue:
 
     def _start(self) -> None:
         # One at a time: a commit must not begin before every rank's write is known.
-        if self._running is None and self._jobs:
-            self._running = self._thread.submit(self._jobs[0].work)
+        if self.running is None and self._jobs:
+            self.running = self._thread.submit(self._jobs[0][0])
 
 
 class LockstepQueues:
@@ -198,28 +183,31 @@ class LockstepQueues:
         Returns False, on all ranks alike, when some rank said it is too late to wait longer.
         """
         while any(map(len, queues)):
-            wait_for_any(queues, _PATIENCE_SECONDS)
-            late = float(is_late())
-            own = self.progress()
-            *sums, num_late = sum_over_ranks([*own.counts, late])
-            self.apply_progress(sums, own.jobs)
+            num_late = self.turn(sum_over_ranks, queues, is_late=is_late)
             if num_late and any(map(len, queues)):
                 return False
         return True
 
-    def turn(self, sum_over_ranks: Callable[[list[float]], list[float]]) -> None:
-        """One round of :meth:`drain` over all queues. Collective."""
-        wait_for_any(self.queues, _PATIENCE_SECONDS)
+    def turn(
+        self,
+        sum_over_ranks: Callable[[list[float]], list[float]],
+        queues: Sequence[LockstepQueue] | None = None,
+        *,
+        is_late: Callable[[], bool] = lambda: False,
+    ) -> float:
+        """Wait a moment for some queues, or all, and apply what is done. Collective.
+
+        Returns how many ranks are late.
+        """
+        self.wait(_PATIENCE_SECONDS, queues)
         own = self.progress()
-        self.apply_progress(sum_over_ranks([*own.counts]), own.jobs)
+        *sums, num_late = sum_over_ranks([*own.counts, float(is_late())])
+        self.apply_progress(sums, own.jobs)
+        return num_late
 
-    def wait(self, seconds: float) -> None:
-        """See :func:`wait_for_any`."""
-        wait_for_any(self.queues, seconds)
-
-
-def wait_for_any(queues: Sequence[LockstepQueue], seconds: float) -> None:
-    """Wait until this rank's part of some queue's oldest job is done, at most ``seconds``."""
-    running = [queue.running for queue in queues if queue.running is not None]
-    if running:
-        wait(running, timeout=seconds, return_when=FIRST_COMPLETED)
+    def wait(self, seconds: float, queues: Sequence[LockstepQueue] | None = None) -> None:
+        """Wait for this rank's part of some queue's oldest job, at most ``seconds``."""
+        of = self.queues if queues is None else queues
+        running = [queue.running for queue in of if queue.running is not None]
+        if running:
+            wait(running, timeout=seconds, return_when=FIRST_COMPLETED)

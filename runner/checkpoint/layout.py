@@ -7,7 +7,7 @@ A :class:`Run` is one entry; with replicas that each write a part it has two cou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -86,14 +86,17 @@ class Run:
         return [(start, count) for start in starts]
 
 
-def check_coverage(name: str, numel: int, runs: Sequence[Run]) -> None:
+def check_coverage(name: str, numel: int, intervals: Iterable[tuple[int, int]]) -> None:
     """
+    Args:
+        intervals: (start, count) of the pieces.
+
     Raises:
         ValueError: an element is missing or present twice.
     """
     at = 0
-    for start, count in sorted(interval for run in runs for interval in run.intervals()):
-        if start != at:
+    for start, count in sorted(intervals):
+        if start != at or count < 1:
             raise ValueError(f"{name}: elements from {at} on are missing or doubled")
         at += count
     if at != numel:

@@ -18,12 +18,69 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from runner.checkpoint.dtypes import FLOAT32, ITEM_SIZES
+import torch
+
 from runner.checkpoint.layout import Run, check_coverage
 from runner.system.error import CorruptCheckpoint
 from runner.system.parsing import parse_json, refuse_flagged, whole
+
+# Types of a checkpoint's elements: their names in a manifest, sizes, and what finite means.
+#
+# A manifest names only types other than FP32; without such types its format is the older one.
+
+
+FLOAT32: Final = "float32"
+# Bytes of an element by torch's name of its type.
+ITEM_SIZES: Final[Mapping[str, int]] = {
+    name: getattr(torch, name).itemsize
+    for name in (
+        *(FLOAT32, "float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "bool"),
+        *("uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
+    )
+}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The type's name in a manifest.
+
+    Raises:
+        ValueError: checkpoints cannot hold elements of this type.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in ITEM_SIZES:
+        raise ValueError(f"{dtype}: a checkpoint holds {', '.join(ITEM_SIZES)}")
+    return name
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Inverse of :func:`name_of`; ``name`` must be in :data:`ITEM_SIZES`."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether no element is NaN or Inf; integers are always finite."""
+    if not values.is_floating_point():
+        return True
+    wide = values.float() if values.dtype.itemsize == 1 else values
+    return bool(torch.isfinite(wide).all())
+
+
+def as_bytes(values: torch.Tensor) -> memoryview:
+    """The bytes of a CPU tensor, little endian; a view if the tensor is contiguous."""
+    flat = values.detach().contiguous().view(-1).view(torch.uint8)
+    return flat.numpy().data
+
+
+def from_bytes(data: bytes, dtype: torch.dtype) -> torch.Tensor:
+    """Inverse of :func:`as_bytes`: a 1-D tensor over ``data``. Do not write to it."""
+    if not data:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype)
+
 
 FORMAT = "holdfast-ring"
 LISTED, INDEXED = 2, 3  # versions; 2: the guard's memory has a short level
@@ -33,6 +90,8 @@ MOST_BYTES = 1 << 30  # of a manifest; 1,000 tensors on 1,000 ranks, listed, nee
 MOST_LISTED_RANKS = 16  # 1,000 tensors: about a MB, which every rank parses at each proof
 _FILE_NAME = re.compile(r"rank-[0-9]{5,7}\.(?:bin|idx)")
 _MOST_DIMENSIONS = 64
+_COUNTS = ("serial", "step", "cursor", "world_size", "metrics_bytes", "journal_lines")
+_TEXTS = ("config_digest", "data_fingerprint")
 _WORDS = 500  # characters that an error quotes
 
 
@@ -124,14 +183,7 @@ class Manifest:
         return {
             "format": FORMAT,
             "version": self.version,
-            "serial": self.serial,
-            "step": self.step,
-            "cursor": self.cursor,
-            "world_size": self.world_size,
-            "config_digest": self.config_digest,
-            "data_fingerprint": self.data_fingerprint,
-            "metrics_bytes": self.metrics_bytes,
-            "journal_lines": self.journal_lines,
+            **{name: getattr(self, name) for name in (*_COUNTS, *_TEXTS)},
             "train_state": self.train_state,
             "update_counts": self.update_counts,
             "tensors": {
@@ -180,22 +232,17 @@ def _from_json(tree: Any) -> Manifest:
     is_indexed = tree["version"] in (INDEXED, INDEXED + _TYPED)
     is_typed = tree["version"] > INDEXED
     num_data = sum(not is_index(name) for name in tree["files"])
+    simple: dict[str, Any] = {name: whole(tree[name], name) for name in _COUNTS}
+    simple |= {name: str(tree[name]) for name in _TEXTS}
     return Manifest(
-        serial=whole(tree["serial"], "serial"),
-        step=whole(tree["step"], "step"),
-        cursor=whole(tree["cursor"], "cursor"),
-        world_size=whole(tree["world_size"], "world_size"),
-        config_digest=str(tree["config_digest"]),
-        data_fingerprint=str(tree["data_fingerprint"]),
-        metrics_bytes=whole(tree["metrics_bytes"], "metrics_bytes"),
-        journal_lines=whole(tree["journal_lines"], "journal_lines"),
+        **simple,
         train_state=dict(tree["train_state"]),
         update_counts={k: whole(v, "update count") for k, v in tree["update_counts"].items()},
         shapes={n: tuple(whole(s, "shape") for s in t["shape"]) for n, t in tensors.items()},
         pieces=(
             {}
             if is_indexed
-            else {n: tuple(_piece(p) for p in t["pieces"]) for n, t in tensors.items()}
+            else {n: tuple(parse_piece(p) for p in t["pieces"]) for n, t in tensors.items()}
         ),
         runs=(
             {
@@ -219,7 +266,7 @@ def _type(name: Any) -> str:
     return str(name)
 
 
-def _piece(values: Any) -> Piece:
+def parse_piece(values: Any) -> Piece:
     start, count, file, offset = values
     return Piece(
         start=whole(start, "start"),
@@ -240,12 +287,13 @@ def _check(manifest: Manifest) -> None:
         if len(shape) > _MOST_DIMENSIONS:
             raise ValueError(f"{name}: {len(shape)} dimensions")
     for name, pieces in manifest.pieces.items():
-        _check_coverage(name, manifest.numel(name), pieces)
+        check_coverage(name, manifest.numel(name), [(p.start, p.count) for p in pieces])
     if manifest.runs is None:
         _check_files(manifest)
         return
     for name, runs in manifest.runs.items():
-        check_coverage(name, manifest.numel(name), runs)
+        intervals = [interval for run in runs for interval in run.intervals()]
+        check_coverage(name, manifest.numel(name), intervals)
     ranks = range(len(manifest.files) // 2)
     if manifest.files.keys() != {name(rank) for rank in ranks for name in (data_name, index_name)}:
         raise ValueError(f"files: not those of {len(ranks)} ranks, each with an index")
@@ -258,16 +306,6 @@ def _check_total(manifest: Manifest) -> None:
     stored = sum(f.num_bytes for name, f in manifest.files.items() if not is_index(name))
     if needed != stored:
         raise ValueError(f"files: {stored} bytes for tensors of {needed}")
-
-
-def _check_coverage(name: str, numel: int, pieces: tuple[Piece, ...]) -> None:
-    at = 0
-    for piece in sorted(pieces, key=lambda piece: piece.start):
-        if piece.start != at or piece.count < 1:
-            raise ValueError(f"{name}: elements from {at} on are missing or doubled")
-        at += piece.count
-    if at != numel:
-        raise ValueError(f"{name}: {at} of {numel} elements")
 
 
 def _check_files(manifest: Manifest) -> None:

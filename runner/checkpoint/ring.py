@@ -14,6 +14,7 @@ write, commit) and ``_prove`` (verify, mark clean); ``_retire`` and ``_taint`` e
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
@@ -81,11 +82,12 @@ class Ring:
         memory: MemoryParts = NO_MEMORY,
     ) -> None:
         self._copies: dict[tuple[int, Tier], Copy] = {}  # without those that are gone
+        self._directory = directory
         self._sharded = sharded
         self._ranks = ranks
         self._settings = settings
         self._report = report
-        self._next_serial = 1
+        self.next_serial = 1
         self._step = 0
         self._reach: Reach | None = None
         self._also_kept: list[Callable[[], Collection[int]]] = []
@@ -105,31 +107,37 @@ class Ring:
             pace=self._pace,
             before_write=before_write,
         )
-        self._memory: MemoryTier | None = None
-        if memory.memory is not None:
-            self._memory = MemoryTier(
-                memory.memory,
-                memory.replica,
-                sharded=sharded,
-                ranks=ranks,
-                queue=self._snapshot_queue,
-                peer_queue=peer_queues[0] if peer_queues else None,
-            )
+        self._memory = self._memory_tier(memory, peer_queues[0] if peer_queues else None)
         self.uploads: Uploads | None = None
         # Whether the copy of the state may continue until before_update: not where others than the
         # runner change the state, or forward passes do.
         self.overlap = True
         # Called before the tensors of a checkpoint are read, with it. Collective.
-        self.before_load: Callable[[Record], None] = lambda record: None
+        self.before_load: Callable[[Record], object] = lambda record: None
+
+    def _memory_tier(
+        self, memory: MemoryParts, peer_queue: LockstepQueue | None
+    ) -> MemoryTier | None:
+        if memory.memory is None:
+            return None
+        return MemoryTier(
+            memory.memory,
+            memory.replica,
+            sharded=self._sharded,
+            ranks=self._ranks,
+            queue=self._snapshot_queue,
+            peer_queue=peer_queue,
+        )
+
+    def _say(self, kind: str, decision: str, reason: str, step: int | None = None) -> None:
+        """Report an incident of this step, or of another."""
+        at = self._step if step is None else step
+        self._report(Incident(kind=kind, step=at, decision=decision, reason=reason))
 
     @property
     def records(self) -> list[Record]:
         """A record for each whole copy, in the order in which they were begun."""
         return [copy.record for copy in self._copies.values() if copy.is_recorded]
-
-    @property
-    def next_serial(self) -> int:
-        return self._next_serial
 
     @property
     def saved_step(self) -> int:
@@ -143,12 +151,6 @@ class Ring:
         record = self._newest_on_disk()
         assert record is not None
         return record.state
-
-    @property
-    def clean_step(self) -> int:
-        """Step of the newest clean checkpoint on disk; -1 without one."""
-        clean = [record for record in on_disk(self.records) if record.state is State.clean]
-        return max(clean, key=lambda record: record.serial).step if clean else -1
 
     def _newest_on_disk(self) -> Record | None:
         return max(on_disk(self.records), key=lambda record: record.serial, default=None)
@@ -166,7 +168,7 @@ class Ring:
     def newest(self) -> Path | None:
         """Folder of the newest committed checkpoint."""
         record = self._newest_on_disk()
-        return self._disk.folder_of(record) if record else None
+        return self._directory.folder_of(record) if record else None
 
     def snapshot_files(self) -> list[Path]:
         """This rank's files of the snapshots in memory, oldest first."""
@@ -178,7 +180,7 @@ class Ring:
         """Take over what an earlier process left on disk."""
         self._copies = {}
         self._add_found(records)
-        self._next_serial = next_serial
+        self.next_serial = next_serial
 
     def _add_found(self, records: Iterable[Record]) -> None:
         self._copies |= {(r.serial, r.tier): Copy.found(r) for r in records}
@@ -217,7 +219,7 @@ class Ring:
             is_wanted=is_wanted,
         )
         self._add_found(inherited.records)
-        self._next_serial = max(self._next_serial, inherited.highest + 1)
+        self.next_serial = max(self.next_serial, inherited.highest + 1)
         return inherited.refused
 
     def replace_memory(self, memory: MemoryParts) -> None:
@@ -230,17 +232,8 @@ class Ring:
             for copy in [c for c in self._copies.values() if c.tier is Tier.memory]:
                 self._forget(copy)
             self._memory.close(forget=True)
-        self._memory = None
-        if memory.memory is not None:
-            self._memory = MemoryTier(
-                memory.memory,
-                None,
-                sharded=self._sharded,
-                ranks=self._ranks,
-                queue=self._snapshot_queue,
-                peer_queue=None,
-            )
-            self._begin_memory()
+        self._memory = self._memory_tier(replace(memory, replica=None), None)
+        self._begin_memory()
 
     def begin(self, uploads: Uploads | None = None) -> None:
         """After the resume, remove older incarnations' snapshots and make own slots.
@@ -263,14 +256,8 @@ class Ring:
         memory.begin(self._report_short)
 
     def _report_short(self, without_what: str, failures: list[str]) -> None:
-        self._report(
-            Incident(
-                kind="memory_short",
-                step=self._step,
-                decision=f"go on {without_what}",
-                reason=f"no room for a snapshot in memory: {'; '.join(failures)}",
-            )
-        )
+        reason = f"no room for a snapshot in memory: {'; '.join(failures)}"
+        self._say("memory_short", f"go on {without_what}", reason)
 
     # -- saving ---------------------------------------------------------------------------
 
@@ -288,12 +275,13 @@ class Ring:
         Args:
             disk: False keeps a snapshot in memory only, and none if no slot is free.
         """
-        if disk and self._is_saving_to_disk:
+        copies = self._copies.values()
+        if disk and any(copy.tier is Tier.disk and copy.is_being_saved for copy in copies):
             self.drain()
         memory = self._memory if self._has_room(must=disk) else None
         if memory is None and not disk:
             return
-        serial, self._next_serial = self._next_serial, self._next_serial + 1
+        serial, self.next_serial = self.next_serial, self.next_serial + 1
         pending = PendingCheckpoint(
             serial=serial, metadata=metadata, counts=self._sharded.update_counts(), disk=disk
         )
@@ -320,15 +308,11 @@ class Ring:
             memory.drop(leaving.serial)
         return memory.has_room
 
-    @property
-    def _is_saving_to_disk(self) -> bool:
-        return any(c.tier is Tier.disk and c.is_being_saved for c in self._copies.values())
-
     def _make(self, pending: PendingCheckpoint, memory: MemoryTier | None) -> Process[None]:
         """Make a checkpoint: copy the state, seal the copy, write it, commit what was written."""
         copy = self._begin(pending, Tier.disk) if pending.disk else None
         if memory is None:
-            pieces, check = self._disk.copies(), _nothing
+            pieces, check = self._disk.copies(), lambda: None
         else:
             yield from self._make_snapshot(pending, memory)
             if copy is None:
@@ -364,7 +348,8 @@ class Ring:
         elif failures:
             self._forget(copy)
             memory.release(pending.serial)
-            self._report_unsealed(pending, failures)
+            reason = f"snapshot {pending.serial} in memory: {'; '.join(failures)}"
+            self._say("snapshot_failed", "go on without it", reason, pending.metadata.step)
         else:
             self._commit(copy)
             memory.replicate(pending.serial)
@@ -399,16 +384,6 @@ class Ring:
     def _copy_of(self, record: Record) -> Copy:
         return self._copies[record.serial, record.tier]
 
-    def _report_unsealed(self, pending: PendingCheckpoint, failures: list[str]) -> None:
-        self._report(
-            Incident(
-                kind="snapshot_failed",
-                step=pending.metadata.step,
-                decision="go on without it",
-                reason=f"snapshot {pending.serial} in memory: {'; '.join(failures)}",
-            )
-        )
-
     def _report_unsaved(self, pending: PendingCheckpoint, failures: list[str]) -> None:
         """Journal a save that failed.
 
@@ -423,18 +398,12 @@ class Ring:
             is_clean = stands[-1].state is State.clean
             kind = "clean checkpoint" if is_clean else "checkpoint, not yet proven,"
             standing = f"{kind} of step {stands[-1].step} stands"
-        self._report(
-            Incident(
-                kind="save_failed",
-                step=pending.metadata.step,
-                decision="go on" if stands else "stop",
-                reason=f"checkpoint {pending.serial}: {'; '.join(failures)}; {standing}",
-            )
-        )
+        reason = f"checkpoint {pending.serial}: {'; '.join(failures)}; {standing}"
+        self._say("save_failed", "go on" if stands else "stop", reason, pending.metadata.step)
         if not stands:
             raise CheckpointError(
-                f"cannot save to {self._disk.folder}: {'; '.join(failures)}, and there is no clean "
-                "checkpoint; free space or choose another out"
+                f"cannot save to {self._directory.folder}: {'; '.join(failures)}, and there is no "
+                "clean checkpoint; free space or choose another out"
             )
 
     # -- proving and retiring -------------------------------------------------------------
@@ -539,11 +508,10 @@ class Ring:
         """Never retire clean checkpoints whose serials ``serials()`` returns at that time."""
         self._also_kept.append(serials)
 
-    def newest_clean(self) -> int | None:
-        """The serial of the newest clean checkpoint on disk."""
-        return max(
-            (r.serial for r in on_disk(self.records) if r.state is State.clean), default=None
-        )
+    def newest_clean(self) -> Record | None:
+        """The newest clean checkpoint on disk."""
+        clean = (record for record in on_disk(self.records) if record.state is State.clean)
+        return max(clean, key=lambda record: record.serial, default=None)
 
     def remove(self, record: Record) -> None:
         """Delete a checkpoint's files in the background."""
@@ -620,7 +588,7 @@ class Ring:
                     self._copy_of(record), [str(error)], "an older checkpoint is used"
                 )
         raise kind(
-            f"no checkpoint in {self._disk.folder} can be loaded: "
+            f"no checkpoint in {self._directory.folder} can be loaded: "
             + ("; ".join(faults) or "there is none")
         )
 
@@ -695,7 +663,3 @@ class Ring:
         elif copy.record.state is not State.tainted:
             copy.move(Life.tainted)
         start_alone(self._disk.taint(copy.record))
-
-
-def _nothing() -> None:
-    pass

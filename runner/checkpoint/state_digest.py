@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import torch
 
-from runner.checkpoint.dtypes import as_bytes
+from runner.checkpoint.manifest import as_bytes
 
 WHOLE_BYTES = 1 << 28
 BLOCK_ELEMENTS = 1 << 20

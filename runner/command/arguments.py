@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import NoReturn
 
 from runner.system.error import ConfigError
@@ -13,3 +14,42 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
+
+    def add_settings(self) -> None:
+        """The settings of a run as ``overrides``, and ``config_dir``."""
+        self.add_argument("--config-dir", help="presets of your own")
+        self.add_argument("overrides", nargs="*", help="settings of the run")
+
+    def of_command(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """The options, and what follows after ``--``."""
+        given = list(arguments)
+        separator = given.index("--") if "--" in given else len(given)
+        return self.parse_args(given[:separator]), given[separator + 1 :]
+
+
+def at_least(least: float, **options: float) -> None:
+    """
+    Raises:
+        ConfigError: an option is smaller, or not a number.
+    """
+    for name, value in options.items():
+        if not value >= least:
+            raise ConfigError(f"--{name.replace('_', '-')} {value:g}: at least {least:g}")
+
+
+def pairs(option: str, texts: Sequence[str], *, flags: bool = False) -> dict[str, str]:
+    """Values by name, as an option that may be repeated gives them: ``NAME=VALUE``.
+
+    Args:
+        flags: whether the value may be missing.
+
+    Raises:
+        ConfigError: one is written otherwise, or has spaces.
+    """
+    by_name = {}
+    for text in texts:
+        name, _, value = text.lstrip("-").partition("=")
+        if not name or len(text.split()) > 1 or not (value or flags):
+            raise ConfigError(f"{option} {text!r}: write NAME=VALUE, without spaces")
+        by_name[name] = value
+    return by_name

@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from runner.command.arguments import Parser
+from runner.command.bar import Bar
 from runner.config.compose import compose
 from runner.config.validate import check
-from runner.observe.bar import Bar
 from runner.policy.decision.ladder import RemedyRules
 from runner.system.error import ConfigError
 from runner.system.parsing import json_text
@@ -134,8 +134,8 @@ def _with_unit_note(recording: RecordedRun, floor: float) -> RecordedRun:
     if not finite or abs(statistics.median(finite)) >= floor:
         return recording
     note = (
-        f"most losses lie below guard.loss_floor={floor:g}: smaller jumps are ignored; set it, "
-        "guard.pair_floor and guard.drift_* in the unit of this loss"
+        f"most losses lie below guard.loss_floor={floor:g}: smaller jumps are ignored; set it, and "
+        "guard.drift_nats too, in the unit of this loss"
     )
     return replace(recording, notes=(*recording.notes, note))
 

@@ -7,27 +7,29 @@ a kill against undisturbed runs.
 
 from __future__ import annotations
 
-import json
 import random
 import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from runner.command.arguments import Parser
+from runner.command.bar import Bar
 from runner.command.check_samples import sample_checks
-from runner.command.checks import print_checks
 from runner.command.demo import skip_override
 from runner.config.compose import compose
-from runner.config.schema import ParallelKind, RunConfig
+from runner.config.schema import RunConfig
 from runner.config.validate import check as check_settings
 from runner.data.dataset import NOT_COUNTED, Dataset
 from runner.data.feed import MicroBatch, few
@@ -35,9 +37,9 @@ from runner.distributed.env import place_from
 from runner.distributed.process_group import end_group, start_group
 from runner.engine.protocol import Engine, MicroStep
 from runner.model.blueprint import Blueprint, GuestBlueprint
-from runner.observe.bar import Bar
+from runner.run_dir.paths import RunDir
 from runner.session import parts
-from runner.session.memory_line import engine_facts
+from runner.session.corpus import open_dataset
 from runner.startup.checks import ROUNDING, Check, gradients_reach
 from runner.startup.engine_checks import (
     Rows,
@@ -50,10 +52,10 @@ from runner.startup.engine_checks import (
     with_gradient,
     works_of,
 )
-from runner.startup.memory_need import SavedActivations, memory_need, room_bytes
+from runner.startup.memory_need import SavedActivations, engine_facts, memory_need, room_bytes
 from runner.system.environment import variables
-from runner.system.exit_codes import EXIT_DONE
-from runner.system.extras import is_installed
+from runner.system.error import EXIT_CONFIG, EXIT_DONE, is_installed
+from runner.system.parsing import json_text
 
 _CPU = torch.device("cpu")
 _ROWS = 4
@@ -74,12 +76,6 @@ _SHORT = (
 )
 
 
-class _Run(Protocol):
-    """Runs the trainer in a folder with these settings; returns its exit code."""
-
-    def __call__(self, out: Path, *settings: str, ranks: int = 1) -> int: ...
-
-
 _POISON = "faults=[poison@samples=40-49]"
 _KILL = "faults=[kill@step=15,rank=0]"
 
@@ -97,9 +93,7 @@ def check_model_command(arguments: Sequence[str]) -> int:
     checks: list[Check] = []
     try:
         with Bar("preparing the data", 0) as bar:
-            dataset = parts.open_dataset(
-                config, progress=lambda what, done, total: bar.at(done, total)
-            )
+            dataset = open_dataset(config, progress=lambda what, done, total: bar.at(done, total))
         with Bar("trying the model", _IN_PROCESS, unit="checks") as bar:
             tried = _in_process(config, dataset)
             for check in chain(tried, sample_checks(dataset, settings, options.config_dir)):
@@ -108,19 +102,12 @@ def check_model_command(arguments: Sequence[str]) -> int:
     finally:
         end_group()
     if not options.quick:
-        overrides = list(options.overrides)
-        overrides += [f"--config-dir={options.config_dir}"] if options.config_dir else []
         with (
             tempfile.TemporaryDirectory(prefix="holdfast-check-") as folder,
             Bar("short runs", _SHORT_RUNS, unit="runs") as bar,
         ):
-
-            def run(out: Path, *settings: str, ranks: int = 1) -> int:
-                code = _run(out, overrides, *settings, ranks=ranks)
-                bar.add(1)
-                return code
-
-            checks += [_engine_check(Path(folder), run), *_fault_checks(Path(folder), run)]
+            runs = _ShortRuns(Path(folder), options, bar)
+            checks += [_engine_check(runs), *_fault_checks(runs)]
     return print_checks("check-model", "what exactness needs", checks, time.monotonic() - began)
 
 
@@ -252,81 +239,121 @@ def _same_after_reload(engine: Engine, reloaded: Engine, works: Sequence[MicroSt
 # -- short real runs -----------------------------------------------------------------------
 
 
-def _engine_check(folder: Path, run: _Run) -> Check:
+class _ShortRuns:
+    """Runs the trainer in folders of its own.
+
+    Attributes:
+        code: exit code of the last one.
+    """
+
+    def __init__(self, folder: Path, options: Namespace, bar: Bar) -> None:
+        self._folder, self._bar, self._settings = folder, bar, list(options.overrides)
+        self._settings += [f"--config-dir={options.config_dir}"] if options.config_dir else []
+        self.code = EXIT_DONE
+
+    def summary(self, name: str, *settings: str, ranks: int = 1) -> dict[str, Any] | None:
+        """The summary of a run with these settings; None where it failed."""
+        command = [sys.executable, "-m"]
+        if ranks > 1:
+            command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+        out = self._folder / name
+        command += ["runner", *self._settings, *_SHORT, f"out={out}", *settings]
+        environment = {"OMP_NUM_THREADS": "1", **variables()}
+        done = subprocess.run(command, env=environment, check=False, capture_output=True)
+        self._bar.add(1)
+        self.code = done.returncode
+        return RunDir(out).stored_summary() if self.code == EXIT_DONE else None
+
+
+def _engine_check(runs: _ShortRuns) -> Check:
     """Run five steps on each engine, on two ranks each."""
-    kinds = [ParallelKind.ddp, ParallelKind.fsdp]
-    kinds += [ParallelKind.zero1, ParallelKind.zero3] if is_installed("zero") else []
-    precision = "compute.precision=bf16" if is_installed("zero") else "compute.precision=fp32"
-    results, losses, failed = [], [], False
-    for kind in [ParallelKind.single, *kinds]:
-        ranks = 1 if kind is ParallelKind.single else 2
-        out = folder / kind.value
-        code = run(out, f"parallel={kind.value}", precision, "steps=5", ranks=ranks)
-        summary = _summary(out) if code == EXIT_DONE else None
+    has_zero = is_installed("zero")
+    kinds = ["single", "ddp", "fsdp", *(["zero1", "zero3"] if has_zero else [])]
+    precision = "compute.precision=bf16" if has_zero else "compute.precision=fp32"
+    results, losses = [], []
+    for kind in kinds:
+        ranks = 1 if kind == "single" else 2
+        summary = runs.summary(kind, f"parallel={kind}", precision, "steps=5", ranks=ranks)
         if summary is None:
-            failed = True
-            results.append(f"{kind.value}: ended with {code}")
-            continue
-        losses.append(float(summary["final_loss"]))
-        results.append(f"{kind.value} {str(summary['state_digest'])[:8]}")
+            results.append(f"{kind}: ended with {runs.code}")
+        else:
+            losses.append(float(summary["final_loss"]))
+            results.append(f"{kind} {str(summary['state_digest'])[:8]}")
     difference = max(losses) - min(losses) if losses else 0.0
     return Check(
         name="engines over five steps",
-        holds=not failed,
+        holds=len(losses) == len(kinds),
         found=f"{', '.join(results)}; last losses {difference:.2g} apart",
         remedy="start the failing one by hand to see why; different digests are fine, because "
         "engines round differently",
     )
 
 
-def _fault_checks(folder: Path, run: _Run) -> Iterator[Check]:
+def _fault_checks(runs: _ShortRuns) -> Iterator[Check]:
     single = ("parallel=single", "steps=30", "schedule.total=30")
-    code = run(folder / "poisoned", *single, _POISON)
-    poisoned = _summary(folder / "poisoned") if code == EXIT_DONE else None
-    skipping = None
-    if poisoned is not None:
-        skip = skip_override(poisoned["skipped"])
-        run(folder / "never", *single, skip)
-        skipping = _summary(folder / "never")
-    yield _compared(
-        "poisoned against skipped", poisoned, skipping, f"the poisoned run ended with {code}"
-    )
-    run(folder / "whole", *single)
-    run(folder / "killed", *single, _KILL)
-    code = run(folder / "killed", *single, _KILL)
-    killed, whole = _summary(folder / "killed"), _summary(folder / "whole")
-    yield _compared("killed against not killed", killed, whole, f"the runs ended with {code}")
+    poisoned = runs.summary("poisoned", *single, _POISON)
+    failure = f"the poisoned run ended with {runs.code}"
+    skip = poisoned and runs.summary("never", *single, skip_override(poisoned["skipped"]))
+    yield _compared("poisoned against skipped", poisoned, skip, failure)
+    whole = runs.summary("whole", *single)
+    runs.summary("killed", *single, _KILL)
+    killed = runs.summary("killed", *single, _KILL)
+    failure = f"the runs ended with {runs.code}"
+    yield _compared("killed against not killed", killed, whole, failure)
 
 
 def _compared(
     name: str, first: dict[str, Any] | None, second: dict[str, Any] | None, failure: str
 ) -> Check:
+    is_same, found = False, failure
+    if first and second:
+        is_same = first["state_digest"] == second["state_digest"]
+        digests = (str(summary["state_digest"])[:16] for summary in (first, second))
+        found = f"end states {' and '.join(digests)}"
     remedy = "see the checks above; the usual cause is state outside of the module"
-    if first is None or second is None:
-        return Check(name=name, holds=False, found=failure, remedy=remedy)
-    is_same = first["state_digest"] == second["state_digest"]
-    digests = f"{str(first['state_digest'])[:16]} and {str(second['state_digest'])[:16]}"
-    return Check(name=name, holds=is_same, found=f"end states {digests}", remedy=remedy)
-
-
-def _run(out: Path, overrides: Sequence[str], *settings: str, ranks: int = 1) -> int:
-    command = [sys.executable, "-m"]
-    if ranks > 1:
-        command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-    command += ["runner", *overrides, *_SHORT, f"out={out}", *settings]
-    environment = {"OMP_NUM_THREADS": "1", **variables()}
-    done = subprocess.run(command, env=environment, check=False, capture_output=True)
-    return done.returncode
-
-
-def _summary(out: Path) -> dict[str, Any] | None:
-    path = out / "summary.json"
-    return dict(json.loads(path.read_text())) if path.is_file() else None
+    return Check(name=name, holds=is_same, found=found, remedy=remedy)
 
 
 def _parser() -> Parser:
     parser = Parser(prog="python -m runner check-model", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="no short runs")
-    parser.add_argument("--config-dir", help="presets of your own")
-    parser.add_argument("overrides", nargs="*", help="settings of the run")
+    parser.add_settings()
     return parser
+
+
+# -- what is printed -----------------------------------------------------------------------
+
+
+def print_checks(title: str, heading: str, checks: Sequence[Check], seconds: float) -> int:
+    """Print the checks; returns the exit code: 2 if one fails that is not a warning."""
+    table = Table(title=f"{title} ({seconds:.0f} s)", title_justify="left")
+    for text in (heading, "", "what was seen, and what to do"):
+        table.add_column(text)
+    for check in checks:
+        remedy = f" -> {check.remedy}" if check.holds is False else ""
+        table.add_row(check.name, _mark(check), check.found + remedy)
+    Console(file=sys.stdout, width=120, markup=False, highlight=False).print(table)
+    return _exit_code(checks)
+
+
+def print_json(checks: Sequence[Check]) -> int:
+    """Print a JSON line for each; returns the exit code as :func:`print_checks`."""
+    for check in checks:
+        line = {"check": check.name, "result": _mark(check), "found": check.found}
+        if check.holds is False:
+            line["remedy"] = check.remedy
+        sys.stdout.write(json_text(line) + "\n")
+    return _exit_code(checks)
+
+
+def _mark(check: Check) -> str:
+    """The result of a check in one word."""
+    if check.holds is False:
+        return "warns" if check.is_warning else "FAILS"
+    return "ok" if check.holds else "-"
+
+
+def _exit_code(checks: Sequence[Check]) -> int:
+    """The exit code of the command."""
+    fails = any(check.holds is False and not check.is_warning for check in checks)
+    return EXIT_CONFIG if fails else EXIT_DONE

@@ -19,7 +19,7 @@ from typing import Any
 from runner.command.arguments import Parser
 from runner.run_dir.paths import RunDir
 from runner.system.environment import variables
-from runner.system.exit_codes import EXIT_CRASH, EXIT_DONE
+from runner.system.error import EXIT_CRASH, EXIT_DONE
 from runner.system.json_lines import read_lines
 
 # A tiny decoder and a synthetic language. FP32 is fast on every processor.
@@ -35,7 +35,6 @@ SETTINGS = (
     "checkpoint.clean_after=5",
     "guard.min_history=10",
     "track.every=20",
-    "watchdog.settle_seconds=1",
     "guard.remedy=discard",  # the demo shows the ladder
 )
 # Three steps read these samples; the rank dies after the run went back and skipped them.

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,27 +22,127 @@ from safetensors.torch import save_file
 
 from runner.checkpoint.disk.directory import CheckpointDirectory, Entry, again_while_retired
 from runner.checkpoint.disk.shards import ShardReader, verify_files
+from runner.checkpoint.manifest import dtype_of
 from runner.checkpoint.state_digest import Summing, digest_of_sums, is_whole, state_digest
 from runner.command.arguments import Parser
-from runner.command.export_layout import (
-    Layout,
-    LayoutOf,
-    exported_name,
-    has_average,
-    plain_layout,
-)
-from runner.config.compose import from_yaml
-from runner.observe.bar import Bar
+from runner.command.bar import Bar
+from runner.engine.buffers import SAVED
 from runner.policy.retention.records import State
 from runner.run_dir.paths import RunDir
 from runner.system.error import CheckpointError, ConfigError, CorruptCheckpoint, RetiredCheckpoint
-from runner.system.files import read_bounded, write_durably
+from runner.system.files import write_durably
 from runner.system.json_lines import iter_lines, step_of
 
 _SHARD_BYTES = 4 << 30
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_CONFIG_BYTES = 4 << 20
 _MOST_CHARACTERS = 500
+# A parameter's whole value in FP32, by the name it has in the checkpoint.
+Read = Callable[[str], torch.Tensor]
+PARAM = "param/"
+AVERAGE = "ema/"
+
+
+# -- which tensors -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """One tensor to write; ``make`` gives it in FP32, or a buffer in its own type.
+
+    ``dtype``: it is written in it; None: in the layout's.
+    """
+
+    shape: tuple[int, ...]
+    make: Callable[[Read], torch.Tensor]
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The layout of an export.
+
+    Args:
+        stem: of the weights' file names, ``model`` for ``model.safetensors``.
+        tensors: by name.
+        dtype: they are written in it.
+        finish: writes further files into the folder; returns notes for the user.
+    """
+
+    stem: str
+    tensors: Mapping[str, Output]
+    dtype: torch.dtype
+    finish: Callable[[Path], Sequence[str]]
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The type in which a tensor is written."""
+        return self.tensors[name].dtype or self.dtype
+
+
+LayoutOf = Callable[[Entry], Layout]
+
+
+def shapes_in(entry: Entry) -> dict[str, tuple[int, ...]]:
+    """Whole shapes of a checkpoint's parameters, by name and in its order."""
+    return {
+        name.removeprefix(PARAM): shape
+        for name, shape in sorted(entry.manifest.shapes.items())
+        if name.startswith(PARAM)
+    }
+
+
+def buffers_in(entry: Entry) -> dict[str, Output]:
+    """The buffers of a checkpoint that a ``state_dict`` has, in their own types."""
+    prefix = f"{SAVED}/"
+    return {
+        name.removeprefix(prefix): Output(
+            shape=shape,
+            make=partial(_read, name.removeprefix(prefix)),
+            dtype=dtype_of(entry.manifest.dtype(name)),
+        )
+        for name, shape in sorted(entry.manifest.shapes.items())
+        if name.startswith(prefix)
+    }
+
+
+def has_average(entry: Entry) -> bool:
+    """Whether an average of the weights was kept (``optim.ema``), and has begun."""
+    is_there = any(name.startswith(AVERAGE) for name in entry.manifest.shapes)
+    return is_there and any(entry.manifest.update_counts.values())
+
+
+def exported_name(entry: Entry, name: str) -> str:
+    """The tensor that is exported for a parameter, its average where there is one, or for a
+    buffer."""
+    if (buffer := f"{SAVED}/{name}") in entry.manifest.shapes:
+        return buffer
+    average = f"{AVERAGE}{name}"
+    is_averaged = has_average(entry) and average in entry.manifest.shapes
+    return average if is_averaged else f"{PARAM}{name}"
+
+
+def as_it_is(name: str, shape: tuple[int, ...]) -> Output:
+    """The unchanged parameter of this name."""
+    return Output(shape=shape, make=partial(_read, name))
+
+
+def _read(name: str, read: Read) -> torch.Tensor:
+    return read(name)
+
+
+def plain_layout(entry: Entry, *, dtype: torch.dtype = torch.float32) -> Layout:
+    """The model's own parameter names, and no other file."""
+    return Layout(
+        stem="model",
+        tensors={
+            **{name: as_it_is(name, shape) for name, shape in shapes_in(entry).items()},
+            **buffers_in(entry),
+        },
+        dtype=dtype,
+        finish=lambda folder: (),
+    )
+
+
+# -- the command ---------------------------------------------------------------------------
 
 
 def export_command(arguments: Sequence[str]) -> int:
@@ -127,15 +227,6 @@ def run_of(run: Path) -> RunDir:
     return RunDir(ring.parent if ring.name == "ring" else run)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Export:
-    """The exported checkpoint, notes for the user, and why no newer checkpoint was used."""
-
-    entry: Entry
-    notes: tuple[str, ...] = ()
-    passed_over: tuple[str, ...] = ()
-
-
 def export_run(
     run: Path,
     folder: Path,
@@ -155,20 +246,18 @@ def export_run(
     """
     store, out = CheckpointDirectory(ring_folder(run)), run_of(run)
 
-    def export_one() -> tuple[list[Entry], Export]:
+    def export_one() -> tuple[list[Entry], Entry, list[str]]:
         entries, damaged = store.entries()
         if step is None and serial is None:
-            return entries, _newest_proven(entries, damaged, folder, _unproven(out), layout)
+            return entries, *_newest_proven(entries, damaged, folder, _unproven(out), layout)
         entry = _asked_for(entries, step=step, serial=serial)
-        return entries, Export(entry=entry, notes=export(entry, folder, layout))
+        return entries, entry, export(entry, folder, layout)
 
-    entries, exported = again_while_retired(export_one)
-    total = _steps(out)
-    record = exported.entry.record
+    entries, exported, notes = again_while_retired(export_one)
+    total, record = _steps(out), exported.record
     total_text = f" of {total}" if total is not None else ""
     word = "clean" if record.state is State.clean else f"{record.state.value}, not proven"
-    notes = [f"exported step {record.step}{total_text} ({word}) to {folder}", *exported.notes]
-    notes += exported.passed_over
+    notes.insert(0, f"exported step {record.step}{total_text} ({word}) to {folder}")
     if record.step == 0:
         notes.append("step 0 is the state before the first update: nothing is learned yet")
     newest = max(entries, key=lambda entry: entry.record.serial).record.step
@@ -183,7 +272,8 @@ def _newest_proven(
     folder: Path,
     unproven: Mapping[int, str],
     layout: LayoutOf,
-) -> Export:
+) -> tuple[Entry, list[str]]:
+    """Export the newest proven checkpoint; with notes, and why no newer one was used."""
     passed_over = [f"not exported, damaged: {sentence}" for sentence in damaged]
     for entry in reversed(entries):
         if entry.record.state is not State.clean:
@@ -196,7 +286,7 @@ def _newest_proven(
         except CorruptCheckpoint as error:
             passed_over.append(f"step {entry.record.step} is not exported: damaged: {error}")
             continue
-        return Export(entry=entry, notes=notes, passed_over=tuple(passed_over))
+        return entry, notes + passed_over
     raise CheckpointError(
         f"no proven checkpoint to export; there are: {_listed(entries)}"
         + "".join(f"; {sentence}" for sentence in passed_over)
@@ -254,14 +344,13 @@ def _shown(reason: object) -> str:
 def _steps(out: RunDir) -> int | None:
     """The number of steps that the run was configured for; None if unknown."""
     try:
-        text = read_bounded(out.config, _CONFIG_BYTES, follow=True).decode()
-        steps = from_yaml(text, source=out.config).get("steps")
-    except (OSError, UnicodeDecodeError, ConfigError):
+        steps = out.stored_settings().get("steps")
+    except ConfigError:
         return None
     return steps if type(steps) is int else None
 
 
-def export(entry: Entry, folder: Path, layout_of: LayoutOf = plain_layout) -> tuple[str, ...]:
+def export(entry: Entry, folder: Path, layout_of: LayoutOf = plain_layout) -> list[str]:
     """Write the weights of a checkpoint as safetensors, verified first.
 
     One file, or several of at most 4 GiB with the index that Hugging Face loaders read. The
@@ -285,28 +374,26 @@ def export(entry: Entry, folder: Path, layout_of: LayoutOf = plain_layout) -> tu
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _write(entry, folder, layout, metadata)
-        return tuple(layout.finish(folder))
+        return list(layout.finish(folder))
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written ({error})") from None
 
 
 def _digest(entry: Entry) -> str:
     manifest = entry.manifest
-    num_bytes = 4 * sum(_numel(entry, name) for name in manifest.shapes)
+    num_bytes = 4 * sum(map(manifest.numel, manifest.shapes))
     with Bar("summing up", num_bytes) as bar, ShardReader(entry) as reader:
-        whole = (_read_counted(entry, name, reader, bar) for name in sorted(manifest.shapes))
+
+        def read(name: str) -> tuple[str, torch.Tensor]:
+            bar.add(4 * manifest.numel(name))
+            return name, _whole(entry, name, reader)
+
+        whole = map(read, sorted(manifest.shapes))
         if is_whole(manifest.shapes.values()):
             return state_digest(whole, manifest.update_counts)
         summing = Summing()
         sums = {name: (tuple(x.shape), summing.of(name, 0, x.view(-1))) for name, x in whole}
     return digest_of_sums(sums, manifest.update_counts)
-
-
-def _read_counted(
-    entry: Entry, name: str, reader: ShardReader, bar: Bar
-) -> tuple[str, torch.Tensor]:
-    bar.add(4 * _numel(entry, name))
-    return name, _whole(entry, name, reader)
 
 
 def _write(entry: Entry, folder: Path, layout: Layout, metadata: Mapping[str, str]) -> None:
@@ -319,7 +406,8 @@ def _write(entry: Entry, folder: Path, layout: Layout, metadata: Mapping[str, st
             return _whole(entry, exported_name(entry, name), reader)
 
         for number, group in enumerate(groups, start=1):
-            file = _file_name(layout.stem, number, len(groups))
+            part = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
+            file = f"{layout.stem}{part}.safetensors"
             tensors = {}
             for name in group:
                 tensors[name] = (
@@ -335,12 +423,6 @@ def _write(entry: Entry, folder: Path, layout: Layout, metadata: Mapping[str, st
         index = {"metadata": {"total_size": num_bytes, **metadata}, "weight_map": file_of}
         text = json.dumps(index, indent=1).encode()
         write_durably(folder / f"{layout.stem}.safetensors.index.json", text)
-
-
-def _file_name(stem: str, number: int, total: int) -> str:
-    if total == 1:
-        return f"{stem}.safetensors"
-    return f"{stem}-{number:05d}-of-{total:05d}.safetensors"
 
 
 def _groups(layout: Layout) -> list[list[str]]:
@@ -360,9 +442,5 @@ def _num_bytes(layout: Layout, name: str) -> int:
     return math.prod(layout.tensors[name].shape) * layout.dtype_of(name).itemsize
 
 
-def _numel(entry: Entry, name: str) -> int:
-    return entry.manifest.numel(name)
-
-
 def _whole(entry: Entry, name: str, reader: ShardReader) -> torch.Tensor:
-    return reader.read(name, 0, _numel(entry, name)).view(entry.manifest.shapes[name])
+    return reader.read(name, 0, entry.manifest.numel(name)).view(entry.manifest.shapes[name])

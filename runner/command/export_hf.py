@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 
 from runner.checkpoint.disk.directory import Entry
-from runner.command.export_layout import (
+from runner.command.export import (
     Layout,
     Output,
     Read,
@@ -25,26 +25,25 @@ from runner.command.export_layout import (
     buffers_in,
     shapes_in,
 )
-from runner.config.network import lora_of
+from runner.config.network import LoraSettings, lora_of
 from runner.config.schema import ModelConfig
-from runner.convert.model_layout import llama_config, llama_name
-from runner.convert.pretrained import PretrainedWeights
+from runner.convert.model_config import llama_config, llama_name
 from runner.convert.tokenizer_files import copy_tokenizer, write_byte_tokenizer
+from runner.convert.weights import open_pretrained
 from runner.data.tokenizer import BYTE_END, BYTE_VOCAB_SIZE, open_codec
 from runner.model.pretrained import (
-    Lora,
     base_name,
     base_network,
     build,
     is_adapter,
     kept_buffers,
     layout_on_disk,
+    part_shape,
     read_config,
     read_tree,
 )
 from runner.model.recompute import NONE
 from runner.model.recorded import record
-from runner.model.stored_layout import part_shape
 from runner.run_dir.paths import RunDir
 from runner.system.error import ConfigError, DataError
 from runner.system.files import write_json
@@ -138,15 +137,14 @@ class HfExport:
         )
 
 
-def _lora(settings: Mapping[str, Any]) -> Lora | None:
+def _lora(settings: Mapping[str, Any]) -> LoraSettings | None:
     prefix = "model.lora."
     options = {
         name.removeprefix(prefix): value
         for name, value in settings.items()
         if name.startswith(prefix)
     }
-    lora_settings = lora_of(options) if options else None
-    return None if lora_settings is None else Lora(**dataclasses.asdict(lora_settings))
+    return lora_of(options) if options else None
 
 
 class _Model:
@@ -156,7 +154,7 @@ class _Model:
         path: the folder from which the run began.
     """
 
-    def __init__(self, run: RunDir, path: str, lora: Lora | None) -> None:
+    def __init__(self, run: RunDir, path: str, lora: LoraSettings | None) -> None:
         self._path = Path(path).expanduser()
         stored = run.pretrained
         self._files = stored if (stored / _CONFIG).is_file() else self._path
@@ -195,7 +193,7 @@ class _Model:
         """Untrained tensors that belong to the weights, as the folder had them."""
         outputs: dict[str, Output] = {}
         for name, buffer in kept_buffers(self._network).items():
-            weights, own = PretrainedWeights(self._path), base_name(name)
+            weights, own = open_pretrained(self._path), base_name(name)
             if own in weights.shapes:
                 values = weights.read(own, 0, buffer.numel()).view(buffer.shape)
                 outputs[own] = Output(shape=tuple(buffer.shape), make=partial(_constant, values))

@@ -7,15 +7,15 @@ import inspect
 from collections.abc import Iterable, Iterator
 from enum import Enum
 
-from runner.config.compose import fields, packaged_configs, suggestion, type_name
+from runner.config.compose import documented, fields, packaged_configs, suggestion, type_name
 from runner.config.schema import RunConfig
-from runner.system.error import ConfigError
-from runner.system.exit_codes import (
+from runner.system.error import (
     EXIT_CONFIG,
     EXIT_DONE,
     EXIT_HALTED,
     EXIT_NO_CHECKPOINT,
     EXIT_PREEMPTED,
+    ConfigError,
 )
 
 _USAGE = """\
@@ -89,7 +89,7 @@ def _presets(group: str) -> str:
 
 
 def _keys(group: str) -> Iterator[str]:
-    for name, spec, value in fields(RunConfig()):
+    for name, spec, value in documented(RunConfig()):
         if (name.rpartition(".")[0] or _RUN) != group:
             continue
         shown = value.value if isinstance(value, Enum) else value

@@ -13,9 +13,10 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -24,22 +25,24 @@ from runner.checkpoint.disk.directory import CheckpointDirectory
 from runner.checkpoint.disk.shards import Snapshot, collect_pieces, write_rank_file
 from runner.checkpoint.manifest import Manifest
 from runner.command.arguments import Parser
+from runner.command.bar import Bar
 from runner.config.compose import compose, digest, flat
 from runner.config.schema import RunConfig
 from runner.config.validate import check
 from runner.convert.model_config import NAME as CONFIG_NAME
 from runner.convert.model_config import RENAMES, ForeignModel, Setting, config_beside, read_model
-from runner.convert.sources import Stored, open_source
+from runner.convert.weights import StoredWeights, open_source
 from runner.distributed.env import place_from
+from runner.model.blueprint import frozen_names
 from runner.model.decoder import Decoder, default_ffn_dim
-from runner.model.frozen import frozen_names
-from runner.observe.bar import Bar
 from runner.run_dir.paths import RunDir
 from runner.session import parts
+from runner.session.corpus import open_dataset
 from runner.system.environment import variables
 from runner.system.error import ConfigError
 from runner.train.state import TrainState
 
+Shapes = Mapping[str, tuple[int, ...]]
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 _SHOWN = 5
 _SERIAL = 1
@@ -64,18 +67,23 @@ def import_command(arguments: Sequence[str]) -> int:
     run_dir = RunDir(Path(config.out))
     _refuse_used(run_dir)
     with Bar("preparing the data", 0) as bar:
-        dataset = parts.open_dataset(config, progress=lambda what, done, total: bar.at(done, total))
+        dataset = open_dataset(config, progress=lambda what, done, total: bar.at(done, total))
     with torch.device("meta"):
         model = Decoder(parts.model_shape(config, dataset))
     wanted = {name: tuple(value.shape) for name, value in sorted(model.named_parameters())}
     source = open_source(source_path)
     config_renames = [(re.compile(one), other) for one, other in RENAMES] if foreign else []
-    named_weights = named(source, [*(_rename(text) for text in options.rename), *config_renames])
-    refuse_misfit(wanted, {name: source[was] for name, was in named_weights.items()})
+    renames = [*(_rename(text) for text in options.rename), *config_renames]
+    named_weights = named(source.shapes, renames)
+    refuse_misfit(wanted, {name: source.shapes[was] for name, was in named_weights.items()})
     trained = wanted.keys() - frozen_names(wanted, config.compute.frozen)
     run_dir.create()
-    weights = {name: source[named_weights[name]] for name in wanted}
-    _write(config, run_dir, dataset.fingerprint(), weights, trained)
+    shapes = {f"param/{name}": shape for name, shape in wanted.items()}
+    for name in trained:
+        shapes |= {f"{moment}/{name}": wanted[name] for moment in ("exp_avg", "exp_avg_sq")}
+    shapes = dict(sorted(shapes.items()))
+    names = {f"param/{name}": named_weights[name] for name in wanted}
+    _write(config, run_dir, dataset.fingerprint(), _Weights(source, names, shapes))
     Console(soft_wrap=True).print(
         f"imported {len(wanted)} tensors from {options.source}; out={run_dir.out} starts from them",
         markup=False,
@@ -164,7 +172,7 @@ def _parser() -> Parser:
         metavar="KEY",
         help=f"pass over a key of {CONFIG_NAME}: it changes nothing that the model computes",
     )
-    parser.add_argument("--config-dir", help="your own presets")
+    parser.add_argument("--config-dir", help="presets of your own")
     return parser
 
 
@@ -227,20 +235,20 @@ def _without_prefixes(names: Sequence[str]) -> list[str]:
     return short
 
 
-def refuse_misfit(wanted: Mapping[str, tuple[int, ...]], weights: Mapping[str, Stored]) -> None:
+def refuse_misfit(wanted: Shapes, shapes: Shapes) -> None:
     """
     Raises:
         ConfigError: a parameter is missing, unexpected, or of another shape.
     """
     lines = [
-        _list_some("missing", sorted(wanted.keys() - weights.keys())),
-        _list_some("unexpected", sorted(weights.keys() - wanted.keys())),
+        _list_some("missing", sorted(wanted.keys() - shapes.keys())),
+        _list_some("unexpected", sorted(shapes.keys() - wanted.keys())),
         _list_some(
             "of another shape",
             [
-                f"{name} {list(weights[name].shape)}, needed {list(shape)}"
+                f"{name} {list(shapes[name])}, needed {list(shape)}"
                 for name, shape in wanted.items()
-                if name in weights and weights[name].shape != shape
+                if shapes.get(name, shape) != shape
             ],
         ),
     ]
@@ -259,23 +267,36 @@ def _list_some(label: str, names: Sequence[str]) -> str:
     return f"  {label}: {'; '.join(names[:_SHOWN])}{more}" if names else ""
 
 
-def _write(
-    config: RunConfig,
-    run_dir: RunDir,
-    fingerprint: str,
-    weights: Mapping[str, Stored],
-    trained: Set[str],
-) -> None:
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """The state of step 0: tensors of the source by their names in the ring, and zero moments."""
+
+    source: StoredWeights
+    names: Mapping[str, str]
+    shapes: Shapes
+
+    def snapshots(self, moved: Callable[[int], None]) -> Iterator[Snapshot]:
+        """Read each tensor when it is needed: only one of a large model is in memory."""
+        for name, shape in self.shapes.items():
+            count = math.prod(shape)
+            if name in self.names:
+                values = self.source.read(self.names[name], 0, count)
+            else:
+                values = torch.zeros(count)
+            moved(_FP32_BYTES * count)
+            yield Snapshot(name=name, start=0, values=values)
+
+
+def _write(config: RunConfig, run_dir: RunDir, fingerprint: str, weights: _Weights) -> None:
     store = CheckpointDirectory(run_dir.ring)
     store.sweep()
     folder = store.writing_folder(_SERIAL)
-    tensors = _tensors(weights, trained)
+    moments = [name for name in weights.shapes if name.startswith("exp_avg/")]
     try:
-        num_bytes = sum(_FP32_BYTES * math.prod(stored.shape) for stored in tensors.values())
+        num_bytes = sum(_FP32_BYTES * math.prod(shape) for shape in weights.shapes.values())
         with Bar("importing", num_bytes) as bar:
-            write_rank_file(folder, 0, _Snapshots(tensors, bar.add))
+            write_rank_file(folder, 0, weights.snapshots(bar.add))
         pieces, files = collect_pieces(folder, 1)
-        state = TrainState(config.guard)
         manifest = Manifest(
             serial=_SERIAL,
             step=0,
@@ -285,9 +306,9 @@ def _write(
             data_fingerprint=fingerprint,
             metrics_bytes=0,
             journal_lines=0,
-            train_state=state.to_json(),
-            update_counts=dict.fromkeys(trained, 0),
-            shapes={name: stored.shape for name, stored in tensors.items()},
+            train_state=TrainState(config.guard).to_json(),
+            update_counts={name.removeprefix("exp_avg/"): 0 for name in moments},
+            shapes=dict(weights.shapes),
             pieces=pieces,
             files=files,
         )
@@ -299,47 +320,3 @@ def _write(
         if isinstance(error, OSError):
             raise ConfigError(f"out={run_dir.out}: cannot be written ({error})") from None
         raise
-
-
-def _tensors(weights: Mapping[str, Stored], trained: Set[str]) -> dict[str, Stored]:
-    """Tensors of the whole state by their names in the ring, sorted."""
-    tensors: dict[str, Stored] = {}
-    for name, stored in weights.items():
-        tensors[f"param/{name}"] = stored
-        for kind in ("exp_avg", "exp_avg_sq") if name in trained else ():
-            tensors[f"{kind}/{name}"] = _zeros(stored.shape)
-    return dict(sorted(tensors.items()))
-
-
-def _zeros(shape: tuple[int, ...]) -> Stored:
-    return Stored(shape=shape, read=lambda: torch.zeros(shape))
-
-
-class _Snapshots(Sequence[Snapshot]):
-    """Reads each tensor when it is needed: only one of a large model is in memory."""
-
-    def __init__(self, tensors: Mapping[str, Stored], moved: Callable[[int], None]) -> None:
-        self._items = list(tensors.items())
-        self._moved = moved
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    @overload
-    def __getitem__(self, index: int) -> Snapshot: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Snapshot]: ...
-    def __getitem__(self, index: int | slice) -> Snapshot | Sequence[Snapshot]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        name, stored = self._items[index]
-        values = _clean(name, stored)
-        self._moved(_FP32_BYTES * values.numel())
-        return Snapshot(name=name, start=0, values=values)
-
-
-def _clean(name: str, stored: Stored) -> torch.Tensor:
-    values = stored.read().detach().float().flatten()
-    if not bool(values.isfinite().all()):
-        raise ConfigError(f"{name}: holds NaN or Inf; a run cannot start from it")
-    return values

@@ -14,12 +14,11 @@ from pathlib import Path
 
 from runner.command.arguments import Parser
 from runner.command.supervise import Meeting, add_restart_options, run_supervised
-from runner.config.extras import check_extras
-from runner.config.validate import check
+from runner.config.validate import check, check_extras
 from runner.fault.spec import parse_faults
-from runner.launch import command_line, torchrun
-from runner.launch.bad_nodes import refuse_listed
-from runner.launch.node_rendezvous import meeting
+from runner.launch import torchrun
+from runner.launch.crash_evidence import refuse_listed
+from runner.launch.slurm import meeting
 from runner.system.environment import variables
 from runner.system.error import ConfigError
 
@@ -34,7 +33,7 @@ def launch_command(arguments: Sequence[str]) -> int:
     nodes = torchrun.parse_nodes(options.nodes or str(scheduler.num_nodes if scheduler else 1))
     num_ranks = _num_ranks(options.nproc)
     # Report a wrong setting here, in one line, before any process starts.
-    config = command_line.settings(overrides)
+    config = torchrun.settings(overrides)
     check(config, world_size=nodes.least * num_ranks)
     parse_faults(config.faults)
     check_extras(config)
@@ -92,7 +91,7 @@ def _parser() -> Parser:
         help="by torchrun itself; default 0, or 3 with MIN:MAX nodes",
     )
     parser.add_argument("--print", action="store_true", help="print the command and stop")
-    add_restart_options(parser, restarts=5)
+    add_restart_options(parser)
     return parser
 
 

@@ -20,11 +20,9 @@ from rich.table import Table
 from runner.command.arguments import Parser
 from runner.observe.journal import read_journal
 from runner.policy.retention.interval import (
-    LLAMA3_DAYS,
-    LLAMA3_FAILURES,
     LLAMA3_NODES,
+    NODE_MTBF_HOURS,
     availability_interval,
-    node_mtbf_hours,
 )
 from runner.system.error import ConfigError
 from runner.system.parsing import json_text
@@ -35,12 +33,14 @@ from runner.tools.goodput import (
     Costs,
     Plan,
     Strategy,
+    Value,
+    Values,
     daly_interval,
+    measured,
     plan,
     share_in_memory,
     young_interval,
 )
-from runner.tools.measured_costs import Value, Values, measured
 
 _TIERS = {"sync": Strategy.synchronous, "async": Strategy.asynchronous, "ring": Strategy.ring}
 
@@ -138,8 +138,7 @@ def _parser() -> Parser:
     memory.add_argument("--ranks", type=int, help="over how many ranks")
     memory.add_argument("--ranks-per-node", type=int, default=8, help="default: 8")
     memory.add_argument("--room-gib", type=float, help="what a rank's device has, in GiB")
-    memory.add_argument("--config-dir", help="presets of your own")
-    memory.add_argument("overrides", nargs="*", help="settings of the run")
+    parser.add_settings()
     return parser
 
 
@@ -156,7 +155,7 @@ def _tiers(text: str) -> list[str]:
 
 def _values(options: Any) -> Values:
     """Merge defaults, the preset, a run's measurements and the options, in this order."""
-    share = share_in_memory(LLAMA3_FAILURES, mirrored=options.mirror)
+    share = share_in_memory(mirrored=options.mirror)
     values = {
         "detect_seconds": Value(0.0, "default"),
         "slots": Value(2.0, "default"),
@@ -209,10 +208,9 @@ def _llama3() -> Values:
     paper = "Llama 3 paper"
     # 16M tokens a step, 400 TFLOP/s on each of 16,384 GPUs; 2 TB/s sustained by the storage.
     step = 6 * LLAMA3_PARAMETERS * 16 * 2**20 / (16_384 * 400e12)
-    hours = node_mtbf_hours(LLAMA3_FAILURES, LLAMA3_DAYS, LLAMA3_NODES)
     return {
         "nodes": Value(LLAMA3_NODES, paper),
-        "mtbf_node_hours": Value(hours, f"{paper}: 419 in 54 days"),
+        "mtbf_node_hours": Value(NODE_MTBF_HOURS, f"{paper}: 419 in 54 days"),
         "state_gb": Value(state / 1e9, f"{BYTES_PER_PARAMETER} bytes a parameter"),
         "step_seconds": Value(step, f"{paper}: 16M tokens at 400 TFLOP/s"),
         "save_seconds": Value(state / 2e12, f"{paper}: storage of 2 TB/s"),
@@ -234,20 +232,15 @@ def _measured(out: Path) -> Values:
 
 
 def _costs(values: Values, *, mirrored: bool) -> Costs:
-    number = {name: value.number for name, value in values.items()}
+    number: dict[str, Any] = {name: value.number for name, value in values.items()}
+    nodes, hours = number.pop("nodes"), number.pop("mtbf_node_hours")
     return Costs(
-        nodes=int(number["nodes"]),
-        mtbf_seconds=number["mtbf_node_hours"] * 3600 / number["nodes"],
-        step_seconds=number["step_seconds"],
-        save_seconds=number["save_seconds"],
-        stall_seconds=number["stall_seconds"],
-        restart_seconds=number["restart_seconds"],
-        memory_restart_seconds=number["memory_restart_seconds"],
-        detect_seconds=number["detect_seconds"],
-        state_bytes=number["state_gb"] * 1e9,
-        memory_share=number["memory_share"],
-        slots=int(number["slots"]),
+        nodes=int(nodes),
+        mtbf_seconds=hours * 3600 / nodes,
+        state_bytes=number.pop("state_gb") * 1e9,
+        slots=int(number.pop("slots")),
         mirrored=mirrored,
+        **number,
     )
 
 
@@ -302,12 +295,10 @@ def _print(values: Values, costs: Costs, plans: Sequence[Plan]) -> None:
 
 def _plans_table(costs: Costs, plans: Sequence[Plan]) -> Table:
     table = Table(title="At the best interval; memory is of each host", title_justify="left")
-    for name in ("checkpoints", "every", "on disk every", "goodput", "stalled"):
-        table.add_column(name)
-    for name in ("lost per failure", "down per failure", "memory"):
-        table.add_column(name)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    heads = ["every", "on disk every", "goodput", "stalled", "lost per failure", "down per failure"]
+    table.add_column("checkpoints")
+    for name in (*heads, "memory"):
+        table.add_column(name, justify="right")
     for one_plan in plans:
         table.add_row(
             one_plan.strategy.value,

@@ -18,8 +18,8 @@ from runner.config.schema import Precision
 from runner.config.validate import check
 from runner.distributed.env import RankEnv
 from runner.session import parts
-from runner.session.planned_memory import PlannedMemory, planned_memory
-from runner.startup.memory_need import MemoryNeed
+from runner.session.corpus import open_dataset
+from runner.startup.memory_need import MemoryNeed, PlannedMemory, planned_memory
 from runner.system.error import ConfigError
 from runner.system.parsing import json_text
 from runner.system.units import format_bytes
@@ -56,7 +56,7 @@ def plan_memory(
     place = RankEnv(
         rank=0, world_size=ranks, local_rank=0, local_world_size=min(ranks, ranks_per_node)
     )
-    dataset = parts.open_dataset(config)
+    dataset = open_dataset(config)
     planned = planned_memory(config, parts.blueprint(config, dataset), dataset, place)
     room = None if room_gib is None else round(room_gib * (1 << 30))
     precision = config.compute.precision.value

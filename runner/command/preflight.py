@@ -15,21 +15,22 @@ import numpy as np
 import torch
 
 from runner.command.arguments import Parser
-from runner.command.checks import print_checks, print_json
+from runner.command.bar import Bar
+from runner.command.check_model import print_checks, print_json
 from runner.config.compose import compose
 from runner.config.schema import Precision, RunConfig
 from runner.config.validate import check as check_settings
 from runner.data.cursor import SampleStream
 from runner.data.dataset import Dataset
 from runner.data.feed import few_of
-from runner.observe.bar import Bar
+from runner.engine.optimizer import OptimizerSettings
 from runner.session import parts
-from runner.session.evaluation import spread_over
-from runner.session.optim import optimizer_settings
+from runner.session.corpus import open_dataset, open_validation, prepare_data, sample_stream
 from runner.startup.checks import Check
 from runner.startup.preflight import hardware, learning, numerics, probes
 from runner.startup.preflight.corpus import Corpus, corpus_checks
 from runner.startup.preflight.subject import Subject, Trial, tried
+from runner.train.evaluate import spread_over
 
 _SECONDS = 45.0  # time limit for the model's trials; a trial that has begun is finished
 _BATCHES, _ROWS = 16, 8
@@ -65,7 +66,7 @@ def preflight_command(arguments: Sequence[str]) -> int:
     config = compose([*options.overrides, "parallel=single"], config_dir=options.config_dir)
     check_settings(config, world_size=1)
     with Bar("preparing the data", 0) as bar:
-        dataset = parts.open_dataset(config, progress=lambda what, done, total: bar.at(done, total))
+        dataset = open_dataset(config, progress=lambda what, done, total: bar.at(done, total))
     checks = []
     with Bar("trying", len(TRIALS), unit="checks") as bar:
         for check in _checks(config, dataset):
@@ -78,7 +79,7 @@ def preflight_command(arguments: Sequence[str]) -> int:
 
 def _checks(config: RunConfig, dataset: Dataset) -> Iterator[Check]:
     device = _device(config)
-    stream = parts.sample_stream(config, dataset)
+    stream = sample_stream(config, dataset)
     corpus = _corpus(config, dataset, stream)
     return chain(
         tried(TRIALS, _subject(config, dataset, corpus, device), _SECONDS), corpus_checks(corpus)
@@ -107,10 +108,8 @@ def _corpus(config: RunConfig, dataset: Dataset, stream: SampleStream) -> Corpus
             training=training,
             held_out=stream.held_out_indices(_HELD_OUT),
         )
-    prepared = [
-        str(one.place) if one else "" for one in parts.prepare_data(config, lambda *_: None)
-    ]
-    validation = parts.open_validation(config, prepared)
+    prepared = [str(one.place) if one else "" for one in prepare_data(config, lambda *_: None)]
+    validation = open_validation(config, prepared)
     assert validation is not None
     return Corpus(
         dataset=dataset,
@@ -130,7 +129,7 @@ def _subject(config: RunConfig, dataset: Dataset, corpus: Corpus, device: torch.
         device=device,
         seed=config.seed,
         vocab_size=getattr(dataset, "vocab_size", 0) or 0,
-        optimizer=optimizer_settings(config),
+        optimizer=OptimizerSettings.of(config.optim),
         rate=optim.lr,
         clip=optim.clip,
         frozen_by_settings=bool(config.compute.frozen),
@@ -142,6 +141,5 @@ def _subject(config: RunConfig, dataset: Dataset, corpus: Corpus, device: torch.
 def _parser() -> Parser:
     parser = Parser(prog="python -m runner preflight", description=__doc__)
     parser.add_argument("--json", action="store_true", help="a JSON line for each check")
-    parser.add_argument("--config-dir", help="presets of your own")
-    parser.add_argument("overrides", nargs="*", help="settings of the run")
+    parser.add_settings()
     return parser

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,16 @@ from typing import Any
 import numpy as np
 
 from runner.command.arguments import Parser
-from runner.observe.bar import Bar
-from runner.system.beside import add_options, stay_beside
+from runner.command.bar import Bar
 from runner.system.error import ConfigError
+from runner.system.json_lines import iter_lines
 from runner.system.parsing import json_text
+from runner.system.process import add_options, stay_beside
 from runner.tools.backtest import column
 from runner.tools.backtest.recording import FileColumns, read_columns
 from runner.tools.backtest.table import Names
-from runner.tools.reading.curve import CORPUS_ENTROPY, FURTHER, Curve
+from runner.tools.reading.curve import CORPUS_ENTROPY, FURTHER, HELD_OUT, LEARNING_RATE, Curve
 from runner.tools.reading.findings import LEAST_ROWS, read
-from runner.tools.reading.own import curve_of_run
 from runner.tools.reading.signature import SIGNATURES, Signature
 
 _USAGE = """\
@@ -39,6 +40,9 @@ Hugging Face's trainer; a folder with metrics.jsonl or event files counts as one
   --json             one line per file: {"file", "rows", "signatures": [{"signature", "rows",
                      "steps", "evidence", "try", "confidence"}]}
 """
+
+
+_OWN = ("step", "loss", "grad_norm", "lr", "eval_loss")  # columns of our own metrics
 
 
 def read_command(arguments: Sequence[str]) -> int:
@@ -88,6 +92,21 @@ def curve_of(columns: FileColumns, corpus_entropy: float | None = None) -> Curve
     if corpus_entropy is not None:
         further[CORPUS_ENTROPY] = [corpus_entropy] * len(columns.losses)
     return Curve.of(columns.steps, columns.losses, columns.grad_norms, further)
+
+
+def curve_of_run(metrics: Path, stop: int, corpus_entropy: float | None) -> Curve:
+    """The applied steps in the first ``stop`` bytes of the metrics."""
+    columns = {name: array("d") for name in _OWN}
+    for line in iter_lines(metrics, stop=stop):
+        if line.get("action") == "apply":
+            for name, column in columns.items():
+                value = line.get(name)
+                column.append(float(value) if isinstance(value, int | float) else np.nan)
+    steps, loss, grad_norm, rate, held_out = (np.array(columns[name]) for name in _OWN)
+    further = {LEARNING_RATE: rate, HELD_OUT: held_out}
+    if corpus_entropy:
+        further[CORPUS_ENTROPY] = np.full(len(loss), corpus_entropy)
+    return Curve.of(steps, loss, grad_norm, further)
 
 
 def _attribute(option: str) -> str:

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.command.arguments import Parser
-from runner.observe.bar import Bar
-from runner.run_dir.explanations import explanations, read_explanation
-from runner.run_dir.paths import RunDir
+from runner.command.bar import Bar
+from runner.run_dir.paths import RunDir, explanations, read_explanation
 from runner.system.error import ConfigError
 from runner.system.parsing import json_text
 from runner.tools.replay_lines import incident_line, incident_lines, repeated_lines
@@ -25,13 +24,11 @@ from runner.tools.replay_lines import incident_line, incident_lines, repeated_li
 
 def replay_command(arguments: Sequence[str]) -> int:
     """Parse and print; returns the exit code."""
-    given = list(arguments)
-    separator = given.index("--") if "--" in given else len(given)
-    options = _parser().parse_args(given[:separator])
+    options, settings = _parser().of_command(arguments)
     run_dir = RunDir(Path(options.out))
     if not Path(options.out).is_dir():
         raise ConfigError(f"{options.out}: no such run directory")
-    numbers = explanations(run_dir.explanations, run_dir.incidents)
+    numbers = explanations(run_dir.explanations)
     if not numbers:
         raise ConfigError(
             f"{run_dir.explanations}: has no evidence; a run leaves some for each bad step that it "
@@ -42,8 +39,8 @@ def replay_command(arguments: Sequence[str]) -> int:
         some_numbers = ", ".join(map(str, numbers[-20:]))
         raise ConfigError(f"--incident {number}: no such incident; there are {some_numbers}")
     evidence = _read(run_dir, number)
-    if separator < len(given):
-        return _replay_again(run_dir, number, evidence, given[separator + 1 :])
+    if "--" in arguments:
+        return _replay_again(run_dir, number, evidence, settings)
     if options.json:
         sys.stdout.write(json_text({"incident": number, **evidence}) + "\n")
         return 0

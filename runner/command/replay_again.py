@@ -20,9 +20,9 @@ from runner.policy.decision.history import Incident
 from runner.policy.retention.records import State
 from runner.run_dir.paths import RunDir
 from runner.session.group import join
-from runner.session.phases import Run
 from runner.session.session import open_run
 from runner.system.error import ConfigError, RetiredCheckpoint
+from runner.train.run import EngineRun
 
 # Overrides after the user's settings: one process, all explanations, almost no output.
 _ALONE = (
@@ -68,9 +68,9 @@ def replay_again(
     return entry.record.step, cause
 
 
-def _find_cause(run: Run, step: int) -> Mapping[str, Any] | None:
+def _find_cause(run: EngineRun, step: int) -> Mapping[str, Any] | None:
     """Train up to the bad step; returns the cause in its first journal line."""
-    history = run.opened.written.journal.history
+    history = run.history
     num_known = len(history.incidents)
     run.loop.begin()
     while run.state.updates < step:

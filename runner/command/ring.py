@@ -15,12 +15,11 @@ from rich.table import Table
 
 from runner.checkpoint.disk.directory import MOST_LISTINGS, CheckpointDirectory, Entry
 from runner.checkpoint.disk.shards import verify_files
-from runner.checkpoint.memory.header import SnapshotHeader
-from runner.checkpoint.memory.snapshot import headers_on
+from runner.checkpoint.memory.snapshot import SnapshotHeader, headers_on
 from runner.command.arguments import Parser
+from runner.command.bar import Bar
 from runner.command.export import export_run, ring_folder
 from runner.config.validate import url_problem
-from runner.observe.bar import Bar
 from runner.run_dir.paths import RunDir
 from runner.startup.shared_memory import node_folder
 from runner.system.error import CheckpointError, ConfigError, CorruptCheckpoint, RetiredCheckpoint

@@ -1,61 +1,61 @@
-"""``python -m runner supervise -- COMMAND``: restarts a job after a crash, while that helps.
-
-For places without a scheduler. The budget of restarts is counted in progress: an attempt that
-advances the newest clean checkpoint renews it. Exit codes 2, 3 and 4 are not restarted, 75
-is; the same failure at the same step three times ends it with 3.
-"""
+"""Commands that restart what they start: ``supervise`` for a runner, ``run`` for any script."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from runner.command.arguments import Parser
+from runner.command.arguments import Parser, at_least
 from runner.config.schema import RunConfig
 from runner.distributed.env import EXIT_DIR, tell_exit
-from runner.launch import command_line, meeting_point
-from runner.launch.attempt import Job, Stop, StopTarget, run_once
-from runner.launch.bad_nodes import BadNodes
-from runner.launch.outcome import EXIT_CODES
+from runner.launch import meeting_point, torchrun
+from runner.launch.attempt import EXIT_CODES, Job, Stop, StopTarget, run_once
+from runner.launch.crash_evidence import BadNodes
+from runner.launch.script import PROGRESS, ScriptSupervisor, Watched
 from runner.launch.supervisor import JobSupervisor, new_launch_id
 from runner.policy.restart import RestartRules
 from runner.system.environment import variables
 from runner.system.error import ConfigError
 
 _log = logging.getLogger(__name__)
+_BUSY = 3.0  # times --quiet
+_START_SECONDS = 600.0  # for imports, weights, compilation
 
 
 def supervise_command(arguments: Sequence[str]) -> int:
-    """Parse and run; returns the exit code of the job."""
-    given = list(arguments)
-    separator = given.index("--") if "--" in given else len(given)
-    options = _parser().parse_args(given[:separator])
-    command = given[separator + 1 :]
+    """``python -m runner supervise -- COMMAND``: restarts a job after a crash, while that helps.
+
+    For places without a scheduler. The budget of restarts is counted in progress: an attempt that
+    advances the newest clean checkpoint renews it. Exit codes 2, 3 and 4 are not restarted, 75
+    is; the same failure at the same step three times ends it with 3.
+    """
+    parser = Parser(
+        prog="python -m runner supervise",
+        description=supervise_command.__doc__,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--out", metavar="DIR", help="the run's directory; default: the command's")
+    add_restart_options(parser)
+    options, command = parser.of_command(arguments)
     if not command:
         raise ConfigError("supervise: no command; write: supervise [options] -- torchrun ...")
-    out = command_line.out_of(command, options.out)
+    out = torchrun.out_of(command, options.out)
     return run_supervised(options, command, out=out, environment=variables())
 
 
-def _parser() -> Parser:
-    parser = Parser(prog="python -m runner supervise", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--out", metavar="DIR", help="the run's directory; default: the command's")
-    add_restart_options(parser, restarts=5)
-    return parser
-
-
-def add_restart_options(parser: ArgumentParser, *, restarts: int) -> None:
+def add_restart_options(parser: ArgumentParser) -> None:
     """Options that :func:`rules_of` reads."""
     parser.add_argument(
         "--restarts",
         type=int,
-        default=restarts,
+        default=5,
         metavar="N",
-        help=f"restarts in a row without a new clean checkpoint; 0: none; default {restarts}",
+        help="restarts in a row without a new clean checkpoint; 0: none; default 5",
     )
     parser.add_argument(
         "--pause",
@@ -74,9 +74,7 @@ def rules_of(options: Namespace, *, diagnose: bool, restart_preempted: bool = Tr
     Raises:
         ConfigError: a number is negative.
     """
-    for name in ("restarts", "pause", "max_pause"):
-        if not getattr(options, name) >= 0:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: at least 0")
+    at_least(0, restarts=options.restarts, pause=options.pause, max_pause=options.max_pause)
     return RestartRules(
         codes=EXIT_CODES,
         restarts=options.restarts,
@@ -103,14 +101,14 @@ def run_supervised(
     """
     diagnose, begin_seconds = False, None
     if "runner" in command:
-        overrides = command_line.overrides_of(command)
-        config = command_line.settings(overrides)
+        overrides = torchrun.overrides_of(command)
+        config = torchrun.settings(overrides)
         diagnose, begin_seconds = config.debug.diagnose_on_crash, begin_limit(config)
 
     def make_job(_: int, diagnosing: bool) -> Job:
         chosen = list(command)
         if diagnosing:
-            chosen[len(chosen) - len(overrides) :] = command_line.diagnosing(overrides)
+            chosen[len(chosen) - len(overrides) :] = torchrun.diagnosing(overrides)
         return Job(
             command=chosen,
             environment=environment,
@@ -181,3 +179,94 @@ def _run_as_part(job: Job, out: Path) -> int:
 def say(text: str) -> None:
     """Log a line that is distinguishable from the job's own output."""
     _log.info("supervise: %s", text)
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """``python -m runner run -- COMMAND``: supervises any script and restarts it while it helps.
+
+    The script is not changed. Its progress is read from its output; when it prints nothing for
+    ``--quiet`` seconds its ranks are asked where they are, and it is restarted. The cause of a
+    crash is read from tracebacks, torchrun's summary and error file, signals and NCCL's flight
+    recorder.
+    """
+    options, command = _run_options().of_command(arguments)
+    if not command:
+        raise ConfigError("run: no command; write: run [options] -- torchrun train.py ...")
+    try:
+        num_groups = re.compile(options.progress).groups
+    except re.error as error:
+        raise ConfigError(
+            f"--progress {options.progress!r}: is not a valid pattern ({error})"
+        ) from None
+    if num_groups < 1:
+        raise ConfigError(f"--progress {options.progress!r}: needs a group, such as step (\\d+)")
+    start, busy = options.quiet_start, options.quiet_busy
+    if start is None:
+        start = max(_START_SECONDS, options.quiet) if options.quiet else 0.0
+    if busy is None:
+        busy = _BUSY * options.quiet
+    at_least(0, quiet=options.quiet, quiet_start=start)
+    at_least(options.quiet, quiet_busy=busy)
+    rules = replace(rules_of(options, diagnose=False), measure="step")
+    environment = dict(variables())
+    supervisor = ScriptSupervisor(
+        command,
+        environment,
+        watched=Watched(
+            quiet_seconds=options.quiet,
+            busy_seconds=busy,
+            start_seconds=start,
+            progress=options.progress,
+            folder=options.out,
+        ),
+        rules=rules,
+        launch_id=new_launch_id(environment),
+        say=lambda text: _log.info("run: %s", text),
+    )
+    end = supervisor.run()
+    if end.code:
+        _log.info("run: %s", end.reason)
+    return end.code
+
+
+def _run_options() -> Parser:
+    parser = Parser(
+        prog="python -m runner run", description=run_command.__doc__, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("holdfast-run"),
+        metavar="DIR",
+        help="for the evidence and the list of attempts; default holdfast-run",
+    )
+    parser.add_argument(
+        "--quiet",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="without output or work on its GPUs before it counts as hung; 0: never; default 600",
+    )
+    parser.add_argument(
+        "--quiet-start",
+        type=float,
+        metavar="SECONDS",
+        help="the same before its first step (imports, weights, compilation); 0: never; "
+        "default the larger of 600 and --quiet",
+    )
+    parser.add_argument(
+        "--quiet-busy",
+        type=float,
+        metavar="SECONDS",
+        help="without output while its GPUs are busy, as they are in a hung collective; "
+        "default three times --quiet",
+    )
+    parser.add_argument(
+        "--progress",
+        default=PROGRESS,
+        metavar="PATTERN",
+        help="finds the step in a line of output, as its first group; default: step 12, "
+        "iter: 12, 12/500 [",
+    )
+    add_restart_options(parser)
+    return parser

@@ -27,8 +27,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.former_keys import as_now, former_key
 from runner.config.schema import DECODER_KEYS, DataKind, RunConfig
+from runner.system.environment import redacted
 from runner.system.error import ConfigError
-from runner.system.redact import redacted
 
 # Of a stored config: ours have some kilobytes and three levels.
 _YAML_BYTES = 4 << 20
@@ -200,8 +200,7 @@ def _reject_deletion(text: str) -> None:
     """Refuse ``~key``: Hydra takes it for a group, and silently keeps the key."""
     if text.startswith("~"):
         key = text[1:].partition("=")[0].partition("@")[0]
-        known = {name for name, _, _ in fields(RunConfig())}
-        known |= {name.partition(".")[0] for name in known}
+        known = _specs().keys() | {name.partition(".")[0] for name in _specs()}
         hint = "" if key in known else suggestion(key, known)
         off = ", or eval.every=0 for no evaluation" if key == "eval" else ""
         raise ConfigError(
@@ -220,7 +219,7 @@ def _reject_former(text: str) -> None:
 def _reject_whole_group(text: str) -> None:
     """``eval=false`` and ``guard=null``: what Hydra says of them names its own types."""
     group, _, value = text.partition("=")
-    keys = [name for name, _, _ in fields(RunConfig()) if name.startswith(f"{group}.")]
+    keys = [name for name in _specs() if name.startswith(f"{group}.")]
     if not keys or value.startswith("{"):
         return
     folder = packaged_configs() / group
@@ -325,12 +324,11 @@ def _whole_of(key: str, value: str) -> int | None:
 
 def _kind_of(key: str) -> str:
     """The type of a key in the schema; empty for one that does not exist."""
-    kinds = {name: str(spec.type) for name, spec, _ in fields(RunConfig())}
-    return kinds.get(key, "")
+    return str(_specs()[key].type) if key in _specs() else ""
 
 
 def _suggest(key: str) -> str:
-    known = [name for name, _, _ in fields(RunConfig())]
+    known = list(_specs())
     groups = sorted({name.split(".")[0] for name in known})
     close = difflib.get_close_matches(key, groups, n=1, cutoff=0.7)
     if close and "." not in key:
@@ -344,10 +342,14 @@ def _suggest(key: str) -> str:
 
 
 def _allowed(key: str) -> str:
-    for name, spec, _ in fields(RunConfig()):
-        if name == key:
-            return f"Allowed: {type_name(spec)} ({spec.metadata['help']})."
-    return ""
+    spec = _specs().get(key)
+    return f"Allowed: {type_name(spec)} ({spec.metadata['help']})." if spec else ""
+
+
+@functools.cache
+def _specs() -> dict[str, dataclasses.Field[Any]]:
+    """Each key's field."""
+    return {name: spec for name, spec, _ in fields(RunConfig())}
 
 
 def type_name(spec: dataclasses.Field[Any]) -> str:
@@ -373,6 +375,11 @@ def fields(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Fie
             yield from fields(value, f"{prefix}{spec.name}.")
         else:
             yield f"{prefix}{spec.name}", spec, value
+
+
+def documented(config: Any) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
+    """The same without ``arguments``, which holds further keys of a group with ``_target_``."""
+    return (entry for entry in fields(config) if not entry[0].endswith(".arguments"))
 
 
 def to_plain(config: RunConfig) -> dict[str, Any]:

@@ -42,6 +42,11 @@ def key(
     return field(default=default, metadata=metadata)
 
 
+def exact(default: Any, help: str, **more: Any) -> Any:
+    """A key that changes what the run computes: resuming with another value is refused."""
+    return key(default, help, trajectory=True, **more)
+
+
 SYNTHETIC_VOCABULARY = 64  # of kind: synthetic, where vocab_size is not given
 
 
@@ -138,74 +143,57 @@ class ModelConfig:
     ``compute`` says how it is computed.
     """
 
-    _target_: str | None = key(
+    _target_: str | None = exact(
         None,
         "a model of your own, such as pkg.Net: called with the other keys of this group, returns a "
         "torch module (see docs/models.md); null: the decoder",
-        trajectory=True,
     )
-    arguments: Any = key(
-        None, "_target_: further arguments; each may also be a key of this group", trajectory=True
-    )
+    arguments: Any = exact(None, "_target_: further arguments")
     # Any type: beside _target_ they are arguments, of whatever type that code wants.
-    kind: Any = key(
+    kind: Any = exact(
         "decoder",
         "decoder: this package's own; hf: the Hugging Face model in the folder path",
-        trajectory=True,
         shown="decoder | hf",
     )
-    path: Any = key(
+    path: Any = exact(
         None,
         "hf: a local folder with config.json, *.safetensors and the tokenizer's files",
-        trajectory=True,
         shown="str | null",
     )
-    init: Any = key(
+    init: Any = exact(
         "weights",
         "hf: weights: those of the folder; random: fresh ones, from its config.json alone",
-        trajectory=True,
         shown="weights | random",
     )
-    lora: Any = key(
+    lora: Any = exact(
         None,
         "hf: train low-rank adapters only, by PEFT: {r: 8, targets: [q_proj, v_proj], alpha: 16, "
         "dropout: 0.0, rslora: false}; null: train all weights",
-        trajectory=True,
         shown="mapping | null",
     )
-    dim: int = key(128, "width of the residual stream", trajectory=True, ge=2)
-    layers: int = key(4, "number of blocks", trajectory=True, ge=1)
-    heads: int = key(4, "attention heads; must divide dim", trajectory=True, ge=1)
-    kv_heads: int | None = key(
-        None,
-        "key/value heads (grouped-query attention); null: as many as heads",
-        trajectory=True,
-        ge=1,
+    dim: int = exact(128, "width of the residual stream", ge=2)
+    layers: int = exact(4, "number of blocks", ge=1)
+    heads: int = exact(4, "attention heads; must divide dim", ge=1)
+    kv_heads: int | None = exact(
+        None, "key/value heads (grouped-query attention); null: as many as heads", ge=1
     )
-    ffn_dim: int | None = key(
-        None, "hidden width of SwiGLU; null: 8/3 dim rounded up to 64", trajectory=True, ge=1
+    ffn_dim: int | None = exact(
+        None, "hidden width of SwiGLU; null: 8/3 dim rounded up to 64", ge=1
     )
-    vocab_size: int | None = key(
-        None, "rows of the embedding; null: what the data needs", trajectory=True, ge=2
-    )
-    tied_head: bool = key(True, "the output head reuses the embedding", trajectory=True)
-    qk_norm: bool = key(False, "RMSNorm on queries and keys", trajectory=True)
-    norm_eps: float = key(1e-5, "epsilon of RMSNorm", trajectory=True, gt=0)
-    rope_theta: float = key(10000.0, "base of the rotary frequencies", trajectory=True, gt=0)
-    rope_scaling: Any = key(
+    vocab_size: int | None = exact(None, "rows of the embedding; null: what the data needs", ge=2)
+    tied_head: bool = exact(True, "the output head reuses the embedding")
+    qk_norm: bool = exact(False, "RMSNorm on queries and keys")
+    norm_eps: float = exact(1e-5, "epsilon of RMSNorm", gt=0)
+    rope_theta: float = exact(10000.0, "base of the rotary frequencies", gt=0)
+    rope_scaling: Any = exact(
         None,
         "Llama 3's scaling of the rotary frequencies: {factor: 8, low_freq_factor: 1, "
         "high_freq_factor: 4, original_max_position_embeddings: 8192}; null: none",
-        trajectory=True,
         shown="mapping | null",
     )
-    dropout: float = key(
-        0.0, "dropout after attention and feed-forward", trajectory=True, ge=0, lt=1
-    )
-    z_loss: float = key(
-        0.0, "weight of logsumexp(logits)^2 in the training loss", trajectory=True, ge=0
-    )
-    init_std: float = key(0.02, "standard deviation of the initial weights", trajectory=True, gt=0)
+    dropout: float = exact(0.0, "dropout after attention and feed-forward", ge=0, lt=1)
+    z_loss: float = exact(0.0, "weight of logsumexp(logits)^2 in the training loss", ge=0)
+    init_std: float = exact(0.02, "standard deviation of the initial weights", gt=0)
     loss_chunk_mib: float = key(
         512.0,
         "logits of a micro-batch that take more than this in FP32 are computed in such parts, "
@@ -227,11 +215,10 @@ DECODER_KEYS = frozenset(
 class ComputeConfig:
     """How a model is computed, the decoder or one of your own."""
 
-    precision: Precision = key(
+    precision: Precision = exact(
         Precision.auto,
         "compute type of forward and backward: bf16, fp32, or auto: as the run began; at its "
         "beginning bf16 where all ranks have it in hardware, else fp32",
-        trajectory=True,
     )
     compile: bool = key(False, "torch.compile each block")
     recompute: Recompute = key(
@@ -239,64 +226,50 @@ class ComputeConfig:
         "blocks: recompute the activations of blocks in backward and keep none; selective: "
         "keep only the results of products and attention; none: keep all",
     )
-    frozen: list[str] = key(
-        [], "regular expressions found in the names of parameters not to train", trajectory=True
+    frozen: list[str] = exact(
+        [], "regular expressions found in the names of parameters not to train"
     )
-    loss_fp32: bool = key(True, "compute the cross-entropy in FP32", trajectory=True)
-    deterministic: bool = key(
+    deterministic: bool = exact(
         False,
         "make a GPU repeat bits (settings of torch, cuBLAS, Inductor and NCCL), which can be "
         "slower; the start line says whether this machine repeats bits",
-        trajectory=True,
     )
-    document_attention: DocumentAttention = key(
+    document_attention: DocumentAttention = exact(
         DocumentAttention.auto,
         "decoder, if data keeps documents apart: mask (of all pairs of tokens), flex "
         "(torch's flex attention, without one), or auto: flex on CUDA, else mask",
-        trajectory=True,
     )
 
 
 @dataclass(slots=True, kw_only=True)
 class DataConfig:
-    """Where samples come from: windows of ``seq_len + 1`` tokens, or what code of your own gives.
+    """Where samples come from: windows of ``seq_len + 1`` tokens, or code of your own."""
 
-    With ``_target_`` every key of this group that is not in the table is an argument of that code.
-    """
-
-    _target_: str | None = key(
+    _target_: str | None = exact(
         None,
         "code of your own, such as pkg.open_data: called with the other keys, returns a data set "
         "(see docs/data.md); null: as kind says",
-        trajectory=True,
     )
-    arguments: Any = key(
-        None, "_target_: further arguments; each may also be a key of this group", trajectory=True
-    )
-    kind: DataKind = key(DataKind.text, "text, tokens, synthetic or hf", trajectory=True)
-    path: Any = key(
+    arguments: Any = exact(None, "_target_: further arguments")
+    kind: DataKind = exact(DataKind.text, "what is read")
+    path: Any = exact(
         [],
         "a file or directory, or a list of them; python:library (data=python): the source of "
         "Python's standard library",
-        trajectory=True,
     )
-    val_path: Any = key(
+    val_path: Any = exact(
         None,
-        "files for the held-out loss, read as path is, or several sets by name "
-        "({wiki: A, code: B}), each with a loss; nothing of path is held out then; null: a part of "
-        "path (held_out)",
-        trajectory=True,
+        "files for the held-out loss in place of a part of path, or several sets by name: "
+        "{wiki: A, code: B}; null: a part of path (held_out)",
     )
-    sources: Any = key(
+    sources: Any = exact(
         None,
         "a mixture: [{path: A, weight: 2, name: a}, ...]; the other keys of the group apply to all "
-        "sources, and an entry may set kind, field, suffixes, token_dtype and the like for itself",
-        trajectory=True,
+        "sources (see docs/data.md)",
     )
-    suffixes: list[str] = key(
+    suffixes: list[str] = exact(
         [".py", ".txt", ".md", ".jsonl", ".rst", ".c", ".h"],
         "text: file name endings read from directories; .jsonl also for its compressed forms",
-        trajectory=True,
     )
     # Not part of the trajectory: its effect is in the corpus' fingerprint, and runs begun without
     # the key, on files that have no such lines, go on.
@@ -306,54 +279,40 @@ class DataConfig:
         "null: .jsonl files are plain text. "
         "hf: column of a row's text, if there is no input_ids",
     )
-    messages: str | None = key(
+    messages: str | None = exact(
         None,
         "hf: column of a row's chat, a list of {role, content}; the tokenizer's chat template "
         "makes tokens of it, and the loss counts only what the assistant says",
-        trajectory=True,
     )
-    pack: bool | None = key(
+    pack: bool | None = exact(
         None,
         "true: pack short samples into full windows, without attention between them; "
         "for hf and _target_",
-        trajectory=True,
     )
-    tokenizer: str | None = key(
-        None,
-        "text: a Hugging Face tokenizer.json or its folder; null: bytes (256 and an end mark)",
-        trajectory=True,
+    tokenizer: str | None = exact(
+        None, "text: a Hugging Face tokenizer.json or its folder; null: bytes (256 and an end mark)"
     )
-    token_dtype: TokenDtype = key(
-        TokenDtype.auto,
-        "tokens: type of a raw file; .npy and .idx files name theirs",
-        trajectory=True,
+    token_dtype: TokenDtype = exact(
+        TokenDtype.auto, "tokens: type of a raw file; .npy and .idx files name theirs"
     )
-    vocab_size: int | None = key(
-        None, "tokens, synthetic: number of token ids; required for tokens", trajectory=True, ge=2
+    vocab_size: int | None = exact(
+        None, "tokens, synthetic: number of token ids; required for tokens", ge=2
     )
-    seq_len: int = key(256, "tokens the model sees per sequence", trajectory=True, ge=1)
-    end_token: int | str | None = key(
+    seq_len: int = exact(256, "tokens the model sees per sequence", ge=1)
+    end_token: int | str | None = exact(
         None,
         "the token that ends a document. text: its id or text; null: as the tokenizer's files say. "
         "tokens: its id, for isolate_documents",
-        trajectory=True,
     )
-    begin_token: int | str | None = key(
+    begin_token: int | str | None = exact(
         None,
         "text: id or text of the token put before each document; null: as the tokenizer's files "
         "say; empty: none",
-        trajectory=True,
     )
-    isolate_documents: bool = key(
-        False, "attention does not cross document boundaries", trajectory=True
-    )
-    held_out: float = key(
-        0.01, "share of samples kept out of training, by hash", trajectory=True, ge=0, lt=1
-    )
-    samples: int = key(100_000, "synthetic: number of samples", trajectory=True, ge=1)
-    skip: list[Any] = key(
-        [], "sample positions never read: [[a,b],...], half open", trajectory=True
-    )
+    isolate_documents: bool = exact(False, "attention does not cross document boundaries")
+    held_out: float = exact(0.01, "share of samples kept out of training, by hash", ge=0, lt=1)
+    samples: int = exact(100_000, "synthetic: number of samples", ge=1)
+    skip: list[Any] = exact([], "sample positions never read: [[a,b],...], half open")
     cache: str | None = key(
         None, "directory of the token cache; null: under the user's cache directory"
     )
@@ -366,15 +325,13 @@ class DataConfig:
         5.0, "seconds for which reading a sample is retried after an error of the system", ge=0
     )
     workers: int = key(1, "loader processes per rank; 0: load in the training process", ge=0)
-    prefetch: int = key(2, "micro-batches each worker keeps ready", ge=1)
-    pin_memory: bool = key(True, "page-locked batches on CUDA")
 
 
 @dataclass(slots=True, kw_only=True)
 class BatchConfig:
     """Sizes in sequences. The global batch does not depend on the world size."""
 
-    global_size: int = key(32, "sequences per step over all ranks", trajectory=True, ge=1)
+    global_size: int = exact(32, "sequences per step over all ranks", ge=1)
     micro_size: int = key(16, "sequences per forward/backward on one rank", ge=1)
 
 
@@ -382,7 +339,7 @@ class BatchConfig:
 class ParallelConfig:
     """How parameters are laid out over ranks."""
 
-    kind: ParallelKind = key(ParallelKind.fsdp, "single, ddp, fsdp, hsdp, zero1, zero2 or zero3")
+    kind: ParallelKind = key(ParallelKind.fsdp, "the engine")
     shard_size: int | None = key(
         None, "hsdp: ranks that share one copy; null: the ranks of one node", ge=1
     )
@@ -410,214 +367,120 @@ class ParallelConfig:
 
 @dataclass(slots=True, kw_only=True)
 class OptimConfig:
-    """Fused AdamW, or another; decay only on matrices.
+    """Fused AdamW, or another; decay only on matrices."""
 
-    With ``_target_`` every key of this group that is not in the table is an argument of that code.
-    """
-
-    _target_: str | None = key(
+    _target_: str | None = exact(
         None,
         "an optimizer of your own, such as torch.optim.NAdam: called with params, lr and the other "
         "keys (see docs/optimizers.md); null: as kind says",
-        trajectory=True,
     )
-    arguments: Any = key(
-        None, "_target_: further arguments; each may also be a key of this group", trajectory=True
-    )
-    kind: OptimKind = key(OptimKind.adamw, "adamw, sgd, lion or muon", trajectory=True)
-    lr: float = key(3e-3, "peak learning rate", trajectory=True, gt=0)
-    beta1: float = key(0.9, "decay of the first moment", trajectory=True, ge=0, lt=1)
-    beta2: float = key(0.95, "decay of the second moment", trajectory=True, ge=0, lt=1)
-    eps: float = key(1e-8, "AdamW's epsilon", trajectory=True, gt=0)
-    weight_decay: float = key(0.1, "on parameters of two or more dims", trajectory=True, ge=0)
-    momentum: float = key(0.95, "sgd and muon: decay of the momentum", trajectory=True, ge=0, lt=1)
-    ema: float | None = key(
+    arguments: Any = exact(None, "_target_: further arguments")
+    kind: OptimKind = exact(OptimKind.adamw, "the optimizer")
+    lr: float = exact(3e-3, "peak learning rate", gt=0)
+    beta1: float = exact(0.9, "decay of the first moment", ge=0, lt=1)
+    beta2: float = exact(0.95, "decay of the second moment", ge=0, lt=1)
+    eps: float = exact(1e-8, "AdamW's epsilon", gt=0)
+    weight_decay: float = exact(0.1, "on parameters of two or more dims", ge=0)
+    momentum: float = exact(0.95, "sgd and muon: decay of the momentum", ge=0, lt=1)
+    ema: float | None = exact(
         None,
         "keep an average of the weights with this decay, for evaluation and export; null: none",
-        trajectory=True,
         gt=0,
         lt=1,
     )
-    groups: Any = key(
+    groups: Any = exact(
         [],
         "[{match: REGEX, rate: 0.1, weight_decay: 0}, ...]: parameters whose name contains a match "
         "get this factor of the rate, and this decay; the first matching rule counts",
-        trajectory=True,
     )
-    clip: float = key(
-        1.0, "gradients are scaled to at most this global norm; 0: off", trajectory=True, ge=0
-    )
+    clip: float = exact(1.0, "gradients are scaled to at most this global norm; 0: off", ge=0)
 
 
 @dataclass(slots=True, kw_only=True)
 class ScheduleConfig:
-    """The learning rate as a function of applied updates.
+    """The learning rate as a function of applied updates."""
 
-    With ``_target_`` every key of this group that is not in the table is an argument of that code.
-    """
-
-    _target_: str | None = key(
+    _target_: str | None = exact(
         None,
         "a function of your own, such as pkg.rate: called with updates (their number) and the "
         "other keys, returns the learning rate (see docs/optimizers.md); null: as kind says",
-        trajectory=True,
     )
-    arguments: Any = key(
-        None, "_target_: further arguments; each may also be a key of this group", trajectory=True
-    )
-    kind: ScheduleKind = key(
-        ScheduleKind.cosine, "cosine, wsd, linear or constant", trajectory=True
-    )
-    warmup: int = key(20, "updates of linear warm-up", trajectory=True, ge=0)
-    decay: float = key(
-        0.2, "wsd: share of all updates in the final decay", trajectory=True, gt=0, le=1
-    )
-    floor: float = key(0.1, "final rate as a share of the peak", trajectory=True, ge=0, le=1)
-    total: int | None = key(
-        None, "number of updates of the whole schedule; null: steps", trajectory=True, ge=1
-    )
+    arguments: Any = exact(None, "_target_: further arguments")
+    kind: ScheduleKind = exact(ScheduleKind.cosine, "the curve")
+    warmup: int = exact(20, "updates of linear warm-up", ge=0)
+    decay: float = exact(0.2, "wsd: share of all updates in the final decay", gt=0, le=1)
+    floor: float = exact(0.1, "final rate as a share of the peak", ge=0, le=1)
+    total: int | None = exact(None, "number of updates of the whole schedule; null: steps", ge=1)
 
 
 @dataclass(slots=True, kw_only=True)
 class GuardConfig:
     """What counts as trouble, and how much of it is survived before asking a person."""
 
-    enabled: bool = key(
-        True, "false: no gate, no judge, no rollback (for comparison only)", trajectory=True
-    )
+    enabled: bool = exact(True, "false: no gate, no judge, no rollback (for comparison only)")
     sync: bool | None = key(
         None,
         "true: read a step's numbers before the next step begins; false: one step later, so that "
         "nothing waits for the device; null: true on CPU, false on CUDA. The run is the same",
     )
-    window: int = key(64, "number of clean steps in the statistics", trajectory=True, ge=4)
-    min_history: int = key(
+    window: int = exact(64, "number of clean steps in the statistics", ge=4)
+    min_history: int = exact(
         20,
         "number of clean steps before spikes and drifts are judged; non-finite values always are",
-        trajectory=True,
         ge=4,
     )
-    loss_sigmas: float = key(
+    loss_sigmas: float = exact(
         15.0,
         "spike: one loss this many robust sigmas above the level (of the window, and of the last "
         "5 steps); lower discards hard batches: those of a healthy GPT-2 reach 9",
-        trajectory=True,
         gt=0,
     )
-    loss_floor: float = key(
+    loss_floor: float = exact(
         0.4,
-        "and at least this many nats per token; hard batches of a healthy GPT-2 reach 0.36",
-        trajectory=True,
+        "and at least this many nats per token; hard batches of a healthy GPT-2 reach 0.36. The "
+        "limits of two high losses in a row, and of a drift, are shares of it",
         ge=0,
     )
-    pair_sigmas: float = key(
-        3.0,
-        "spike: the second of two losses in a row that lie this many robust sigmas above the level",
-        trajectory=True,
-        gt=0,
-    )
-    pair_floor: float = key(
-        0.25,
-        "and at least this many nats each (beyond the window's highest losses); finds small jumps "
-        "that last, by their second step",
-        trajectory=True,
-        ge=0,
-    )
-    norm_sigmas: float = key(
-        13.0,
-        "spike: log grad norm above its median by this many robust sigmas",
-        trajectory=True,
-        gt=0,
-    )
-    norm_floor: float = key(
+    norm_floor: float = exact(
         2.3,
-        "and by at least this much; 2.3 is 10 times the median, healthy norms reach 8 times",
-        trajectory=True,
+        "spike: log grad norm above its median by this and 13 robust sigmas; 2.3 is 10 times the "
+        "median, healthy norms reach 8 times",
         ge=0,
     )
-    drift_slack: float = key(
-        0.12,
-        "drift: nats above the best recent level that are forgiven (at least one robust sigma)",
-        trajectory=True,
-        ge=0,
-    )
-    drift_nats: float = key(
+    drift_nats: float = exact(
         4.0,
         "drift: summed excess, in nats x steps, that raises the alarm; healthy runs reach 0.7",
-        trajectory=True,
         gt=0,
     )
-    drift_rise: float = key(
-        0.2,
-        "and the median of the newest 16 losses must lie this many nats above the best level: "
-        "shallower waves, such as those of epochs, are left alone",
-        trajectory=True,
-        ge=0,
+    persist: int = exact(
+        3, "bad steps among the last 10 (or 2 persist, if that is more) that force a rollback", ge=1
     )
-    persist: int = key(
-        3, "bad steps among the last persist_window that force a rollback", trajectory=True, ge=1
-    )
-    persist_window: int = key(10, "number of attempted steps for persist", trajectory=True, ge=1)
-    remedy: RemedyKind = key(
+    remedy: RemedyKind = exact(
         RemedyKind.verdict,
         "verdict: a step with a transient fault is redone and nothing is skipped, of bad data "
         "only the culprits are skipped (see explain); discard: a bad step is always discarded",
-        trajectory=True,
     )
-    skip: bool = key(
-        True,
-        "false: after a rollback the same samples are read again (for comparison only)",
-        trajectory=True,
+    skip: bool = exact(
+        True, "false: after a rollback the same samples are read again (for comparison only)"
     )
-    margin: int = key(
-        1, "number of steps before the onset whose samples are skipped, too", trajectory=True, ge=0
+    margin: int = exact(1, "number of steps before the onset whose samples are skipped, too", ge=0)
+    ahead: int = exact(
+        0, "number of steps after the last bad one whose samples are skipped, too", ge=0
     )
-    ahead: int = key(
-        0,
-        "number of steps after the last bad one whose samples are skipped, too",
-        trajectory=True,
-        ge=0,
-    )
-    back: int = key(0, "roll back at least this many steps before the onset", trajectory=True, ge=0)
-    repeat_window: int = key(
-        200,
-        "trouble within so many steps after a rollback counts as a repeat",
-        trajectory=True,
-        ge=1,
-    )
-    widen: float = key(2.0, "each repeat skips this many times as far ahead", trajectory=True, ge=1)
-    cooldown: float = key(
+    back: int = exact(0, "roll back at least this many steps before the onset", ge=0)
+    widen: float = exact(2.0, "each repeat skips this many times as far ahead", ge=1)
+    cooldown: float = exact(
         0.5,
         "learning-rate factor from the second repeat on; if the data is suspected, only at the "
         "last rollback before a halt",
-        trajectory=True,
         gt=0,
         le=1,
     )
-    cooldown_steps: int = key(
-        100, "number of updates for which the factor lasts", trajectory=True, ge=0
+    cooldown_steps: int = exact(100, "number of updates for which the factor lasts", ge=0)
+    level_steps: int = exact(
+        20, "finite, level bad steps in a row that become the new baseline", ge=2
     )
-    level_steps: int = key(
-        20, "finite, level bad steps in a row that become the new baseline", trajectory=True, ge=2
-    )
-    level_spread: float = key(
-        0.1,
-        "steps are level if their robust sigma is below this share of their median",
-        trajectory=True,
-        gt=0,
-    )
-    max_rollbacks: int = key(
-        5, "rollbacks within budget_window before the run halts", trajectory=True, ge=0
-    )
-    budget_window: int = key(
-        1000, "number of applied steps for max_rollbacks", trajectory=True, ge=1
-    )
-    max_discards: int = key(
-        100,
-        "discarded steps in a row without a rollback before the run halts",
-        trajectory=True,
-        ge=1,
-    )
+    max_rollbacks: int = exact(5, "rollbacks within 1,000 updates before the run halts", ge=0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -636,7 +499,9 @@ class CheckpointConfig:
     )
     clean_after: int = key(10, "clean steps in a row that prove a checkpoint; at most every", ge=1)
     keep: int = key(
-        3, "clean checkpoints kept; for a while more, if a rollback may need them", ge=1
+        3,
+        "clean checkpoints kept, here and at remote; for a while more, if a rollback may need them",
+        ge=1,
     )
     keep_every: int = key(
         0, "also keep the checkpoint of every so many steps for good; 0: none", ge=0
@@ -664,7 +529,6 @@ class CheckpointConfig:
     remote: str | None = key(
         None, "fsspec URL to which clean checkpoints are copied: s3://bucket/prefix; null: off"
     )
-    remote_keep: int = key(3, "clean checkpoints kept at remote, besides those of keep_every", ge=1)
     remote_wait_seconds: float = key(
         60.0,
         "how long a start waits for remote to answer, and an end for uploads to finish",
@@ -685,21 +549,19 @@ class EvalConfig:
 class DebugConfig:
     """What torch.distributed and NCCL check and print."""
 
-    kind: DebugKind = key(DebugKind.off, "off, nccl or collectives")
-    nccl_subsystems: str = key("INIT,COLL,ENV", "NCCL_DEBUG_SUBSYS when kind is nccl")
+    kind: DebugKind = key(DebugKind.off, "what is checked")
     replica_check_every: int = key(
         0, "steps between comparisons of replicated state, bit by bit; 0: never", ge=0
     )
     preflight: bool = key(
         True,
-        "each start checks on a few samples whether the model looks ahead, whether earlier tokens "
-        "matter, whether each trained tensor gets a gradient, and an untrained model's first loss; "
-        "a failed check is journalled",
+        "each start checks the model on a few samples (see docs/preflight.md); a failed check is "
+        "journalled",
     )
     audit_every: int = key(
         500,
-        "updates between audits: all ranks compute one rank's micro-batch, and the bits are "
-        "compared; finds a device that computes wrong numbers without an error; 0: never",
+        "updates between audits (see docs/warnings.md), which find a device that computes wrong "
+        "numbers without an error; 0: never",
         ge=0,
     )
     check_devices: bool = key(
@@ -715,26 +577,15 @@ class WatchdogConfig:
     """When a rank that does not move is taken for hung."""
 
     enabled: bool = key(True, "false: only the collectives' own time-out ends a hang")
-    floor_seconds: float = key(120.0, "no step counts as hung before this", gt=0)
-    factor: float = key(20.0, "nor before this many times the median step time", ge=1)
+    floor_seconds: float = key(
+        120.0, "no step counts as hung before this, nor before 20 times the median step time", gt=0
+    )
     slow_seconds: float = key(
         1800.0,
         "no start, first step, save, evaluation or rollback counts as hung before this",
         gt=0,
     )
-    settle_seconds: float = key(
-        3.0, "how long a rank waits for the others' evidence before it ends", ge=0
-    )
     straggler_every: int = key(50, "steps between comparisons of the ranks' speed; 0: never", ge=0)
-    straggler_factor: float | None = key(
-        None,
-        "a rank slower than the median by this factor is journalled; null: 2, and 1.2 for the "
-        "fixed computation on a GPU, for which a throttled one needs 10-40 % longer",
-        gt=1,
-    )
-    straggler_checks: int = key(
-        3, "number of comparisons in a row in which it must be slower", ge=1
-    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -751,17 +602,14 @@ class PreemptConfig:
 
 @dataclass(slots=True, kw_only=True)
 class TrackConfig:
-    """Where numbers go besides metrics.jsonl.
-
-    With ``_target_`` every key of this group that is not in the table is an argument of that code.
-    """
+    """Where numbers go besides metrics.jsonl."""
 
     _target_: str | None = key(
         None,
         "a tracker of your own, such as pkg.Tracker: called with the other keys (see "
         "docs/trackers.md); null: none",
     )
-    arguments: Any = key(None, "_target_: further arguments; each may also be a key of this group")
+    arguments: Any = key(None, "_target_: further arguments")
     log: LogKind = key(
         LogKind.text,
         "console output: text for a person; json: an object a line, for a log pipeline",
@@ -774,14 +622,12 @@ class TrackConfig:
     project: str = key("holdfast", "wandb: project of the run; mlflow: its experiment")
     unwritten_seconds: float = key(
         300.0,
-        "how long lines that cannot be written to metrics.jsonl or journal.jsonl (full disk) are "
-        "kept in memory before the run stops with 75",
+        "how long lines that cannot be written (full disk) are kept before the run stops with 75",
         ge=0,
     )
     command: str | None = key(
         None,
-        "a shell command that is run for each incident, with the journal line as JSON on its "
-        "standard input; nothing waits for it",
+        "a shell command for each incident, with the journal line as JSON on its standard input",
     )
     report_minutes: float | None = key(
         10.0,
@@ -818,9 +664,7 @@ class ResumeConfig:
     allow_change: bool = key(False, "allow any change of settings and data")
     take_over: bool = key(False, "take the run from a living launch, which then stops")
     stale_seconds: float = key(
-        10.0,
-        "an owner without a heartbeat for so long is gone; one that has ended, at once",
-        ge=5,
+        10.0, "an owner without a heartbeat for so long is gone; one that has ended, at once", ge=5
     )
     without_remote: bool = key(
         False, "begin anew in an out without checkpoints although checkpoint.remote does not answer"
@@ -833,7 +677,7 @@ class RunConfig:
 
     out: str = key("runs/default", "directory of the run; the same command again resumes it")
     steps: int = key(250, "applied updates", ge=1)
-    seed: int = key(0, "seed of weights, sample order and dropout", trajectory=True, ge=0)
+    seed: int = exact(0, "seed of weights, sample order and dropout", ge=0)
     model: ModelConfig = key(ModelConfig, "the network")
     compute: ComputeConfig = key(ComputeConfig, "how the network is computed")
     data: DataConfig = key(DataConfig, "the corpus")
@@ -842,12 +686,11 @@ class RunConfig:
     optim: OptimConfig = key(OptimConfig, "the optimizer")
     schedule: ScheduleConfig = key(ScheduleConfig, "the learning rate")
     guard: GuardConfig = key(GuardConfig, "judgement and recovery")
-    explain: ExplainKind = key(
+    explain: ExplainKind = exact(
         ExplainKind.quick,
         "quick: find out why a step was bad by up to 10 further computations of it, in all "
         "for at most 0.5 % of the run's steps (or 60 if that is more); full: up to 300, and 5 %; "
         "off: never",
-        trajectory=True,
     )
     checkpoint: CheckpointConfig = key(
         CheckpointConfig, "when checkpoints are made, proven and kept"

@@ -1,19 +1,19 @@
 """Refuses impossible settings before anything starts; names key, value and what is allowed.
 
-Pure: reads a :class:`RunConfig` and the world size, touches nothing.
+It also warns of settings that are mostly mistakes, and looks for the packages that settings need.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
 from runner.config.compose import fields, suggestion
 from runner.config.former_keys import former_key
-from runner.config.network import network_problems
+from runner.config.network import is_hf, network_problems
 from runner.config.schema import (
     DataConfig,
     DataKind,
@@ -24,7 +24,7 @@ from runner.config.schema import (
     RunConfig,
 )
 from runner.config.sources import EMPTY_PATH, is_source_name, sources_of
-from runner.system.error import ConfigError
+from runner.system.error import ConfigError, MissingPackage, is_installed, lacking
 
 _LAST_SAMPLE = 1 << 60  # positions are 64-bit numbers
 
@@ -222,11 +222,6 @@ def _run_rules(config: RunConfig, world_size: int) -> list[tuple[bool, str]]:
             "holds; the guard would never be armed",
         ),
         (
-            guard.persist > guard.persist_window,
-            f"guard.persist={guard.persist}: more than guard.persist_window="
-            f"{guard.persist_window}; a rollback could never happen",
-        ),
-        (
             # A run may end within its warm-up on purpose: so does one that is continued
             # by the schedule of a shorter one.
             config.schedule.total is not None
@@ -344,3 +339,68 @@ def _without_secrets(url: str) -> str:
     """The URL without secrets."""
     head, mark, tail = url.partition("://")
     return f"{head}{mark}{tail.split('?')[0].split('#')[0].rpartition('@')[2]}"
+
+
+_LOW_BETA2 = 0.9
+_LONG = 10  # memories of the second moment; shorter runs are trials
+_HIGH_RATE = 0.02  # of AdamW, whose steps are about as large as its rate
+
+
+def odd_settings(config: RunConfig) -> list[str]:
+    """Sentences that name the key, its value and its usual effect; none if all is usual."""
+    optim, sentences = config.optim, []
+    is_adamw = optim.kind is OptimKind.adamw and optim._target_ is None
+    if is_adamw and optim.beta2 < _LOW_BETA2:
+        sentences.append(
+            f"optim.beta2={optim.beta2:g}: the second moment forgets within "
+            f"{1 / (1 - optim.beta2):.0f} updates; 0.95 to 0.999 are usual"
+        )
+    memory = 1 / (1 - optim.beta2)
+    is_short = config.schedule._target_ is None and config.schedule.warmup < round(memory)
+    if is_adamw and is_short and _LONG * memory <= config.steps:
+        sentences.append(
+            f"schedule.warmup={config.schedule.warmup}: the second moment (optim.beta2="
+            f"{optim.beta2:g}) needs about {memory:.0f} updates to settle, and the full rate comes "
+            "before; a spike there is no surprise"
+        )
+    if optim.clip == 0:
+        sentences.append(
+            "optim.clip=0: one large gradient that the gate lets pass is applied in full"
+        )
+    if is_adamw and optim.lr > _HIGH_RATE:
+        sentences.append(f"optim.lr={optim.lr:g}: AdamW mostly diverges above {_HIGH_RATE:g}")
+    if not config.guard.enabled:
+        sentences.append("guard.enabled=false: a NaN is applied, and there are no rollbacks")
+    return sentences
+
+
+def check_extras(config: RunConfig) -> None:
+    """Look for every package that the settings need, before any process waits for another.
+
+    Raises:
+        MissingPackage: names each setting whose extra is not installed, one per line.
+    """
+    problems = [lacking(what, extra) for what, extra in _needed(config) if not is_installed(extra)]
+    if problems:
+        raise MissingPackage("\n".join(problems))
+
+
+def _needed(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Pairs of a setting that needs an extra, and that extra."""
+    kind = config.parallel.kind.value
+    if kind.startswith("zero"):
+        yield f"parallel={kind}", "zero"
+    if config.track.tensorboard:
+        yield "track=tensorboard", "tensorboard"
+    if config.track.wandb:
+        yield "track=wandb", "wandb"
+    if config.track.mlflow:
+        yield "track=mlflow", "mlflow"
+    if config.data.kind.value == "text" and config.data.tokenizer is not None:
+        yield f"data.tokenizer={config.data.tokenizer}", "text"
+    if is_hf(config.model):
+        yield "model=hf", "hf"
+    if config.data._target_ is None and config.data.kind.value == "hf":
+        yield "data=hf", "hf"
+    if (config.checkpoint.remote or "").startswith(("s3://", "s3a://")):
+        yield "checkpoint.remote=s3://...", "remote"

@@ -1,4 +1,7 @@
-"""Reads the ``config.json`` beside a Hugging Face model's weights, and sets our decoder by it.
+"""Llama's layout, as Hugging Face has it: ``config.json`` and parameter names, in and out.
+
+Reading sets our decoder by a ``config.json``; writing is the inverse. With normalised queries and
+keys the layout is Qwen3's, which adds these to Llama's.
 
 Weights alone do not show their rotary base, their epsilon or their number of heads:
 loaded into another decoder they compute something else. So every key is either turned
@@ -8,6 +11,7 @@ into a setting of ours, known to change nothing, or refused by name; none is ign
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,22 +65,36 @@ _HARMLESS = frozenset((
 ))
 # fmt: on
 
-# Names of parameters in these models, and ours; an empty one is computed, not stored.
+_BLOCK: Final = re.compile(r"blocks\.(\d+)\.(.+)\.weight")
+_IN_BLOCK: Final = {
+    "attention_norm": "input_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn.gate": "mlp.gate_proj",
+    "ffn.up": "mlp.up_proj",
+    "ffn.down": "mlp.down_proj",
+}
+_OUTSIDE: Final = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+# Patterns of their names, and ours; an empty one is computed, not stored.
 RENAMES: Final[Sequence[tuple[str, str]]] = (
     (r"^.*\.rotary_emb\.inv_freq$", ""),
-    (r"^(?:model\.)?embed_tokens\.", "embedding."),
-    (r"^(?:model\.)?layers\.(\d+)\.", r"blocks.\1."),
-    (r"^(?:model\.)?norm\.", "norm."),
-    (r"^lm_head\.", "head."),
-    (r"^(blocks\.\d+)\.self_attn\.q_proj\.", r"\1.attention.query."),
-    (r"^(blocks\.\d+)\.self_attn\.k_proj\.", r"\1.attention.key."),
-    (r"^(blocks\.\d+)\.self_attn\.v_proj\.", r"\1.attention.value."),
-    (r"^(blocks\.\d+)\.self_attn\.o_proj\.", r"\1.attention.output."),
-    (r"^(blocks\.\d+)\.self_attn\.q_norm\.", r"\1.attention.query_norm."),
-    (r"^(blocks\.\d+)\.self_attn\.k_norm\.", r"\1.attention.key_norm."),
-    (r"^(blocks\.\d+)\.mlp\.(gate|up|down)_proj\.", r"\1.ffn.\2."),
-    (r"^(blocks\.\d+)\.input_layernorm\.", r"\1.attention_norm."),
-    (r"^(blocks\.\d+)\.post_attention_layernorm\.", r"\1.ffn_norm."),
+    *(
+        (rf"^(?:model\.)?{theirs.split('.')[-2]}\.", f"{ours.split('.')[0]}.")
+        for ours, theirs in _OUTSIDE.items()
+    ),
+    *(
+        (rf"^(?:model\.)?layers\.(\d+)\.{re.escape(theirs)}\.", rf"blocks.\1.{ours}.")
+        for ours, theirs in _IN_BLOCK.items()
+    ),
 )
 
 
@@ -122,8 +140,7 @@ def read_model(path: Path, *, seq_len: int, ignored: Sequence[str] = ()) -> Fore
     settings["model.norm_eps"] = keys.positive("rms_norm_eps", missing=1e-6)
     settings["model.rope_theta"], scaling = _rope(keys)
     settings["model.qk_norm"] = kind == "qwen3"
-    _check_heads(keys, settings["model.dim"], heads)
-    _check_positions(keys, seq_len)
+    _check_sizes(keys, settings["model.dim"], heads, seq_len)
     _check_windows(keys, seq_len, kind)
     for key, (allowed, why) in _ONLY.items():
         keys.only(key, allowed, why)
@@ -259,13 +276,16 @@ def _kind(settings: _ConfigReader) -> str:
         return ""
     classes = settings.take("architectures")
     known = [_KINDS[value] + ending for ending in ("ForCausalLM", "Model")]
-    if classes is not None and (not isinstance(classes, list) or not _all_in(classes, known)):
+    if not _all_in(classes, known):
         settings.refuse("architectures", classes, f"must be [{known[0]!r}]")
     return value
 
 
-def _all_in(values: list[Any], known: Sequence[str]) -> bool:
-    return all(isinstance(value, str) and value in known for value in values)
+def _all_in(values: Any, known: Sequence[str]) -> bool:
+    """Whether it is a list of known words, or None."""
+    if values is None:
+        return True
+    return isinstance(values, list) and all(isinstance(v, str) and v in known for v in values)
 
 
 def _rope(settings: _ConfigReader) -> tuple[float | None, dict[str, float] | None]:
@@ -313,20 +333,15 @@ def _rope_scaling(settings: _ConfigReader, key: str, inner: dict[str, Any]) -> d
     return scaling
 
 
-def _check_heads(settings: _ConfigReader, dim: Any, heads: Any) -> None:
+def _check_sizes(settings: _ConfigReader, dim: Any, heads: Any, seq_len: int) -> None:
     head_dim = settings.size("head_dim", needed=False)
-    if head_dim is not None and dim is not None and heads is not None and head_dim * heads != dim:
-        settings.refuse(
-            "head_dim", head_dim, f"must be hidden_size / num_attention_heads = {dim / heads:g}"
-        )
-
-
-def _check_positions(settings: _ConfigReader, seq_len: int) -> None:
+    if None not in (head_dim, dim, heads) and head_dim * heads != dim:
+        must = f"must be hidden_size / num_attention_heads = {dim / heads:g}"
+        settings.refuse("head_dim", head_dim, must)
     most = settings.size("max_position_embeddings", needed=False)
     if most is not None and most < seq_len:
-        settings.refuse(
-            "max_position_embeddings", most, f"the sequences are longer; use data.seq_len<={most}"
-        )
+        why = f"the sequences are longer; use data.seq_len<={most}"
+        settings.refuse("max_position_embeddings", most, why)
 
 
 def _check_windows(settings: _ConfigReader, seq_len: int, kind: str) -> None:
@@ -335,17 +350,94 @@ def _check_windows(settings: _ConfigReader, seq_len: int, kind: str) -> None:
     missing = 4096 if kind == "mistral" and "sliding_window" not in settings else None
     window = settings.size("sliding_window", needed=False) or missing
     layers = settings.take("layer_types")
-    if layers is not None and not (
-        isinstance(layers, list) and _all_in(layers, ("full_attention", "sliding_attention"))
-    ):
+    if not _all_in(layers, ("full_attention", "sliding_attention")):
         settings.refuse("layer_types", layers, "must be full_attention or sliding_attention")
     has_switch = kind == "qwen3" or "use_sliding_window" in settings
     is_used = settings.flag("use_sliding_window") if has_switch else True
     if layers is not None and "sliding_attention" not in str(layers):
         is_used = False
     if is_used and window is not None and window < seq_len:
-        settings.refuse(
-            "sliding_window",
-            window,
-            f"attention sees the whole sequence here; use data.seq_len<={window}",
+        why = f"attention sees the whole sequence here; use data.seq_len<={window}"
+        settings.refuse("sliding_window", window, why)
+
+
+# -- writing ---------------------------------------------------------------------------------
+
+
+def llama_name(name: str) -> str:
+    """The Hugging Face name of a decoder's parameter.
+
+    Raises:
+        ConfigError: the decoder has no parameter of this name.
+    """
+    match = _BLOCK.fullmatch(name)
+    if match and match[2] in _IN_BLOCK:
+        return f"model.layers.{match[1]}.{_IN_BLOCK[match[2]]}.weight"
+    if name not in _OUTSIDE:
+        raise ConfigError(
+            f"{name}: is no parameter of the decoder; a model of your own (model._target_) is "
+            "exported without --format hf"
         )
+    return _OUTSIDE[name]
+
+
+def llama_config(
+    settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], dtype: str
+) -> dict[str, Any]:
+    """The ``config.json`` of a decoder.
+
+    Args:
+        settings: the run's settings by dotted key; used for what shapes do not show.
+        shapes: shapes of the parameters, by our names.
+        dtype: type of the weights, such as ``float32``.
+
+    Raises:
+        ConfigError: the shapes are not those of the decoder.
+    """
+    try:
+        vocab_size, dim = shapes["embedding.weight"]
+        ffn_dim, _ = shapes["blocks.0.ffn.gate.weight"]
+        kv_width, _ = shapes["blocks.0.attention.key.weight"]
+    except (KeyError, ValueError):
+        raise ConfigError("the checkpoint's tensors are not those of the decoder") from None
+    heads = settings["model.heads"]
+    has_norms = "blocks.0.attention.query_norm.weight" in shapes
+    kind = "Qwen3" if has_norms else "Llama"
+    tree = {
+        "architectures": [f"{kind}ForCausalLM"],
+        "model_type": kind.lower(),
+        "hidden_size": dim,
+        "intermediate_size": ffn_dim,
+        "num_hidden_layers": len({m[1] for name in shapes if (m := _BLOCK.fullmatch(name))}),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_width * heads // dim,
+        "head_dim": dim // heads,
+        "vocab_size": vocab_size,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "rms_norm_eps": settings["model.norm_eps"],
+        "rope_theta": settings["model.rope_theta"],
+        "initializer_range": settings["model.init_std"],
+        "tie_word_embeddings": "head.weight" not in shapes,
+        "torch_dtype": dtype,
+        # Without them the class uses ids of its own.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    tree |= {"use_sliding_window": False} if has_norms else {"mlp_bias": False}
+    return tree | _positions(settings)
+
+
+def _positions(settings: Mapping[str, Any]) -> dict[str, Any]:
+    length = settings["data.seq_len"]
+    factor = settings.get("model.rope_scaling.factor")
+    if factor is None:
+        return {"max_position_embeddings": length, "rope_scaling": None}
+    scaling = {name: settings[f"model.rope_scaling.{name}"] for name in ROPE_SCALING}
+    scaling["original_max_position_embeddings"] = original = int(scaling[ROPE_SCALING[-1]])
+    return {
+        "max_position_embeddings": max(length, int(factor * original)),
+        "rope_scaling": {"rope_type": "llama3", **scaling},
+    }

@@ -77,7 +77,7 @@ def whole_digest(
     digests: list[tuple[str, str]] = []
     done = 0
     for name, path in files:
-        report = partial(_told, progress, done, total)
+        report = partial(_of_all, progress, done, total)
         if len(files) > 1 and file_size(path) >= _LARGE_BYTES:
             # With a note of its own, so that an interrupted start need not read it again.
             of_file = whole_digest([(name, path)], notes=notes, progress=report)
@@ -87,14 +87,18 @@ def whole_digest(
         digests.append((name, hashed))
         done += size
     whole = Whole(sha256=digest(digests), num_bytes=done, files=tuple(digests))
-    newest = max((_changed_ns(path) for _, path in files), default=0)
+    newest = max((max(_look(*file)[-2:]) for file in files), default=0)
     if note is not None and stamp(files) == before and newest + _SETTLED_NS < began:
         with contextlib.suppress(OSError):  # no room for a note: the next start reads again
-            _write_note(note, whole)
+            note.parent.mkdir(parents=True, exist_ok=True)
+            plain = json.loads(json.dumps(asdict(whole)))
+            draft = note.with_name(f".{note.name}.{secrets.token_hex(4)}")  # no need to sync it
+            draft.write_text(json.dumps({"digest": digest(plain), "whole": plain}))
+            os.replace(draft, note)
     return whole
 
 
-def _told(progress: Progress, before: int, total: int, what: str, size: int, _: int) -> None:
+def _of_all(progress: Progress, before: int, total: int, what: str, size: int, _: int) -> None:
     """Turn a file's progress into that of all files."""
     progress(what, before + size, total)
 
@@ -106,11 +110,6 @@ def _look(name: str, path: Path) -> list[Any]:
         raise unreadable(path, error) from error
     times = [stat.st_mtime_ns, stat.st_ctime_ns]
     return [name, str(path.absolute()), stat.st_size, stat.st_ino, *times]
-
-
-def _changed_ns(path: Path) -> int:
-    stat = path.stat()
-    return max(stat.st_mtime_ns, stat.st_ctime_ns)
 
 
 def _hash_file(path: Path, progress: Progress) -> tuple[str, int]:
@@ -139,12 +138,3 @@ def _read_note(note: Path) -> Whole | None:
         )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-
-
-def _write_note(note: Path, whole: Whole) -> None:
-    """Write a note atomically; it need not survive a power cut."""
-    note.parent.mkdir(parents=True, exist_ok=True)
-    plain = json.loads(json.dumps(asdict(whole)))
-    temporary = note.with_name(f".{note.name}.{secrets.token_hex(4)}")
-    temporary.write_text(json.dumps({"digest": digest(plain), "whole": plain}))
-    os.replace(temporary, note)

@@ -23,6 +23,7 @@ Indices = npt.NDArray[np.int64]
 
 # Below this size the train/held-out split is counted exactly before training.
 _COUNTED_BELOW = 1_000_000
+_CHUNK = 1 << 16  # samples looked at together, to find held-out ones
 _FIRST_RANGES = 4  # allowed ranges of the ledger: a batch nearly always comes from the first
 _PLANS_KEPT = 64  # the loader is at most this many batches ahead, or they are computed again
 
@@ -72,19 +73,27 @@ class OneSource:
         num_samples: samples in the data set, N.
         seed: of the order.
         held_out_share: share of samples never trained on, chosen by hash of their index.
-
-    Raises:
-        DataError: nothing is left to train on.
+        split: which split into training and held out.
     """
 
-    def __init__(self, *, num_samples: int, seed: int, held_out_share: float) -> None:
+    def __init__(
+        self, *, num_samples: int, seed: int, held_out_share: float, split: int = 0
+    ) -> None:
         self.num_samples = num_samples
         self._seed = seed
         self._share = held_out_share
-        if num_samples < _COUNTED_BELOW and self.is_held_out(np.arange(num_samples)).all():
+        self._split = split
+
+    def require_some(self, of: str = "") -> None:
+        """
+        Raises:
+            DataError: nothing is left to train on.
+        """
+        size = self.num_samples
+        if size < _COUNTED_BELOW and self.is_held_out(np.arange(size)).all():
             raise DataError(
-                f"data.held_out={held_out_share}: all {num_samples} samples are held out; use "
-                "more data, a shorter data.seq_len or a smaller share"
+                f"data.held_out={self._share}: all {size} samples{of} are held out; use more data, "
+                "a shorter data.seq_len or a smaller share"
             )
 
     def indices(self, positions: Indices) -> Indices:
@@ -96,15 +105,13 @@ class OneSource:
         return sample_indices
 
     def is_held_out(self, indices: Indices) -> npt.NDArray[np.bool_]:
-        return held_out(indices, share=self._share)
+        return held_out(indices, share=self._share, seed=self._split)
 
     def held_out_indices(self, count: int) -> Indices:
-        if self._share <= 0:
-            return np.empty(0, dtype=np.int64)
-        chunks: list[Indices] = []
+        chunks: list[Indices] = [np.empty(0, dtype=np.int64)]
         num_found = 0
-        for at in range(0, self.num_samples, 1 << 16):
-            offsets = np.arange(at, min(self.num_samples, at + (1 << 16)), dtype=np.int64)
+        for at in range(0, self.num_samples if self._share > 0 else 0, _CHUNK):
+            offsets = np.arange(at, min(self.num_samples, at + _CHUNK), dtype=np.int64)
             indices = self._permuted(offsets, EVAL_EPOCH)
             chunks.append(indices[self.is_held_out(indices)])
             num_found += len(chunks[-1])
@@ -120,30 +127,26 @@ class SampleStream:
     """The samples of one run in order, step by step.
 
     Args:
-        num_samples, seed, held_out_share: see :class:`OneSource`; :meth:`of` takes other orders.
         global_size: samples per step.
-
-    Raises:
-        DataError: nothing is left to train on.
     """
 
-    def __init__(
-        self, *, num_samples: int, seed: int, held_out_share: float, global_size: int
-    ) -> None:
-        self.order: Order = OneSource(
-            num_samples=num_samples, seed=seed, held_out_share=held_out_share
-        )
+    def __init__(self, order: Order, *, global_size: int) -> None:
+        self.order = order
         self._global_size = global_size
         self._made: dict[_Asked, BatchPlan] = {}
 
     @classmethod
-    def of(cls, order: Order, *, global_size: int) -> SampleStream:
-        """Make a stream with another order."""
-        stream = cls.__new__(cls)
-        stream.order = order
-        stream._global_size = global_size
-        stream._made = {}
-        return stream
+    def of_one(
+        cls, *, num_samples: int, seed: int, held_out_share: float, global_size: int
+    ) -> SampleStream:
+        """The stream of one data set; see :class:`OneSource`.
+
+        Raises:
+            DataError: nothing is left to train on.
+        """
+        order = OneSource(num_samples=num_samples, seed=seed, held_out_share=held_out_share)
+        order.require_some()
+        return cls(order, global_size=global_size)
 
     @property
     def num_samples(self) -> int:
@@ -210,3 +213,34 @@ class SampleStream:
     def held_out_indices(self, count: int) -> Indices:
         """A fixed set of held-out samples, int64; empty when none is held out."""
         return self.order.held_out_indices(count)
+
+
+def shard_batch(
+    global_size: int, micro_size: int, world_size: int, rank: int
+) -> tuple[tuple[int | None, ...], ...]:
+    """Return the slots of the global batch that ``rank`` computes, by micro-batch.
+
+    Every rank gets the same number of micro-batches of the same sizes, because collectives
+    run in lockstep; if the world size does not divide the batch, ``None`` marks a padding sequence
+    of zero weight. Slots are assigned round robin, so no rank gets only padding.
+
+    Raises:
+        ValueError: fewer slots than ranks, or a size below one.
+    """
+    if min(global_size, micro_size, world_size) < 1 or not 0 <= rank < world_size:
+        raise ValueError("sizes must be positive and 0 <= rank < world_size")
+    if world_size > global_size:
+        raise ValueError(f"{world_size} ranks but only {global_size} sequences")
+    return share_out(global_size, micro_size, world_size, rank)
+
+
+def share_out(
+    count: int, micro_size: int, world_size: int, rank: int
+) -> tuple[tuple[int | None, ...], ...]:
+    """Like :func:`shard_batch`, for any number of slots; with fewer slots than ranks some ranks get
+    padding only."""
+    per_rank = -(-count // world_size)
+    slots = [
+        slot if slot < count else None for slot in range(rank, per_rank * world_size, world_size)
+    ]
+    return tuple(tuple(slots[at : at + micro_size]) for at in range(0, per_rank, micro_size))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, runtime_checkable
@@ -256,7 +256,11 @@ class Windows:
         end_token: int | None = None,
         sampled_files: Sequence[tuple[str, Path]] = (),
     ) -> None:
-        _check_length(stream.num_tokens, seq_len)
+        if stream.num_tokens < seq_len + 1:
+            raise DataError(
+                f"data.seq_len={seq_len} needs {seq_len + 1} tokens for one sample, the corpus has "
+                f"{stream.num_tokens}; lower data.seq_len or give more data in data.path"
+            )
         self.vocab_size = vocab_size
         self._stream = stream
         self._places = places
@@ -272,10 +276,7 @@ class Windows:
     def __getitem__(self, index: int) -> Sample:
         start, stop = self._span(index)
         tokens = self._stream.read(start, stop)
-        bad = first_outside(tokens, self.vocab_size)
-        if bad is not None:
-            place = f"{self._places.describe(start, stop)}, token {bad} of it"
-            raise outside(place, int(tokens[bad]), self.vocab_size)
+        require_ids(tokens, self.vocab_size, lambda: self._places.describe(start, stop))
         return Sample(tokens=tokens, segments=self._segments(start, tokens))
 
     def describe(self, index: int) -> str:
@@ -310,9 +311,27 @@ def first_outside(tokens: npt.NDArray[Any], vocab_size: int) -> int | None:
     return int(np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0])
 
 
-def outside(place: str, token: int, vocab_size: int) -> DataError:
-    return DataError(
-        f"{place} has id {token}, allowed are 0..{vocab_size - 1} "
+def require_ids(
+    tokens: npt.NDArray[Any],
+    vocab_size: int,
+    place: str | Callable[[], str],
+    first: int | None = None,
+) -> None:
+    """
+    Args:
+        place: where the tokens are, for the message.
+        first: the number of the first one in the file; None: counted in ``place``.
+
+    Raises:
+        DataError: an id is outside ``[0, vocab_size)``.
+    """
+    bad = first_outside(tokens, vocab_size)
+    if bad is None:
+        return
+    where = place if isinstance(place, str) else place()
+    where += f", token {bad} of it" if first is None else f": token {first + bad}"
+    raise DataError(
+        f"{where} has id {int(tokens[bad])}, allowed are 0..{vocab_size - 1} "
         f"(data.vocab_size={vocab_size}); raise data.vocab_size or repair the file"
     )
 
@@ -410,13 +429,3 @@ def _hash_blocks(hashed: Any, path: Path, blocks: Sequence[tuple[int, int]]) -> 
                 hashed.update(handle.read(stop - start))
     except OSError as error:
         raise unreadable(path, error) from error
-
-
-def _check_length(num_tokens: int, seq_len: int) -> None:
-    if seq_len < 1:
-        raise DataError(f"data.seq_len={seq_len} is too small: at least 1 is needed")
-    if num_tokens < seq_len + 1:
-        raise DataError(
-            f"data.seq_len={seq_len} needs {seq_len + 1} tokens for one sample, the corpus has "
-            f"{num_tokens}; lower data.seq_len or give more data in data.path"
-        )

@@ -7,6 +7,7 @@ every thousandth is held.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Final
@@ -51,22 +52,21 @@ class DocumentTable:
 
     def between(self, low: int, high: int) -> Starts:
         """Starts in ``[low, high)``."""
-        first = self._number_behind(low)
-        starts = self.read(first, self._number_behind(high))
-        return starts
+        return self.read(self._number_behind(low), self._number_behind(high))
 
     def at(self, position: int) -> int:
         """The number of the document that the token at ``position`` belongs to."""
         return self._number_behind(position + 1) - 1
 
     def read(self, first: int, last: int) -> Starts:
-        """Starts of documents ``[first, last)``.
+        """Starts of documents ``[first, last)``; the summary follows them.
 
         Raises:
             DataError: the file is shorter than it was.
             OSError: the storage failed; starting again may help.
         """
-        return self._read(first, last - first)
+        file = TokenFile(path=self._path, dtype="<i8", num_tokens=self.num_bytes // _ITEM_BYTES)
+        return file.read(first, last)
 
     def end_of(self, number: int) -> int:
         """The end of a document: the start of the next."""
@@ -79,7 +79,7 @@ class DocumentTable:
 
     @cached_property
     def _summary(self) -> Starts:
-        return self._read(self.num_documents, self._num_summary)
+        return self.read(self.num_documents, self.num_documents + self._num_summary)
 
     def _number_behind(self, position: int) -> int:
         """The number of the first document that begins at ``position`` or later."""
@@ -88,11 +88,8 @@ class DocumentTable:
         starts = self.read(first, min(first + _STRIDE, self.num_documents))
         return first + int(np.searchsorted(starts, position, side="left"))
 
-    def _read(self, first: int, count: int) -> Starts:
-        file = TokenFile(path=self._path, dtype="<i8", num_tokens=self.num_bytes // _ITEM_BYTES)
-        return file.read(first, first + count)
 
-
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TextPlaces:
     """Names for stretches of a text corpus.
 
@@ -105,26 +102,16 @@ class TextPlaces:
             it there is one.
     """
 
-    def __init__(
-        self,
-        *,
-        documents: DocumentTable,
-        names: Sequence[str],
-        are_lines: Sequence[bool],
-        firsts: Starts,
-        unit: str,
-        num_begin_marks: int,
-    ) -> None:
-        self._documents = documents
-        self._names = names
-        self._are_lines = are_lines
-        self._firsts = firsts
-        self._unit = unit
-        self._num_begin_marks = num_begin_marks
+    documents: DocumentTable
+    names: Sequence[str]
+    are_lines: Sequence[bool]
+    firsts: Starts
+    unit: str
+    num_begin_marks: int
 
     def describe(self, start: int, stop: int) -> str:
         """Name a stretch: "json/decoder.py bytes 1200-1457", or "a.jsonl line 7 tokens 0-9"."""
-        first, last = self._documents.at(start), self._documents.at(stop - 1)
+        first, last = self.documents.at(start), self.documents.at(stop - 1)
         pieces = list(self._files(first, last))
         named = [self._name(*piece, start, stop) for piece in pieces[:_NAMED_FILES]]
         rest = len(pieces) - len(named)
@@ -132,31 +119,31 @@ class TextPlaces:
 
     def _files(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
         """(file, its first document, its last) for the documents ``first`` to ``last``."""
-        low = int(np.searchsorted(self._firsts, first, side="right")) - 1
-        high = int(np.searchsorted(self._firsts, last, side="right")) - 1
+        low = int(np.searchsorted(self.firsts, first, side="right")) - 1
+        high = int(np.searchsorted(self.firsts, last, side="right")) - 1
         for number in range(low, high + 1):
-            begin, end = int(self._firsts[number]), int(self._firsts[number + 1]) - 1
+            begin, end = int(self.firsts[number]), int(self.firsts[number + 1]) - 1
             if begin <= end:
                 yield number, max(begin, first), min(end, last)
 
     def _name(self, file: int, first: int, last: int, start: int, stop: int) -> str:
         low, _ = self._within(first, start, stop)
         _, high = self._within(last, start, stop)
-        name = self._names[file]
-        if not self._are_lines[file]:
-            return f"{name} {self._unit} {low}-{high}"
+        name = self.names[file]
+        if not self.are_lines[file]:
+            return f"{name} {self.unit} {low}-{high}"
         word, begin = ("row", 0) if name.endswith(".parquet") else ("line", 1)
-        start, stop = (number - int(self._firsts[file]) + begin for number in (first, last))
+        start, stop = (number - int(self.firsts[file]) + begin for number in (first, last))
         if start == stop:
-            return f"{name} {word} {start} {self._unit} {low}-{high}"
+            return f"{name} {word} {start} {self.unit} {low}-{high}"
         return (
-            f"{name} {word}s {start}-{stop} (from {self._unit} {low} of the first to {high} of the "
+            f"{name} {word}s {start}-{stop} (from {self.unit} {low} of the first to {high} of the "
             "last)"
         )
 
     def _within(self, document: int, start: int, stop: int) -> tuple[int, int]:
         """The part of a document that ``[start, stop)`` covers, counted without marks."""
-        begin = int(self._documents.read(document, document + 1)[0]) + self._num_begin_marks
-        length = self._documents.end_of(document) - 1 - begin
+        begin = int(self.documents.read(document, document + 1)[0]) + self.num_begin_marks
+        length = self.documents.end_of(document) - 1 - begin
         low, high = max(start - begin, 0), max(min(stop - begin, length), 0)
         return min(low, length), high

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import itertools
 import json
 import os
 import sysconfig
@@ -28,8 +29,7 @@ from runner.data.file_kinds import (
     decompressed,
     refuse_what_is_no_text,
 )
-from runner.system.error import DataError, MissingPackage
-from runner.system.extras import lacking
+from runner.system.error import DataError, MissingPackage, lacking
 from runner.system.files import open_regular
 
 PIECE_BYTES: Final = 1 << 20
@@ -41,14 +41,9 @@ _ROWS_AT_ONCE: Final = 256
 _TOLD_SHARE: Final = 1e-3  # of bytes that are not UTF-8
 _NAMED_KEYS: Final = 8
 _LEFT_OUT: Final = frozenset({"__pycache__"})
-_LIBRARY_LEFT_OUT: Final = _LEFT_OUT | {
-    "test",
-    "tests",
-    "idlelib",
-    "lib2to3",
-    "site-packages",
-    "dist-packages",
-}
+_LIBRARY_LEFT_OUT: Final = _LEFT_OUT.union(
+    ("test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages")
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,11 +152,12 @@ def _walk(root: Path, endings: tuple[str, ...], left_out: frozenset[str]) -> lis
     selected: list[tuple[str, Path]] = []
     others: Counter[str] = Counter()
     for folder, folders, files in os.walk(root, onerror=_refuse):
-        folders[:] = [name for name in folders if not _is_hidden(name) and name not in left_out]
-        matching = [
-            Path(folder, name) for name in files if name.endswith(endings) and not _is_hidden(name)
+        folders[:] = [n for n in folders if not n.startswith(".") and n not in left_out]
+        selected += [
+            (Path(folder, name).relative_to(root).as_posix(), Path(folder, name))
+            for name in files
+            if name.endswith(endings) and not name.startswith(".")
         ]
-        selected += [(path.relative_to(root).as_posix(), path) for path in matching]
         others.update("".join(Path(name).suffixes[-2:]) or name for name in files)
     if not selected:
         held = ", ".join(f"{count} {ending}" for ending, count in others.most_common(_NAMED_KEYS))
@@ -170,10 +166,6 @@ def _walk(root: Path, endings: tuple[str, ...], left_out: frozenset[str]) -> lis
             f"{held or 'none'}; change data.path or data.suffixes"
         )
     return sorted(selected)
-
-
-def _is_hidden(name: str) -> bool:
-    return name.startswith(".")
 
 
 def _refuse(error: OSError) -> None:
@@ -218,17 +210,21 @@ class Reader:
                     self.done_bytes = before + raw.tell()
                     yield number, piece
             before += file.num_bytes
-            _refuse_changed(file)
+            size = file_size(file.path)
+            if size != file.num_bytes:
+                raise DataError(
+                    f"{file.path}: changed while it was read, from {file.num_bytes} to {size} "
+                    "bytes; start again when it is complete"
+                )
 
     def _documents(self, file: TextFile, raw: BinaryIO) -> Iterator[Piece]:
         if file.is_table:
-            assert self._field is not None
-            yield from _of_table(file, raw, self._field)
+            yield from _of_table(file, raw, self._field or "")
             return
         read = 0
         try:
             text = decompressed(file.path, raw, file.compression)
-            for piece in self._of_lines(file, text) if file.is_lines else _cut(text):
+            for piece in _of_lines(file, text, self._field) if file.is_lines else _cut(text):
                 read += len(piece.text)
                 if not file.is_lines:
                     self._count(file, piece.text)
@@ -249,13 +245,13 @@ class Reader:
             self._num_odd += len(decoded) - len(decoded.encode(errors="ignore").decode())
             self._first_odd = self._first_odd or str(file.path)
 
-    def _of_lines(self, file: TextFile, lines: BinaryIO) -> Iterator[Piece]:
-        assert self._field is not None
-        number = 1
-        while line := lines.readline(_LINE_BYTES + 1):
-            text = _document(line, self._field, f"{file.path} line {number}")
-            yield from _cut(io.BytesIO(text))
-            number += 1
+
+def _of_lines(file: TextFile, lines: BinaryIO, field: str | None) -> Iterator[Piece]:
+    for number in itertools.count(1):
+        line = lines.readline(_LINE_BYTES + 1)
+        if not line:
+            return
+        yield from _cut(io.BytesIO(_document(line, field or "", f"{file.path} line {number}")))
 
 
 def _of_table(file: TextFile, raw: BinaryIO, field: str) -> Iterator[Piece]:
@@ -289,18 +285,15 @@ def _of_table(file: TextFile, raw: BinaryIO, field: str) -> Iterator[Piece]:
 
 def _cut(handle: BinaryIO) -> Iterator[Piece]:
     """Cut one document into pieces of about 1 MiB."""
-    piece, begins = _next(handle), True
-    while True:
-        following = _next(handle)
-        yield Piece(text=piece, begins=begins, ends=not following)
-        if not following:
-            return
-        piece, begins = following, False
-
-
-def _next(handle: BinaryIO) -> bytes:
-    piece = handle.read(PIECE_BYTES)
-    return piece + handle.readline() if piece else piece
+    piece, begins, ends = b"", True, False
+    while not ends:
+        following = handle.read(PIECE_BYTES)
+        following += handle.readline() if following else b""
+        ends = not following
+        if piece or ends:
+            yield Piece(text=piece, begins=begins, ends=ends)
+            begins = False
+        piece = following
 
 
 def _document(line: bytes, field: str, place: str) -> bytes:
@@ -309,38 +302,36 @@ def _document(line: bytes, field: str, place: str) -> bytes:
     Raises:
         DataError: it has none.
     """
-    advice = f'each line must be a JSON object with a string, such as {{"{field}": "..."}}'
+    value: Any = None
     if len(line) > _LINE_BYTES:
-        raise DataError(f"{place}: is longer than {_LINE_BYTES >> 20} MiB; {advice}")
-    if not line.strip():
-        raise DataError(f"{place}: is empty; {advice}")
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        cause = str(error)[:200]
-        raise DataError(f"{place}: is not JSON ({cause}); {advice}") from None
-    text = value.get(field) if isinstance(value, dict) else None
-    if not isinstance(text, str):
-        raise DataError(f"{place}: {_why_none(value, field)}; {advice}, or set data.field")
+        why = f"is longer than {_LINE_BYTES >> 20} MiB"
+    elif not line.strip():
+        why = "is empty"
+    else:
+        try:
+            value = json.loads(line)
+            why = _why_none(value, field)
+        except (ValueError, RecursionError) as error:
+            why = f"is not JSON ({str(error)[:200]})"
+    if why:
+        raise DataError(
+            f'{place}: {why}; each line must be a JSON object with a string, such as {{"{field}": '
+            '"..."}, or set data.field'
+        )
+    text: str = value[field]
     return text.encode("utf-8", errors="replace")  # "\ud800" is valid JSON, but not a character
 
 
 def _why_none(value: Any, field: str) -> str:
+    """Why a value of JSON has no document; empty if it has one."""
     if not isinstance(value, dict):
         return f"is no JSON object but {type(value).__name__}"
+    if isinstance(value.get(field), str):
+        return ""
     if field in value:
         return f"{field!r} (data.field) is {type(value[field]).__name__}, no string"
     keys = ", ".join(repr(key)[:40] for key in list(value)[:_NAMED_KEYS]) or "nothing"
     return f"has no {field!r} (data.field), but {keys}"
-
-
-def _refuse_changed(file: TextFile) -> None:
-    size = file_size(file.path)
-    if size != file.num_bytes:
-        raise DataError(
-            f"{file.path}: changed while it was read, from {file.num_bytes} to "
-            f"{size} bytes; start again when it is complete"
-        )
 
 
 @contextlib.contextmanager

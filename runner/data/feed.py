@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice, tee
@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
 
 from runner.config.schema import DataConfig
-from runner.data.cursor import BatchPlan, Indices, SampleStream
+from runner.data.cursor import BatchPlan, Indices, SampleStream, shard_batch, share_out
 from runner.data.dataset import (
     NOT_COUNTED,
     Dataset,
@@ -35,19 +35,17 @@ from runner.data.dataset import (
     RecordDataset,
     Sample,
     describe,
-    first_outside,
-    outside,
+    require_ids,
 )
-from runner.data.draws import draws, kept_generators, seed_by_index, seed_by_position
-from runner.data.retries import Retries
-from runner.policy.batch_shards import shard_batch, share_out
-from runner.policy.decision.skip_ledger import Ledger
-from runner.policy.decision.unreadable import Unreadable
+from runner.data.draws import Retries, draws, kept_generators, seed_by_index, seed_by_position
+from runner.policy.decision.skip_ledger import Ledger, Unreadable
 from runner.system.error import DataError
 from runner.system.process import die_with_parent
 
 Slots = tuple[tuple[int | None, ...], ...]  # of the global batch, micro-batch by micro-batch
+_FIELD = "fields/"  # begins the names of tensors in ``fields``
 _LOOKED_AT = 16  # samples tried, to find a few that can be read
+_PREFETCH = 2  # micro-batches that each worker keeps ready, as torch has it
 _WORDS = 300  # characters of a sample's error
 _INLINE_BYTES = 1 << 15  # half of what a pipe holds
 _NUMPYS = frozenset(  # types that numpy has as well
@@ -103,81 +101,62 @@ class MicroBatch:
 
     def pin_memory(self) -> MicroBatch:
         """Called by the DataLoader's pinning thread."""
-        return self._map(lambda tensor: tensor.pin_memory())
+        return self._map(lambda _, tensor: tensor.pin_memory())
 
     def to(self, device: torch.device) -> MicroBatch:
         """Copy to another device without waiting."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        return self._map(lambda _, tensor: tensor.to(device, non_blocking=True))
 
     def at(self, positions: tuple[int | None, ...]) -> MicroBatch:
         """The same samples with other positions."""
         return replace(self, positions=positions)
 
     def without(self, positions: Collection[int]) -> MicroBatch:
-        """Replace the samples at these positions by padding of the same shapes."""
-        gone = [place for place, p in enumerate(self.positions) if p in positions]
-        if not gone:
-            return self
+        """Replace the samples at these positions by padding of the same shapes.
+
+        For samples without tokens that is a copy of a sample that stays, or zeros.
+        """
         kept = tuple(None if p in positions else p for p in self.positions)
-        if self.fields is not None:
-            return self._copied_over(gone, kept)
-        tokens, targets = self.tokens.clone(), self.targets.clone()
-        tokens[gone], targets[gone] = 0, NOT_COUNTED
-        segments = None if self.segments is None else self.segments.clone()
-        if segments is not None:
-            segments[gone] = 0
-        return replace(self, tokens=tokens, targets=targets, segments=segments, positions=kept)
+        gone = [place for place, p in enumerate(self.positions) if p in positions]
+        stays = next((place for place, p in enumerate(kept) if p is not None), None)
+
+        def padded(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            tensor = tensor.clone()
+            is_field = name.startswith(_FIELD) and stays is not None
+            tensor[gone] = tensor[stays] if is_field else NOT_COUNTED if name == "targets" else 0
+            return tensor
+
+        return replace(self._map(padded), positions=kept) if gone else self
 
     def only(self, positions: Collection[int], others: MicroBatch) -> MicroBatch:
         """These samples, and rows of ``others`` in place of all others, of which none is named.
 
         Padding instead where the shapes of ``others`` differ.
         """
-        held, fill = self._tensors(), others._tensors()
-        if [(n, t.shape) for n, t in held.items()] != [(n, t.shape) for n, t in fill.items()]:
+        fill = others._named()
+        shapes = [{name: t.shape for name, t in named.items()} for named in (self._named(), fill)]
+        if shapes[0] != shapes[1]:
             return self.without([p for p in self.positions if p is not None and p not in positions])
         kept = tuple(p if p in positions else None for p in self.positions)
         gone = [place for place, p in enumerate(kept) if p is None]
 
-        def mixed(name: str) -> torch.Tensor:
-            tensor = held[name].clone()
+        def mixed(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            tensor = tensor.clone()
             tensor[gone] = fill[name][gone]
             return tensor
 
-        own = {name: mixed(name) for name in held if name not in (self.fields or {})}
-        fields = None if self.fields is None else {name: mixed(name) for name in self.fields}
-        return replace(self, **own, fields=fields, positions=kept)  # type: ignore[arg-type]
+        return replace(self._map(mixed), positions=kept)
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        named = {"tokens": self.tokens, "targets": self.targets}
-        for name, tensor in (("segments", self.segments), ("real", self.real)):
-            if tensor is not None:
-                named[name] = tensor
-        return {**named, **(self.fields or {})}
+    def _named(self) -> dict[str, torch.Tensor]:
+        """All tensors by name."""
+        own = {name: getattr(self, name) for name in ("tokens", "targets", "segments", "real")}
+        given = {_FIELD + name: tensor for name, tensor in (self.fields or {}).items()}
+        return {name: tensor for name, tensor in own.items() if tensor is not None} | given
 
-    def _copied_over(self, gone: list[int], kept: tuple[int | None, ...]) -> MicroBatch:
-        """Padding for samples without tokens: a copy of a sample that stays, or zeros."""
-        assert self.fields is not None and self.real is not None
-        real = self.real.clone()
-        real[gone] = False
-        stays = next((place for place, p in enumerate(kept) if p is not None), None)
-        fields = {}
-        for name, tensor in self.fields.items():
-            fields[name] = tensor.clone()
-            fields[name][gone] = 0 if stays is None else tensor[stays]
-        return replace(self, fields=fields, real=real, positions=kept)
-
-    def _map(self, move) -> MicroBatch:  # type: ignore[no-untyped-def]
-        return replace(
-            self,
-            tokens=move(self.tokens),
-            targets=move(self.targets),
-            segments=None if self.segments is None else move(self.segments),
-            real=None if self.real is None else move(self.real),
-            fields=None
-            if self.fields is None
-            else {name: move(tensor) for name, tensor in self.fields.items()},
-        )
+    def _map(self, change: Callable[[str, torch.Tensor], Any]) -> MicroBatch:
+        own = {name: change(name, tensor) for name, tensor in self._named().items()}
+        given = {name: own.pop(_FIELD + name) for name in self.fields or {}}
+        return replace(self, fields=None if self.fields is None else given, **own)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         """As bytes in a loader's pipe where the tensors are small.
@@ -185,13 +164,11 @@ class MicroBatch:
         torch hands each tensor over as a descriptor of shared memory, which costs about a
         millisecond however small it is.
         """
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
-        tensors = [value for value in named.values() if isinstance(value, torch.Tensor)]
-        tensors += list((self.fields or {}).values())
+        tensors = list(self._named().values())
         if not all(map(_is_plain, tensors)) or sum(t.nbytes for t in tensors) > _INLINE_BYTES:
             return object.__reduce_ex__(self, protocol)
-        arrays = self._map(lambda tensor: tensor.numpy())
-        return _from_arrays, ({name: getattr(arrays, name) for name in named},)
+        arrays = self._map(lambda _, tensor: tensor.numpy())
+        return _from_arrays, ({field.name: getattr(arrays, field.name) for field in fields(self)},)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -201,7 +178,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _from_arrays(named: Mapping[str, Any]) -> MicroBatch:
-    return MicroBatch(**named)._map(torch.from_numpy)
+    return MicroBatch(**named)._map(lambda _, array: torch.from_numpy(array))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +255,16 @@ class _Reader(TorchDataset[MicroBatch]):
             try:
                 rows[-1] = self._read(plan, position, index)
             except Exception as error:  # any error: the ranks decide on it together
-                unreadable.append(self._unreadable(position, index, error))
+                unreadable.append(
+                    Unreadable(
+                        rank=self._rank,
+                        position=position,
+                        index=index,
+                        name=describe(self._dataset, index),
+                        error=f"{type(error).__name__}: {error}"[:_WORDS],
+                        refused=isinstance(error, OSError),
+                    )
+                )
         self._seed_draws(plan, plan.positions[0], plan.indices[0])  # for a collate that draws
         batch = self._tensors(rows) if self._records is None else _fields(rows, self._records)
         return replace(batch, positions=plan.positions, unreadable=tuple(unreadable))
@@ -313,20 +299,18 @@ class _Reader(TorchDataset[MicroBatch]):
             Exception: any error of the data set.
             DataError: it does not return one of our samples.
         """
-        sample = self._retries(lambda: self._drawn(plan, position, index))
-        if not isinstance(sample, Sample):
-            return sample
-        try:
-            self._check(sample)
-        except DataError:  # it may have been garbled once
-            sample = self._retries(lambda: self._drawn(plan, position, index))
+
+        def checked() -> Sample | Record:
+            self._seed_draws(plan, position, index)
+            sample = self._dataset[index]
             if isinstance(sample, Sample):
                 self._check(sample)
-        return sample
+            return sample
 
-    def _drawn(self, plan: MicroPlan, position: int | None, index: int) -> Sample | Record:
-        self._seed_draws(plan, position, index)
-        return self._dataset[index]
+        try:
+            return self._retries(checked)
+        except DataError:  # it may have been garbled once
+            return self._retries(checked)
 
     def _seed_draws(self, plan: MicroPlan, position: int | None, index: int) -> None:
         if not self._draws:
@@ -340,19 +324,7 @@ class _Reader(TorchDataset[MicroBatch]):
         for values in (sample.tokens, sample.segments, sample.labels):
             if values is not None and values.shape != (self._seq_len + 1,):
                 raise DataError(f"is of shape {values.shape}, not ({self._seq_len + 1},)")
-        bad = first_outside(sample.tokens, self._dataset.vocab_size)
-        if bad is not None:  # on a GPU this is a bare assertion, which ends the process
-            raise outside(f"token {bad} of it", int(sample.tokens[bad]), self._dataset.vocab_size)
-
-    def _unreadable(self, position: int, index: int, error: Exception) -> Unreadable:
-        return Unreadable(
-            rank=self._rank,
-            position=position,
-            index=index,
-            name=describe(self._dataset, index),
-            error=f"{type(error).__name__}: {error}"[:_WORDS],
-            refused=isinstance(error, OSError),
-        )
+        require_ids(sample.tokens, self._dataset.vocab_size, "the sample")
 
 
 def _fields(rows: Sequence[Sample | Record | None], dataset: RecordDataset) -> MicroBatch:
@@ -377,41 +349,32 @@ def few(dataset: Dataset, seq_len: int, number: int) -> MicroBatch:
     Raises:
         DataError: none of the tried samples can be read.
     """
-    reader = _Reader(dataset, seq_len)
-    unreadable: list[Unreadable] = []
-    for start in range(0, min(len(dataset), _LOOKED_AT), number):
-        indices = tuple(min(start + n, len(dataset) - 1) for n in range(number))
-        plan = MicroPlan(batch_start=-1, positions=tuple(range(number)), indices=indices)
-        batch = reader[plan]
-        if not batch.unreadable:
-            return replace(batch, positions=(None,) * number)
-        unreadable += batch.unreadable
-    raise DataError(f"none of the first {_LOOKED_AT} samples can be read; {_first(unreadable)}")
+    looked_at = -(-min(len(dataset), _LOOKED_AT) // number) * number
+    indices = [min(index, len(dataset) - 1) for index in range(looked_at)]
+    return next(few_of(dataset, seq_len, indices, number))
 
 
-def few_of(dataset: Dataset, seq_len: int, indices: Sequence[int], rows: int) -> list[MicroBatch]:
+def few_of(
+    dataset: Dataset, seq_len: int, indices: Sequence[int], rows: int
+) -> Iterator[MicroBatch]:
     """Micro-batches of these samples; those with an unreadable sample are left out.
 
     Raises:
         DataError: none of them can be read.
     """
     reader = _Reader(dataset, seq_len)
-    batches = []
     unreadable: list[Unreadable] = []
+    num_read = 0
     for begin in range(0, len(indices), rows):
         some = tuple(indices[begin : begin + rows])
-        places = tuple(range(len(some)))
-        batch = reader[MicroPlan(batch_start=-1, positions=places, indices=some)]
-        if not batch.unreadable:
-            batches.append(batch)
+        batch = reader[MicroPlan(batch_start=-1, positions=tuple(range(len(some))), indices=some)]
         unreadable += batch.unreadable
-    if not batches:
-        raise DataError(f"none of {len(indices)} samples can be read; {_first(unreadable)}")
-    return batches
-
-
-def _first(unreadable: Sequence[Unreadable]) -> str:
-    return f"{unreadable[0].name}: {unreadable[0].error}"
+        if not batch.unreadable:
+            num_read += 1
+            yield batch.at((None,) * len(some))
+    if not num_read:
+        first = unreadable[0]
+        raise DataError(f"none of {len(indices)} samples can be read; {first.name}: {first.error}")
 
 
 def named_samples(dataset: Dataset, plan: BatchPlan, positions: Sequence[int]) -> tuple[str, ...]:
@@ -485,7 +448,7 @@ class Feed:
             sampler=self._sampler,
             batch_size=None,
             num_workers=workers,
-            prefetch_factor=settings.prefetch if workers else None,
+            prefetch_factor=_PREFETCH if workers else None,
             persistent_workers=workers > 0,
             pin_memory=pin_memory,
             generator=torch.Generator(),  # else each start of it moves the model's
@@ -509,10 +472,14 @@ class Feed:
             loaded = tuple(self._next_batch(micro_plan) for micro_plan in plans)
         except Exception as error:  # the caller tells all ranks, and all raise alike
             self._loading = None
-            empty = tuple(self._padding(len(slots)) for slots in self._slots)
-            message = f"{type(error).__name__}: {error}"
+            empty = tuple(
+                self._reader[replace(micro, positions=(None,) * len(micro.positions))]
+                for micro in plans
+            )
             return RankBatch(
-                micro_batches=empty, wait_seconds=time.monotonic() - began, failure=message
+                micro_batches=empty,
+                wait_seconds=time.monotonic() - began,
+                failure=f"{type(error).__name__}: {error}",
             )
         self._newest = plans, loaded
         return RankBatch(micro_batches=loaded, wait_seconds=time.monotonic() - began)
@@ -522,21 +489,10 @@ class Feed:
 
         Never raises for a sample that cannot be read.
         """
-        return [
-            self._reader[
-                MicroPlan(
-                    batch_start=-1,
-                    positions=slots,
-                    indices=tuple(-1 if slot is None else int(indices[slot]) for slot in slots),
-                )
-            ]
-            for slots in share_out(
-                len(indices),
-                self._share.micro_size,
-                self._share.world_size,
-                self._share.rank,
-            )
-        ]
+        share = self._share
+        dealt = share_out(len(indices), share.micro_size, share.world_size, share.rank)
+        plan = BatchPlan(positions=np.arange(len(indices)), indices=indices)
+        return [self._reader[replace(m, batch_start=-1)] for m in self._micro_plans(plan, dealt)]
 
     def read_again(self, plan: BatchPlan, rank: int) -> tuple[MicroBatch, ...]:
         """Read the share of ``rank`` in ``plan`` at once, in this process.
@@ -594,10 +550,6 @@ class Feed:
             for slots in (self._slots if dealt is None else dealt)
         ]
 
-    def _padding(self, size: int) -> MicroBatch:
-        nothing = MicroPlan(batch_start=-1, positions=(None,) * size, indices=(-1,) * size)
-        return self._reader[nothing]
-
 
 def _begin_worker(reader: Connection, writer: Connection, _: int) -> None:
     """In a loading process: make it live exactly as long as it is wanted.
@@ -608,12 +560,12 @@ def _begin_worker(reader: Connection, writer: Connection, _: int) -> None:
     """
     writer.close()
     _quiet_worker()
-    threading.Thread(target=_end_when_told, args=(reader,), name="lifeline", daemon=True).start()
 
+    def end_when_told() -> None:
+        reader.poll(None)
+        os._exit(0)  # torch's SIGCHLD handler would take any other exit code for a crash
 
-def _end_when_told(reader: Connection) -> None:
-    reader.poll(None)
-    os._exit(0)  # torch's SIGCHLD handler would take any other exit code for a crash
+    threading.Thread(target=end_when_told, name="lifeline", daemon=True).start()
 
 
 def _tell_workers(writer: Connection) -> None:

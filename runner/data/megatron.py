@@ -42,13 +42,6 @@ class MegatronCorpus:
     document_starts: npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Header:
-    dtype: str
-    num_sequences: int
-    num_documents: int
-
-
 def open_megatron(index: Path) -> MegatronCorpus:
     """Open ``NAME.bin`` by its index ``NAME.idx``.
 
@@ -56,16 +49,39 @@ def open_megatron(index: Path) -> MegatronCorpus:
         DataError: a file is missing, truncated, inconsistent, does not hold integers, or its
             sequences do not lie one after another.
     """
-    header = _read_header(index)
-    lengths, pointers, documents = _read_arrays(index, header)
-    binary = index.with_suffix(".bin")
-    starts = _sequence_starts(index, lengths)
-    _check_layout(index, starts * np.dtype(header.dtype).itemsize, pointers, file_size(binary))
-    tokens = TokenFile(path=binary, dtype=header.dtype, num_tokens=int(starts[-1]))
-    return MegatronCorpus(tokens=tokens, document_starts=_document_starts(index, starts, documents))
+    dtype, num_sequences, num_documents = _read_header(index)
+    offset = _HEADER.size
+    lengths = _read(index, dtype="<i4", count=num_sequences, offset=offset)
+    offset += lengths.nbytes
+    pointers = _read(index, dtype="<i8", count=num_sequences, offset=offset)
+    offset += pointers.nbytes
+    documents = _read(index, dtype="<i8", count=num_documents, offset=offset)
+    if lengths.size and lengths.min() < 0:
+        at = int(np.argmin(lengths))
+        raise DataError(
+            f"{index}: sequence {at} has length {int(lengths[at])}; the index is damaged, "
+            "write the corpus again"
+        )
+    starts = cumulative(lengths)
+    _check_layout(index, starts * np.dtype(dtype).itemsize, pointers)
+    rises = documents.size > 0 and documents[0] == 0 and documents[-1] == num_sequences
+    if not rises or (documents[1:] < documents[:-1]).any():
+        raise DataError(
+            f"{index}: document indices must rise from 0 to the number of sequences "
+            f"({num_sequences}), found {documents[:3].tolist()}...{documents[-3:].tolist()}; "
+            "write the corpus again"
+        )
+    return MegatronCorpus(
+        tokens=TokenFile(path=index.with_suffix(".bin"), dtype=dtype, num_tokens=int(starts[-1])),
+        document_starts=np.unique(starts[documents[:-1]]),
+    )
 
 
-def _read_header(index: Path) -> _Header:
+def _read_header(index: Path) -> tuple[str, int, int]:
+    """The type of tokens, and the numbers of sequences and documents.
+
+    Python integers do not wrap, so a hostile count cannot slip below the real size.
+    """
     size = file_size(index)
     raw = bytes(_read(index, dtype="u1", count=min(size, _HEADER.size), offset=0))
     if len(raw) < _HEADER.size or not raw.startswith(MAGIC):
@@ -76,43 +92,18 @@ def _read_header(index: Path) -> _Header:
     _, version, code, num_sequences, num_documents = _HEADER.unpack(raw)
     if version != _VERSION:
         raise DataError(f"{index}: Megatron index version {version}, only {_VERSION} is known")
-    header = _Header(
-        dtype=_integer_dtype(index, code), num_sequences=num_sequences, num_documents=num_documents
-    )
-    _check_declared(index, size, header)
-    return header
-
-
-def _integer_dtype(index: Path, code: int) -> str:
     if code not in _INTEGERS:
-        dtype = _FLOATS.get(code, "unknown")
         raise DataError(
-            f"{index}: dtype code {code} ({dtype}) holds no token ids; "
+            f"{index}: dtype code {code} ({_FLOATS.get(code, 'unknown')}) holds no token ids; "
             f"allowed are {sorted(_INTEGERS)} (integers)"
         )
-    return _INTEGERS[code]
-
-
-def _check_declared(index: Path, size: int, header: _Header) -> None:
-    """Python integers do not wrap, so a hostile count cannot slip below the real size."""
-    needed = _HEADER.size + 12 * header.num_sequences + 8 * header.num_documents
-    if size not in (needed, needed + header.num_sequences):
+    needed = _HEADER.size + 12 * num_sequences + 8 * num_documents
+    if size not in (needed, needed + num_sequences):
         raise DataError(
-            f"{index}: {header.num_sequences} sequences and {header.num_documents} documents need "
+            f"{index}: {num_sequences} sequences and {num_documents} documents need "
             f"{needed} bytes, the file has {size}; it is truncated or damaged, write it again"
         )
-
-
-def _read_arrays(
-    index: Path, header: _Header
-) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
-    offset = _HEADER.size
-    lengths = _read(index, dtype="<i4", count=header.num_sequences, offset=offset)
-    offset += lengths.nbytes
-    pointers = _read(index, dtype="<i8", count=header.num_sequences, offset=offset)
-    offset += pointers.nbytes
-    documents = _read(index, dtype="<i8", count=header.num_documents, offset=offset)
-    return lengths, pointers, documents
+    return _INTEGERS[code], num_sequences, num_documents
 
 
 def _read(path: Path, *, dtype: str, count: int, offset: int) -> npt.NDArray[Any]:
@@ -126,19 +117,7 @@ def _read(path: Path, *, dtype: str, count: int, offset: int) -> npt.NDArray[Any
     return items
 
 
-def _sequence_starts(index: Path, lengths: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    if lengths.size and lengths.min() < 0:
-        at = int(np.argmin(lengths))
-        raise DataError(
-            f"{index}: sequence {at} has length {int(lengths[at])}; the index is damaged, "
-            "write the corpus again"
-        )
-    return cumulative(lengths)
-
-
-def _check_layout(
-    index: Path, expected: npt.NDArray[np.int64], pointers: npt.NDArray[Any], binary_bytes: int
-) -> None:
+def _check_layout(index: Path, expected: npt.NDArray[np.int64], pointers: npt.NDArray[Any]) -> None:
     """``expected`` is where each sequence starts in the .bin file, in bytes, and its end."""
     apart = np.flatnonzero(pointers != expected[:-1])
     if apart.size:
@@ -148,22 +127,10 @@ def _check_layout(
             f"{int(expected[at])} is where the one before ends; only corpora whose sequences are "
             "contiguous can be read, write it again in order"
         )
+    binary = index.with_suffix(".bin")
+    binary_bytes = file_size(binary)
     if int(expected[-1]) != binary_bytes:
         raise DataError(
-            f"{index.with_suffix('.bin')}: has {binary_bytes} bytes, its index says "
+            f"{binary}: has {binary_bytes} bytes, its index says "
             f"{int(expected[-1])}; one of the two is truncated or from another corpus"
         )
-
-
-def _document_starts(
-    index: Path, starts: npt.NDArray[np.int64], documents: npt.NDArray[Any]
-) -> npt.NDArray[np.int64]:
-    num_sequences = starts.size - 1
-    rises = documents.size > 0 and documents[0] == 0 and documents[-1] == num_sequences
-    if not rises or (documents[1:] < documents[:-1]).any():
-        raise DataError(
-            f"{index}: document indices must rise from 0 to the number of sequences "
-            f"({num_sequences}), found {documents[:3].tolist()}...{documents[-3:].tolist()}; "
-            "write the corpus again"
-        )
-    return np.unique(starts[documents[:-1]])

@@ -16,24 +16,23 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from runner.data.cursor import Indices, OneSource
 from runner.data.dataset import Dataset, Record, RecordDataset, Sample, cumulative, digest
 from runner.data.dataset import sampled_files as sampled_files_of
 from runner.data.draws import draws
-from runner.data.permutation import EVAL_EPOCH, epoch_key, held_out, permute
+from runner.data.permutation import epoch_key, permute
 from runner.system.error import DataError
-
-Indices = npt.NDArray[np.int64]
 
 BLOCK: Final = 4096
 _BLOCKS_KEPT: Final = 16
 _WEIGHT_UNITS: Final = 1 << 40  # parts of the largest weight: proportions are whole numbers
-_COUNTED_BELOW: Final = 1_000_000  # samples; below this, those left to train on are counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,17 +74,24 @@ class MixtureOrder:
     ) -> None:
         self.names = tuple(lengths)
         self.wanted = dict(weights)
-        self._lengths = [lengths[name] for name in self.names]
-        self._offsets = cumulative(self._lengths)
-        self._share = held_out_share
+        self._offsets = cumulative([lengths[name] for name in self.names])
         self._seed = seed
-        self._hashes = [_name_hash(name) for name in self.names]
+        self._sources = [
+            OneSource(
+                num_samples=lengths[name],
+                seed=seed ^ _name_hash(name),
+                held_out_share=held_out_share,
+                split=_name_hash(name),
+            )
+            for name in self.names
+        ]
         self._phases: list[Phase] = []
         self._before: list[list[int]] = []  # what each source has given when a phase begins
-        self._blocks: dict[tuple[int, int], _Block] = {}
+        self._block = lru_cache(_BLOCKS_KEPT)(self._made_block)
         self.load([Phase(start=0, weights=weights)])
-        for number, name in enumerate(self.names):
-            self._require_some(number, name)
+        for name, source in zip(self.names, self._sources, strict=True):
+            if weights.get(name):
+                source.require_some(f" of data.sources {name!r}")
 
     @property
     def num_samples(self) -> int:
@@ -98,7 +104,7 @@ class MixtureOrder:
     def load(self, phases: Sequence[Phase]) -> None:
         """Set the phases, the first from position 0 on, each later one from its start on."""
         self._phases, self._before = [], []
-        self._blocks.clear()
+        self._block.cache_clear()
         for phase in phases:
             # A phase that begins where another does, or before it, replaces it.
             while self._phases and self._phases[-1].start >= phase.start:
@@ -112,9 +118,8 @@ class MixtureOrder:
         sample_indices = np.empty_like(positions)
         for source in np.unique(sources):
             chosen = sources == source
-            sample_indices[chosen] = self._offsets[source] + self._samples(
-                int(source), ranks[chosen]
-            )
+            own = self._sources[source].indices(ranks[chosen])
+            sample_indices[chosen] = self._offsets[source] + own
         return sample_indices
 
     def sources(self, indices: Indices) -> Indices:
@@ -127,14 +132,14 @@ class MixtureOrder:
         mask = np.zeros(indices.shape, dtype=np.bool_)
         for source in np.unique(sources):
             chosen = sources == source
-            local = indices[chosen] - self._offsets[source]
-            mask[chosen] = held_out(local, share=self._share, seed=self._hashes[source])
+            mask[chosen] = self._sources[source].is_held_out(
+                indices[chosen] - self._offsets[source]
+            )
         return mask
 
     def held_out_indices(self, count: int) -> Indices:
         """A fixed set of held-out samples: up to ``count`` of each source, int64."""
-        parts = [self._held_out_of(number, count) for number in range(len(self.names))]
-        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        return np.concatenate([self._held_out_of(n, count) for n in range(len(self.names))])
 
     def held_out_like(self, count: int, position: int) -> Indices:
         """About ``count`` held-out samples in the proportions of ``position``, int64.
@@ -153,8 +158,6 @@ class MixtureOrder:
         spread_evenly: Indices = np.argsort(np.concatenate(places), kind="stable")
         return np.concatenate(parts)[spread_evenly]
 
-    # -- which source, and the ordinal of its sample
-
     def _located(self, positions: Indices) -> tuple[Indices, Indices]:
         starts = np.array([phase.start for phase in self._phases], dtype=np.int64)
         phases = np.searchsorted(starts, positions, side="right") - 1
@@ -166,14 +169,6 @@ class MixtureOrder:
             sources[chosen] = block.sources[places[chosen]]
             ranks[chosen] = block.ranks[places[chosen]]
         return sources, ranks
-
-    def _block(self, phase: int, number: int) -> _Block:
-        known = self._blocks.get((phase, number))
-        if known is None:
-            while len(self._blocks) >= _BLOCKS_KEPT:
-                del self._blocks[next(iter(self._blocks))]
-            known = self._blocks[phase, number] = self._made_block(phase, number)
-        return known
 
     def _made_block(self, phase: int, number: int) -> _Block:
         shares = self._shares(phase)
@@ -209,43 +204,8 @@ class MixtureOrder:
         more = np.bincount(rest, minlength=len(self.names)).tolist()
         return [sum(of) for of in zip(self._before[phase], given, more, strict=True)]
 
-    # -- the samples of one source
-
-    def _samples(self, source: int, ranks: Indices) -> Indices:
-        """Indices of samples within the source."""
-        epochs, offsets = np.divmod(ranks, self._lengths[source])
-        sample_indices = np.empty_like(ranks)
-        for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            sample_indices[chosen] = self._permuted(source, offsets[chosen], int(epoch))
-        return sample_indices
-
-    def _permuted(self, source: int, offsets: Indices, epoch: int) -> Indices:
-        key = epoch_key(self._seed ^ self._hashes[source], epoch)
-        return permute(offsets, size=self._lengths[source], key=key)
-
     def _held_out_of(self, source: int, count: int) -> Indices:
-        size = self._lengths[source]
-        chunks: list[Indices] = [np.empty(0, dtype=np.int64)]
-        num_found = 0
-        for at in range(0, size if self._share > 0 else 0, 1 << 16):
-            offsets = np.arange(at, min(size, at + (1 << 16)), dtype=np.int64)
-            indices = self._offsets[source] + self._permuted(source, offsets, EVAL_EPOCH)
-            chunks.append(indices[self.is_held_out(indices)])
-            num_found += len(chunks[-1])
-            if num_found >= count:
-                break
-        return np.concatenate(chunks)[:count]
-
-    def _require_some(self, source: int, name: str) -> None:
-        size = self._lengths[source]
-        if size < _COUNTED_BELOW and self.wanted.get(name):
-            indices = self._offsets[source] + np.arange(size, dtype=np.int64)
-            if self.is_held_out(indices).all():
-                raise DataError(
-                    f"data.held_out={self._share}: all {size} samples of data.sources {name!r} are "
-                    "held out; use more data, a shorter data.seq_len or a smaller share"
-                )
+        return self._sources[source].held_out_indices(count) + int(self._offsets[source])
 
 
 def split(total: int, shares: Sequence[int]) -> list[int]:

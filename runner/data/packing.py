@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from runner.data.corpus_digest import Progress
 from runner.data.dataset import NOT_COUNTED, Dataset, Sample, describe, digest
-from runner.data.draws import draws, kept_generators, seed_by_index
-from runner.data.retries import Retries
+from runner.data.draws import Retries, draws, kept_generators, seed_by_index
 from runner.system.error import DataError, ReadError
 
 _FORMAT: Final = "pack-1"

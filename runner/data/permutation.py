@@ -125,7 +125,4 @@ def _mix(words: Words) -> Words:
 
 def _mix_int(word: int) -> int:
     """The same finaliser for one Python integer: numpy scalars would warn on wrapping."""
-    word &= _WORD
-    word = ((word ^ (word >> 30)) * _MIX_1) & _WORD
-    word = ((word ^ (word >> 27)) * _MIX_2) & _WORD
-    return word ^ (word >> 31)
+    return int(_mix(np.array([word & _WORD], dtype=np.uint64))[0])

@@ -1,21 +1,23 @@
 """Tables of rows read through Hugging Face's ``datasets``: Parquet, JSON lines, Arrow, CSV, or a
 folder that ``save_to_disk`` wrote. A row is a sample: its token ids, its text, or its chat.
 
-Must not know the configuration but for the keys that messages name; nothing is downloaded.
+Nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import glob
+import hashlib
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from runner.data.chat import ChatTokens
+from runner.config.schema import DataConfig
 from runner.data.dataset import (
+    NOT_COUNTED,
     Sample,
     Tokens,
     contents_of,
@@ -24,70 +26,61 @@ from runner.data.dataset import (
     is_sampled,
     spread,
 )
-from runner.data.tokenizer import Codec, Mark, open_codec
-from runner.system.error import DataError, MissingPackage
-from runner.system.extras import lacking
+from runner.data.tokenizer import Codec, open_codec
+from runner.data.user_dataset import TOKEN_FIELDS, as_sample
+from runner.system.environment import changeable
+from runner.system.error import DataError, MissingPackage, lacking
 
 _READERS: Final = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
 _PLAIN: Final = (".gz", ".zst")
 _SHOWN: Final = 12  # columns named in a message
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowSource:
-    """Where the rows are, and what in them is a sample.
-
-    Attributes:
-        paths: files, patterns such as ``rows/*.parquet``, or folders.
-        field: the column of a row's text, where the rows have no ``input_ids``.
-        messages: the column of a row's chat: it goes through the tokenizer's chat template, and
-            only what the assistant says is counted; None: rows are no chats.
-        tokenizer: see :func:`runner.data.tokenizer.open_codec`; chats need a folder.
-        cache: directory for the tables that ``datasets`` makes from the files.
-    """
-
-    paths: Sequence[str]
-    field: str | None
-    messages: str | None
-    tokenizer: str | None
-    cache: Path
-    begin_token: Mark = None
-    end_token: Mark = None
-
-
 class Rows:
     """A map-style data set of token ids for :func:`runner.data.user_dataset.adapt`.
 
     Rows of more than ``seq_len + 1`` tokens are cut there.
+
+    Args:
+        data: a row's ``messages`` go through the tokenizer's chat template, and only what the
+            assistant says is counted; otherwise ``field`` is its text, without ``input_ids``.
+        cache: directory for the tables that ``datasets`` makes from the files.
     """
 
-    def __init__(self, source: RowSource, *, seq_len: int, vocab_size: int | None) -> None:
-        self._files = _files(source.paths)
-        self.contents = contents_of(len(self._files), sum(map(_num_bytes, self._files)))
-        self._table = _table(self._files, source)
-        self._seq_len = seq_len
-        self._text: str | None = None
+    def __init__(self, data: DataConfig, cache: Path) -> None:
+        files = _files(data.path)
+        self._name = files[0].name + (f" and {len(files) - 1} more" if files[1:] else "")
+        self._named = [
+            (path.name, path)
+            for file in files
+            for path in ([file] if file.is_file() else sorted(file.glob("**/*.arrow")))
+        ]
+        num_bytes = sum(path.stat().st_size for _, path in self._named)
+        self.contents = contents_of(len(files), num_bytes)
+        self.sampled_files = tuple(self._named) if is_sampled(num_bytes) else ()
+        self._table = _table(files, data.path, cache)
+        self._seq_len = data.seq_len
+        self._text = data.field or "text"
         self._chat: ChatTokens | None = None
         self._codec: Codec | None = None
-        columns = list(self._table.column_names)
-        if source.messages is not None:
-            self._require(source.messages, columns, "data.messages")
-            if source.tokenizer is None:
+        self._reads_tables = all(_ending(file) == ".parquet" for file in files)
+        if data.messages is not None:
+            self._require(data.messages, "data.messages")
+            if data.tokenizer is None:
                 raise DataError(
-                    f"data.messages={source.messages}: a chat needs the chat template of a "
+                    f"data.messages={data.messages}: a chat needs the chat template of a "
                     "tokenizer; set data.tokenizer to its folder"
                 )
-            self._chat = ChatTokens(source.tokenizer, column=source.messages)
-            self.vocab_size = vocab_size or self._chat.vocab_size
-        elif "input_ids" in columns:
-            if vocab_size is not None:
-                self.vocab_size = vocab_size
-        else:
-            self._text = self._require(source.field or "text", columns, "data.field")
-            codec = self._codec = open_codec(
-                source.tokenizer, begin_token=source.begin_token, end_token=source.end_token
+            self._chat = ChatTokens(data.tokenizer, column=data.messages)
+        elif "input_ids" not in self._table.column_names:
+            self._require(self._text, "data.field")
+            self._codec = open_codec(
+                data.tokenizer, begin_token=data.begin_token, end_token=data.end_token
             )
-            self.vocab_size = vocab_size or codec.vocab_size
+        made_by = self._chat or self._codec
+        self._identity = None if made_by is None else made_by.identity
+        if data.vocab_size or made_by:
+            self.vocab_size = data.vocab_size or (made_by.vocab_size if made_by else 0)
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
@@ -100,28 +93,12 @@ class Rows:
         )
 
     def describe(self, index: int) -> str:
-        name = self._files[0].name + (
-            f" and {len(self._files) - 1} more" if self._files[1:] else ""
-        )
-        return f"{name} row {index}"
+        return f"{self._name} row {index}"
 
     def fingerprint(self) -> str:
         """A digest of the files, the column and the tokenizer."""
-        made_by = self._chat or self._codec
-        return digest(
-            [
-                fingerprint_files(self._named()),
-                self._text,
-                None if made_by is None else made_by.identity,
-                self._seq_len,
-            ]
-        )
-
-    @property
-    def sampled_files(self) -> tuple[tuple[str, Path], ...]:
-        """See :func:`runner.data.dataset.sampled_files`."""
-        named = self._named()
-        return tuple(named) if is_sampled(sum(path.stat().st_size for _, path in named)) else ()
+        column = None if self._codec is None else self._text
+        return digest([fingerprint_files(self._named), column, self._identity, self._seq_len])
 
     def notice(self) -> str:
         """A line that says how many of some rows are cut; empty if none is."""
@@ -129,9 +106,7 @@ class Rows:
         long = sum(self._row(index)[0].size > self._seq_len + 1 for index in looked)
         if not long:
             return ""
-        is_text = self._text is not None and all(
-            _ending(file) == ".parquet" for file in self._files
-        )
+        is_text = self._codec is not None and self._reads_tables
         remedy = "; data=text reads .parquet whole, a document a row" if is_text else ""
         return (
             f"data.path: {long} of {len(looked)} inspected rows have more than data.seq_len + 1 = "
@@ -143,7 +118,9 @@ class Rows:
         if self._chat is not None:
             return self._chat.encode(row)
         if self._codec is None:
-            return _own_ids(row)
+            given = {name: row[name] for name in TOKEN_FIELDS if row.get(name) is not None}
+            sample = as_sample(given, self.describe(index))
+            return sample.tokens, sample.labels
         text = row[self._text]
         if not isinstance(text, str):
             raise DataError(f"data.field={self._text}: holds {type(text).__name__}, no text")
@@ -151,39 +128,13 @@ class Rows:
         begin = [] if self._codec.begin_token is None else [self._codec.begin_token]
         return np.concatenate([begin, ids, [self._codec.end_token]]).astype(np.int64), None
 
-    def _named(self) -> list[tuple[str, Path]]:
-        return [
-            (path.name, path)
-            for file in self._files
-            for path in ([file] if file.is_file() else sorted(file.glob("**/*.arrow")))
-        ]
-
-    def _require(self, column: str, columns: Sequence[str], key: str) -> str:
-        if column in columns:
-            return column
-        raise DataError(
-            f"{key}={column}: {self._files[0]} has no such column; it has "
-            f"{', '.join(columns[:_SHOWN])}" + (", ..." if columns[_SHOWN:] else "")
-        )
-
-
-def _num_bytes(path: Path) -> int:
-    files = [path] if path.is_file() else path.glob("**/*.arrow")
-    return sum(file.stat().st_size for file in files)
-
-
-def _own_ids(row: Mapping[str, Any]) -> tuple[Tokens, Tokens | None]:
-    tokens = np.asarray(row["input_ids"], dtype=np.int64)
-    labels = None if row.get("labels") is None else np.asarray(row["labels"], dtype=np.int64)
-    mask = row.get("attention_mask")
-    if mask is not None:
-        counted = np.asarray(mask) != 0
-        if (np.diff(counted.astype(np.int8)) > 0).any():
-            raise DataError("attention_mask is 0 before a token that counts; pad at the end")
-        tokens, labels = tokens[counted], None if labels is None else labels[counted]
-    if labels is not None and labels.shape != tokens.shape:
-        raise DataError(f"labels has {labels.size} entries, input_ids {tokens.size}")
-    return tokens, labels
+    def _require(self, column: str, key: str) -> None:
+        columns = self._table.column_names
+        if column not in columns:
+            raise DataError(
+                f"{key}={column}: {self._name} has no such column; it has "
+                f"{', '.join(columns[:_SHOWN])}" + (", ..." if columns[_SHOWN:] else "")
+            )
 
 
 def _files(paths: Sequence[str]) -> list[Path]:
@@ -216,7 +167,7 @@ def _ending(path: Path) -> str | None:
     return suffix if suffix in _READERS or suffix == ".arrow" else None
 
 
-def _table(files: Sequence[Path], source: RowSource) -> Any:
+def _table(files: Sequence[Path], paths: Sequence[str], cache: Path) -> Any:
     """A ``datasets.Dataset`` of all rows in the order of the files."""
     try:
         import datasets
@@ -227,7 +178,7 @@ def _table(files: Sequence[Path], source: RowSource) -> Any:
     if len(endings) != 1 or None in endings:
         shown = ", ".join(file.name for file in files[:_SHOWN])
         raise DataError(
-            f"data.path={list(source.paths)}: names {shown}; all must be of one kind, of "
+            f"data.path={list(paths)}: names {shown}; all must be of one kind, of "
             f"{', '.join(_READERS)}, .arrow, or folders that save_to_disk wrote"
         )
     [ending] = endings
@@ -239,17 +190,132 @@ def _table(files: Sequence[Path], source: RowSource) -> Any:
         else:
             names = [str(file.absolute()) for file in files]
             return datasets.load_dataset(
-                _READERS[str(ending)], data_files=names, split="train", cache_dir=str(source.cache)
+                _READERS[str(ending)], data_files=names, split="train", cache_dir=str(cache)
             )
     # Whatever the library and those below it raise for a damaged file.
     except Exception as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-        raise DataError(
-            f"data.path={list(source.paths)}: cannot be read as rows ({cause})"
-        ) from error
+        raise DataError(f"data.path={list(paths)}: cannot be read as rows ({cause})") from error
     if any(isinstance(part, datasets.DatasetDict) for part in parts):
         raise DataError(
             f"data.path={files[0]}: holds several splits; name one of its folders, such as "
             f"{files[0]}/train"
         )
     return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
+
+
+# ---- chats as token ids, through a tokenizer's own chat template; only answers are counted
+
+
+_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.json",
+                 "merges.txt", "tokenizer.model", "special_tokens_map.json")  # fmt: skip
+_ANSWERS: Final = re.compile(r"\{%-?\s*generation\b")  # how a template marks them, if it does
+
+
+class ChatTokens:
+    """Turns a row's messages into ids and labels: -100 outside of the assistant's answers.
+
+    Answers are known from the template's own marks (``{% generation %}``); without
+    them, from what each answer adds to the text of the messages before it.
+
+    Args:
+        folder: of the tokenizer. Nothing is downloaded, and no code in it is run.
+        column: the column of a row with its messages: a list of {role, content}.
+
+    Raises:
+        DataError: it cannot be read, or has no chat template.
+    """
+
+    def __init__(self, folder: str, *, column: str) -> None:
+        self._column = column
+        self._tokenizer = _open(folder)
+        template = self._tokenizer.chat_template
+        if not template:
+            raise DataError(
+                f"data.tokenizer={folder}: has no chat template; give a tokenizer that has one "
+                "(chat_template.jinja, or chat_template in tokenizer_config.json)"
+            )
+        self._is_marked = _ANSWERS.search(str(template)) is not None
+        self.vocab_size = max(len(self._tokenizer), int(self._tokenizer.vocab_size))
+        self.identity = digest([_digest(Path(folder).expanduser()), str(template)])
+
+    def encode(self, row: Mapping[str, Any]) -> tuple[Tokens, Tokens]:
+        """
+        Raises:
+            DataError: the template does not accept the chat, or it has no answer.
+        """
+        messages = row[self._column]
+        if not isinstance(messages, list) or not messages:
+            raise DataError(f"data.messages={self._column}: holds no list of messages")
+        try:
+            ids, counted = (
+                self._marked(messages) if self._is_marked else self._by_prefixes(messages)
+            )
+        except DataError:
+            raise
+        except Exception as error:  # from the template: jinja's errors, TypeError, KeyError...
+            cause = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise DataError(f"the chat template does not take these messages ({cause})") from error
+        tokens = np.asarray(ids, dtype=np.int64)
+        mask = np.asarray(counted, dtype=np.bool_)
+        if not mask.any():
+            raise DataError("the assistant says nothing in it, and so nothing is to be learnt")
+        return tokens, np.where(mask, tokens, NOT_COUNTED)
+
+    def _marked(self, messages: Sequence[Any]) -> tuple[Sequence[int], Sequence[int]]:
+        encoded = self._tokenizer.apply_chat_template(
+            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        return encoded["input_ids"], encoded["assistant_masks"]
+
+    def _by_prefixes(self, messages: Sequence[Any]) -> tuple[Sequence[int], Sequence[int]]:
+        ids = self._ids(messages)
+        counted = [0] * len(ids)
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._ids(messages[:number], asks=True) if number else []
+            upto = self._ids(messages[: number + 1])
+            if upto[: len(before)] != before or ids[: len(upto)] != upto:
+                raise DataError(
+                    "the chat template changes the text before an answer, so the answer's tokens "
+                    "are unknown; mark it in the template with {% generation %}"
+                )
+            counted[len(before) : len(upto)] = [1] * (len(upto) - len(before))
+        return ids, counted
+
+    def _ids(self, messages: Sequence[Any], *, asks: bool = False) -> list[int]:
+        encoded = self._tokenizer.apply_chat_template(
+            list(messages), tokenize=True, return_dict=True, add_generation_prompt=asks
+        )
+        return [int(number) for number in encoded["input_ids"]]
+
+
+def _open(folder: str) -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingPackage(lacking(f"data.tokenizer={folder}", "hf")) from error
+    # Unset, the library warns in every loader process that is forked later.
+    changeable().setdefault("TOKENIZERS_PARALLELISM", "true")
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise DataError(
+            f"data.tokenizer={folder}: is no folder; a chat needs the folder of a tokenizer, with "
+            "its tokenizer_config.json"
+        )
+    try:
+        return transformers.AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # the library raises errors of many kinds
+        cause = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        raise DataError(f"data.tokenizer={folder}: cannot be opened ({cause})") from error
+
+
+def _digest(folder: Path) -> str:
+    hashed = hashlib.sha256()
+    for name in _FILES:
+        if (folder / name).is_file():
+            hashed.update(name.encode() + (folder / name).read_bytes())
+    return hashed.hexdigest()

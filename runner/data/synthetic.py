@@ -7,15 +7,12 @@ between versions, but not the raw words of Philox.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from runner.data.dataset import Sample
-from runner.system.error import DataError
+from runner.data.dataset import Sample, digest
 
 SUCCESSORS: Final = 4
 # Chances 0.70, 0.15, 0.10, 0.05: an entropy of 0.914 nats a token, the loss to reach.
@@ -31,15 +28,9 @@ class SyntheticLanguage:
     Every token has four successors. Each of the four columns is a permutation of the
     vocabulary, so all tokens are equally frequent: the loss starts at ``ln(vocab_size)``
     and falls only for a model that looks at the token before.
-
-    Raises:
-        DataError: a size is too small.
     """
 
     def __init__(self, *, vocab_size: int, samples: int, seq_len: int, seed: int) -> None:
-        _check_at_least("data.vocab_size", vocab_size, 2)
-        _check_at_least("data.samples", samples, 1)
-        _check_at_least("data.seq_len", seq_len, 1)
         self.vocab_size = vocab_size
         self._samples = samples
         self._seq_len = seq_len
@@ -64,8 +55,7 @@ class SyntheticLanguage:
         return f"synthetic sample {index}"
 
     def fingerprint(self) -> str:
-        parts = [_FORMAT, self.vocab_size, self._samples, self._seq_len, self._seed]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        return digest([_FORMAT, self.vocab_size, self._samples, self._seq_len, self._seed])
 
 
 def _words(*, seed: int, index: int, count: int) -> npt.NDArray[np.uint64]:
@@ -86,8 +76,3 @@ def _choices(words: npt.NDArray[np.uint64]) -> list[int]:
     limits = np.array([round(chance * 2**32) for chance in _CUMULATIVE], dtype=np.uint64)
     chosen: list[int] = np.searchsorted(limits, words >> np.uint64(32), side="right").tolist()
     return chosen
-
-
-def _check_at_least(key: str, value: int, least: int) -> None:
-    if value < least:
-        raise DataError(f"{key}={value} is too small: at least {least} is needed")

@@ -1,60 +1,58 @@
-"""Text files as a corpus: tokenised once, kept in a cache, read from there.
+"""Text files as a corpus: tokenised once, by one process at a time, and read from a cache.
+
+    CACHE/KEY/tokens.bin       the ids
+    CACHE/KEY/documents.bin    where each document begins
+    CACHE/KEY/index.json       what they are, with their digests; written last
+    CACHE/.KEY.owner           locked by the process that is making it; holds its progress
+    CACHE/.KEY.TOKEN@HOST      that process's draft
 
 Two parts, for two kinds of processes: :func:`prepare_text` may take hours and is for one process
-of a node; :func:`open_prepared` is for all. Must not know ranks, nor the configuration: only
-messages name the keys a user would change.
+of a node; :func:`open_prepared` is for all. Must not know ranks.
+
+Must not trust a cache: it outlives crashes, so an entry counts only when its digests agree, and
+a damaged one is rebuilt. The lock saves work, and correctness does not depend on it: results are
+published by a rename, so two processes that make the same entry only waste time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, BinaryIO, Final
 
-from runner.data.cache import Job, cached, load
-from runner.data.claim import Owners
+import numpy as np
+import numpy.typing as npt
+
+from runner.config.schema import DataConfig
 from runner.data.corpus_digest import Progress, notes_in, whole_digest
 from runner.data.dataset import (
     Dataset,
+    TokenFile,
     TokenStream,
     Windows,
     contents_of,
+    cumulative,
     digest,
     fingerprint_files,
     is_sampled,
 )
-from runner.data.documents import find_files
-from runner.data.tokenizer import Mark, open_codec
+from runner.data.document_index import DocumentTable, TextPlaces
+from runner.data.documents import Piece, Reader, TextFile, find_files
+from runner.data.tokenizer import Codec, open_codec
 from runner.system.error import DataError
+from runner.system.files import sync_directory
 
 _FORMAT: Final = "holdfast-text-2"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextSource:
-    """Where text is and how it becomes tokens.
-
-    Attributes:
-        paths: files, or directories read recursively in order of name; hidden entries and
-            ``__pycache__`` are left out; or :data:`runner.data.documents.PYTHON_LIBRARY`.
-        suffixes: name endings read from directories; ``.jsonl`` stands for its compressed forms
-            as well.
-        field: of a JSON line or a table's row, that holds the document; None: JSON lines are text
-            like others.
-        tokenizer: a Hugging Face tokenizers JSON file or its folder, or None for bytes: 257 ids,
-            256 ends a document.
-        begin_token, end_token: see :func:`runner.data.tokenizer.open_codec`.
-        cache: directory of token caches; one is added under the corpus' fingerprint.
-    """
-
-    paths: Sequence[str]
-    suffixes: Sequence[str]
-    tokenizer: str | None
-    cache: Path
-    field: str | None = "text"
-    begin_token: Mark = None
-    end_token: Mark = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +63,11 @@ class Prepared:
     notice: str
 
 
-def prepare_text(
-    source: TextSource, *, progress: Progress, owners: Owners | None = None
-) -> Prepared:
+def prepare_text(data: DataConfig, cache: Path, *, progress: Progress) -> Prepared:
     """Put the tokens into the cache: find them, wait for the process that makes them, or make them.
 
     Args:
+        cache: directory of token caches; one is added under the corpus' fingerprint.
         progress: called with the progress; if it raises, no file is left.
 
     Raises:
@@ -78,30 +75,25 @@ def prepare_text(
             no document, the tokenizer is not valid or does not say what ends a document, or
             the cache cannot be written.
     """
-    cache = source.cache.expanduser()
-    files = find_files(source.paths, source.suffixes, source.field)
-    codec = open_codec(source.tokenizer, begin_token=source.begin_token, end_token=source.end_token)
+    files = find_files(data.path, data.suffixes, data.field)
+    codec = open_codec(data.tokenizer, begin_token=data.begin_token, end_token=data.end_token)
     named = [(file.name, file.path) for file in files]
     fingerprint = fingerprint_files(named)
     identity: list[str | None] = [_FORMAT, fingerprint, codec.identity]
     if any(file.is_lines for file in files):
-        identity.append(source.field)
+        identity.append(data.field)
     if any(file.compression and not file.is_lines for file in files):
         identity.append("decompressed")  # earlier releases took the compressed bytes for text
     if is_sampled(sum(file.num_bytes for file in files)):
         identity.append(whole_digest(named, notes=notes_in(cache), progress=progress).sha256)
     place = cache / digest(identity)
-    job = Job(files=files, field=source.field, codec=codec, source=fingerprint)
-    index = cached(place, job, progress=progress, owners=owners)
+    job = Job(files=files, field=data.field, codec=codec, source=fingerprint)
+    index = cached(place, job, progress=progress)
     return Prepared(place=place, notice=index.words)
 
 
-def open_prepared(place: Path, *, seq_len: int, isolate_documents: bool) -> Dataset:
+def open_prepared(place: Path, data: DataConfig) -> Dataset:
     """Open a cache that :func:`prepare_text` of this or another process has verified.
-
-    Args:
-        seq_len: tokens the model sees; a sample has one more.
-        isolate_documents: whether samples carry segments.
 
     Raises:
         DataError: it is gone or damaged, or too short for one sample.
@@ -115,10 +107,383 @@ def open_prepared(place: Path, *, seq_len: int, isolate_documents: bool) -> Data
     windows = Windows(
         stream=TokenStream([index.tokens_at(place)]),
         places=index.places_at(place),
-        seq_len=seq_len,
+        seq_len=data.seq_len,
         vocab_size=index.vocab_size,
         source=digest([index.source, index.tokens_sha256]),
-        document_starts=index.documents_at(place) if isolate_documents else None,
+        document_starts=index.documents_at(place) if data.isolate_documents else None,
     )
     windows.contents = contents_of(len(index.files), index.num_bytes)
     return windows
+
+
+# ---- the cache of tokens
+
+
+_TOKENS: Final = "tokens.bin"
+_DOCUMENTS: Final = "documents.bin"
+_INDEX: Final = "index.json"
+_BLOCK_BYTES: Final = 1 << 22
+_LOOK_SECONDS: Final = 0.2
+_BEAT_SECONDS: Final = 1.0
+# A lock of a node that died may stay on a network file system.
+_STALE_SECONDS: Final = 120.0
+
+# How much is held while tokenising: a token costs some hundred bytes on its way.
+_BATCH_BYTES: Final = 1 << 24
+_BATCH_PIECES: Final = 1 << 15
+# A sync of a hundred gigabytes at the end would look like a hang.
+_SYNC_BYTES: Final = 1 << 28
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Index:
+    """What ``index.json`` holds beside its own digest.
+
+    ``files`` are (name, whether its documents are lines, how many) of each file;
+    ``words`` is the notice of :class:`~runner.data.tokenizer.Codec`. ``num_bytes`` is the size of
+    the files; earlier releases did not keep it.
+    """
+
+    dtype: str
+    vocab_size: int
+    unit: str
+    num_begin_marks: int
+    num_tokens: int
+    num_documents: int
+    source: str
+    tokens_sha256: str
+    documents_sha256: str
+    files: list[list[Any]]
+    words: str
+    num_bytes: int = 0
+
+    def tokens_at(self, place: Path) -> TokenFile:
+        return TokenFile(path=place / _TOKENS, dtype=self.dtype, num_tokens=self.num_tokens)
+
+    def documents_at(self, place: Path) -> DocumentTable:
+        return DocumentTable(
+            path=place / _DOCUMENTS, num_documents=self.num_documents, num_tokens=self.num_tokens
+        )
+
+    def places_at(self, place: Path) -> TextPlaces:
+        return TextPlaces(
+            documents=self.documents_at(place),
+            names=[str(name) for name, _, _ in self.files],
+            are_lines=[bool(lines) for _, lines, _ in self.files],
+            firsts=cumulative([int(count) for _, _, count in self.files]),
+            unit=self.unit,
+            num_begin_marks=self.num_begin_marks,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What to tokenise; ``source`` is the fingerprint of the files."""
+
+    files: Sequence[TextFile]
+    field: str | None
+    codec: Codec
+    source: str
+
+
+def cached(
+    place: Path, job: Job, *, progress: Progress, stale_seconds: float = _STALE_SECONDS
+) -> Index:
+    """Find the whole cache at ``place``, wait for it, or make it.
+
+    Args:
+        progress: called with the progress, also of another process; if it raises, no file is left.
+        stale_seconds: an owner without progress for this long is taken for dead.
+
+    Raises:
+        DataError: the corpus cannot be read, or the cache cannot be written.
+    """
+    index = load(place, progress=progress)
+    if index is not None:
+        return index
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with _claimed(place, progress, stale_seconds) as beat:
+            return load(place, progress=beat) or _make(place, job, beat)
+    except OSError as error:
+        raise DataError(
+            f"data.cache={place.parent}: the token cache cannot be written ({error}); "
+            "give a directory that is writable and has room"
+        ) from error
+
+
+def load(place: Path, *, progress: Progress | None) -> Index | None:
+    """Load the index of a whole cache; None if there is none or a digest disagrees.
+
+    Args:
+        progress: called while every byte is read; None: compare sizes only, where it is known that
+            another process has verified it.
+    """
+    try:
+        stored = json.loads((place / _INDEX).read_text())
+        if digest(stored["index"]) != stored["digest"]:
+            return None
+        index = Index(**stored["index"])
+        table = index.documents_at(place)
+        sizes = [(place / name).stat().st_size for name in (_TOKENS, _DOCUMENTS)]
+        if sizes != [index.tokens_at(place).num_bytes, table.num_bytes]:
+            return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    if progress is None:
+        return index
+    expected = [(_TOKENS, index.tokens_sha256), (_DOCUMENTS, index.documents_sha256)]
+    try:
+        same = [_sha256(place / name, progress) == sha256 for name, sha256 in expected]
+    except OSError:
+        return None
+    return index if all(same) else None
+
+
+@contextlib.contextmanager
+def _claimed(place: Path, progress: Progress, stale_seconds: float) -> Iterator[Progress]:
+    """Wait until no other process makes the entry; gives what to call with one's own progress."""
+    path = place.with_name(f".{place.name}.owner")
+    while True:
+        with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0) as file:
+            is_locked = _wait_for_lock(file, progress, stale_seconds)
+            if is_locked and not _is_at(path, file):
+                continue  # the owner before removed it, and another may have locked a new one
+            if is_locked:
+                _sweep(place)
+            try:
+                yield _beating(file, progress)
+            finally:
+                if _is_at(path, file):
+                    path.unlink(missing_ok=True)
+            return
+
+
+def _wait_for_lock(file: BinaryIO, progress: Progress, stale_seconds: float) -> bool | None:
+    """As :func:`_lock`; False: the owner made no progress for ``stale_seconds``."""
+    seen, moved = b"", time.monotonic()
+    while (is_locked := _lock(file)) is False:
+        held = os.pread(file.fileno(), 64, 0)
+        if held != seen:
+            seen, moved = held, time.monotonic()
+        elif time.monotonic() > moved + stale_seconds:
+            break
+        numbers = [int(word) for word in held.split() if word.isdigit()]
+        done, total = numbers if len(numbers) == 2 else (0, 0)
+        progress("waiting for the process that tokenises", done, total)
+        time.sleep(_LOOK_SECONDS)
+    return is_locked
+
+
+def _beating(file: BinaryIO, progress: Progress) -> Progress:
+    """``progress``, which also writes what is done into the owner's file."""
+    beaten = 0.0
+
+    def beat(what: str, done: int, total: int) -> None:
+        nonlocal beaten
+        if time.monotonic() > beaten + _BEAT_SECONDS:
+            beaten = time.monotonic()
+            os.pwrite(file.fileno(), f"{done:20} {total:20}".encode(), 0)
+        progress(what, done, total)
+
+    return beat
+
+
+def _is_at(path: Path, file: BinaryIO) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def _sweep(place: Path) -> None:
+    """Remove the drafts of processes of this node that were killed.
+
+    Who passed a silent owner over works without the owner's lock, so each maker locks its tokens.
+    """
+    for draft in place.parent.glob(f".{place.name}.*@{platform.node()}"):
+        try:
+            with (draft / _TOKENS).open("r+b") as tokens:
+                is_abandoned = _lock(tokens) is True
+        except FileNotFoundError:
+            is_abandoned = True
+        except OSError:  # such as another user's
+            is_abandoned = False
+        if is_abandoned:
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _lock(file: BinaryIO) -> bool | None:
+    """Take the lock; False: another process has it, None: the file system has no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _make(place: Path, job: Job, progress: Progress) -> Index:
+    """Make the cache, publish it, read it back."""
+    # Not mkdtemp: its private mode would hide a shared cache from other users.
+    draft = place.with_name(f".{place.name}.{secrets.token_hex(8)}@{platform.node()}")
+    try:
+        draft.mkdir(parents=True)
+        _build(draft, job, progress)
+        _publish(draft, place)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    index = load(place, progress=progress)
+    if index is None:
+        raise DataError(
+            f"data.cache={place.parent}: {place.name} does not read back as it was written; "
+            "give a directory on storage that works"
+        )
+    return index
+
+
+def _build(draft: Path, job: Job, progress: Progress) -> None:
+    """Write the draft: the marker last, everything synced before it."""
+    codec = job.codec
+    dtype = "<u2" if codec.vocab_size <= 2**16 else "<u4"
+    with (draft / _TOKENS).open("wb") as tokens, (draft / _DOCUMENTS).open("wb") as documents:
+        _lock(tokens)  # this draft is alive: see _sweep
+        writer = _Writer(tokens, documents, codec, dtype, num_files=len(job.files))
+        reader = Reader(job.files, job.field)
+        for batch in _batches(reader.pieces()):
+            writer.add(batch)
+            progress("tokenising", reader.done_bytes, reader.total_bytes)
+        writer.finish()
+    index = Index(
+        dtype=dtype,
+        vocab_size=codec.vocab_size,
+        unit=codec.unit,
+        num_begin_marks=int(codec.begin_token is not None),
+        num_tokens=writer.num_tokens,
+        num_documents=sum(writer.counts),
+        source=job.source,
+        tokens_sha256=writer.tokens_sha256.hexdigest(),
+        documents_sha256=writer.documents_sha256.hexdigest(),
+        files=[
+            [file.name, file.is_lines, count]
+            for file, count in zip(job.files, writer.counts, strict=True)
+        ],
+        words="; ".join(filter(None, (codec.notice, reader.notice))),
+        num_bytes=reader.total_bytes,
+    )
+    stored = {"digest": digest(asdict(index)), "index": asdict(index)}
+    with (draft / _INDEX).open("wb") as out:
+        out.write(json.dumps(stored).encode())
+        _sync(out)
+    sync_directory(draft)
+
+
+Batch = list[tuple[int, Piece]]
+
+
+def _batches(pieces: Iterator[tuple[int, Piece]]) -> Iterator[Batch]:
+    batch: Batch = []
+    size = 0
+    for number, piece in pieces:
+        batch.append((number, piece))
+        size += len(piece.text)
+        if size >= _BATCH_BYTES or len(batch) >= _BATCH_PIECES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+class _Writer:
+    """Appends documents; ``counts`` has how many each file gave."""
+
+    def __init__(
+        self, tokens: BinaryIO, documents: BinaryIO, codec: Codec, dtype: str, *, num_files: int
+    ) -> None:
+        self.num_tokens = 0
+        self.counts = [0] * num_files
+        self._tokens = tokens
+        self._documents = documents
+        self._codec = codec
+        self._dtype = dtype
+        begin = [] if codec.begin_token is None else [codec.begin_token]
+        self._begin = np.array(begin, dtype=dtype)
+        self._end = np.array([codec.end_token], dtype=dtype)
+        self.tokens_sha256 = hashlib.sha256()
+        self.documents_sha256 = hashlib.sha256()
+        self._every: list[npt.NDArray[np.int64]] = []
+        self._unsynced = 0
+
+    def add(self, batch: Batch) -> None:
+        """Append pieces of documents, in order."""
+        ids = self._codec.encode([piece.text for _, piece in batch])
+        parts: list[npt.NDArray[Any]] = []
+        starts: list[int] = []
+        for (number, piece), piece_ids in zip(batch, ids, strict=True):
+            if piece.begins:
+                starts.append(self.num_tokens)
+                self.counts[number] += 1
+                parts.append(self._begin)
+                self.num_tokens += self._begin.size
+            parts.append(piece_ids.astype(self._dtype))
+            self.num_tokens += piece_ids.size
+            if piece.ends:
+                parts.append(self._end)
+                self.num_tokens += 1
+        self._write(np.concatenate(parts).tobytes())
+        self._write_starts(np.array(starts, dtype="<i8"))
+
+    def _write(self, data: bytes) -> None:
+        self._tokens.write(data)
+        self.tokens_sha256.update(data)
+        self._unsynced += len(data)
+        if self._unsynced >= _SYNC_BYTES:
+            self._unsynced = 0
+            _sync(self._tokens)
+
+    def _write_starts(self, starts: npt.NDArray[np.int64]) -> None:
+        self._documents.write(starts.tobytes())
+        self.documents_sha256.update(starts.tobytes())
+        self._every.append(starts)
+
+    def finish(self) -> None:
+        """Append the table's summary, and make both files durable."""
+        summary = DocumentTable.summary_of(self._every)
+        self._write_starts(summary)
+        _sync(self._documents)
+        _sync(self._tokens)
+
+
+def _publish(draft: Path, place: Path) -> None:
+    """Rename the draft to its final name; where another process was first, use its cache.
+
+    A damaged cache is repaired file by file: the same corpus gives the same bytes, so two
+    processes that repair at once, or a third that reads, never find a file missing.
+    """
+    try:
+        os.rename(draft, place)
+    except OSError:
+        if not place.is_dir():
+            raise
+        if load(place, progress=lambda *_: None) is None:
+            for name in (_TOKENS, _DOCUMENTS, _INDEX):
+                os.replace(draft / name, place / name)
+            sync_directory(place)
+    sync_directory(place.parent)
+
+
+def _sha256(path: Path, progress: Progress) -> str:
+    hashed, done = hashlib.sha256(), 0
+    total = path.stat().st_size
+    with path.open("rb") as handle:
+        while block := handle.read(_BLOCK_BYTES):
+            hashed.update(block)
+            done += len(block)
+            progress("verifying the tokens", done, total)
+    return hashed.hexdigest()
+
+
+def _sync(out: BinaryIO) -> None:
+    out.flush()
+    os.fsync(out.fileno())

@@ -11,15 +11,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from runner.data.dataset import digest
 from runner.system.environment import changeable
-from runner.system.error import DataError, MissingPackage
-from runner.system.extras import lacking
+from runner.system.error import DataError, MissingPackage, lacking
 from runner.system.files import read_bounded
 
 BYTE_VOCAB_SIZE: Final = 257
@@ -29,37 +28,44 @@ END_NAMES: Final = ("</s>", "<|endoftext|>", "<eos>", "<|end_of_text|>", "[SEP]"
 _TOKENIZER: Final = "tokenizer.json"
 _BESIDE: Final = ("tokenizer_config.json", "special_tokens_map.json")
 _JSON_BYTES: Final = 1 << 26  # large enough for chat templates and thousands of added tokens
-_PARALLEL: Final = "TOKENIZERS_PARALLELISM"
 
 Mark = int | str | None  # a token as the user gives it: its id or its text
 
 
-class Codec(Protocol):
-    """How bytes of text become token ids."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Codec:
+    """How bytes of text become token ids.
 
-    @property
-    def vocab_size(self) -> int: ...
+    Args:
+        tokenizer: of the library ``tokenizers``; None: each byte is a token.
+        identity: changes whenever the same text would give other tokens.
+        notice: which marks are used and why; empty where there was no choice.
+        unit: of places, "bytes" where one token is one byte.
+    """
 
-    @property
-    def begin_token(self) -> int | None: ...
-
-    @property
-    def end_token(self) -> int: ...
-
-    @property
-    def unit(self) -> str:
-        """The unit of places: "bytes" where one token is one byte."""
-
-    @property
-    def identity(self) -> str:
-        """Changes whenever the same text would give other tokens."""
-
-    @property
-    def notice(self) -> str:
-        """A line that says which marks are used and why; empty where there was no choice."""
+    vocab_size: int = BYTE_VOCAB_SIZE
+    begin_token: int | None = None
+    end_token: int = BYTE_END
+    identity: str = "bytes"
+    notice: str = ""
+    unit: str = "bytes"
+    path: Path = Path()
+    tokenizer: Any = None
 
     def encode(self, texts: Sequence[bytes]) -> list[npt.NDArray[Any]]:
         """Encode each text, without marks."""
+        if self.tokenizer is None:
+            return [np.frombuffer(text, dtype=np.uint8) for text in texts]
+        decoded = [text.decode("utf-8", errors="replace") for text in texts]
+        try:
+            encoded = self.tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
+        # The library raises bare Exception, as for a vocabulary with a hole.
+        except Exception as error:
+            raise DataError(
+                f"data.tokenizer={self.path}: cannot encode the corpus ({str(error)[:500]}); "
+                "repair it, or set null for bytes"
+            ) from error
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encoded]
 
 
 def open_codec(tokenizer: str | None, *, begin_token: Mark, end_token: Mark) -> Codec:
@@ -74,96 +80,45 @@ def open_codec(tokenizer: str | None, *, begin_token: Mark, end_token: Mark) -> 
     Raises:
         DataError: it is not valid, or does not say which token ends a document.
     """
-    if tokenizer is not None:
-        return _open_tokenizer(Path(tokenizer).expanduser(), begin_token, end_token)
-    if begin_token not in (None, "") or end_token not in (None, BYTE_END):
+    if tokenizer is None:
+        if begin_token in (None, "") and end_token in (None, BYTE_END):
+            return Codec()
         raise DataError(
             f"data.begin_token={begin_token}, data.end_token={end_token}: without data.tokenizer "
             f"text is bytes, and {BYTE_END} ends a document; leave both null"
         )
-    return _ByteCodec()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ByteCodec:
-    vocab_size: int = BYTE_VOCAB_SIZE
-    begin_token: int | None = None
-    end_token: int = BYTE_END
-    unit: str = "bytes"
-    identity: str = "bytes"
-    notice: str = ""
-
-    def encode(self, texts: Sequence[bytes]) -> list[npt.NDArray[Any]]:
-        return [np.frombuffer(text, dtype=np.uint8) for text in texts]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TokenizerCodec:
-    path: Path
-    tokenizer: Any
-    vocab_size: int
-    begin_token: int | None
-    end_token: int
-    identity: str
-    notice: str
-    unit: str = "tokens"
-
-    def encode(self, texts: Sequence[bytes]) -> list[npt.NDArray[Any]]:
-        decoded = [text.decode("utf-8", errors="replace") for text in texts]
-        try:
-            encoded = self.tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
-        except (
-            Exception
-        ) as error:  # the library raises bare Exception, as for a vocabulary with a hole
-            raise DataError(
-                f"data.tokenizer={self.path}: cannot encode the corpus ({str(error)[:500]}); "
-                "repair it, or set null for bytes"
-            ) from error
-        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encoded]
-
-
-def _open_tokenizer(wanted: Path, begin_token: Mark, end_token: Mark) -> Codec:
-    path = _file_of(wanted)
+    path = Path(tokenizer).expanduser()
+    if path.is_dir():
+        path = path / _TOKENIZER
     try:
         import tokenizers
     except ImportError as error:
         raise MissingPackage(lacking(f"data.tokenizer={path}", "text")) from error
     # Unset, the library warns in every loader process that is forked later.
-    changeable().setdefault(_PARALLEL, "true")
+    changeable().setdefault("TOKENIZERS_PARALLELISM", "true")
     try:
         contents = path.read_bytes()
-        tokenizer = tokenizers.Tokenizer.from_buffer(contents)
+        opened = tokenizers.Tokenizer.from_buffer(contents)
     # The library raises bare Exception for a file it cannot read as a tokenizer.
     except Exception as error:
         raise DataError(
             f"data.tokenizer={path}: is no readable tokenizers JSON file ({str(error)[:500]}); "
-            "give a tokenizer.json, or null for bytes"
+            f"give a {_TOKENIZER} or its folder, or null for bytes"
         ) from error
-    marks = _Marks(path, tokenizer)
+    marks = _Marks(path, opened)
     end, why_end = marks.end(end_token)
     begin, why_begin = marks.begin(begin_token)
     contents_digest = hashlib.sha256(contents).hexdigest()
-    return _TokenizerCodec(
-        path=path,
-        tokenizer=tokenizer,
+    return Codec(
         vocab_size=max(marks.size, end + 1),
         begin_token=begin,
         end_token=end,
         identity=digest([tokenizers.__version__, contents_digest, begin, end]),
         notice=f"documents end with {why_end}, {why_begin}",
+        unit="tokens",
+        path=path,
+        tokenizer=opened,
     )
-
-
-def _file_of(path: Path) -> Path:
-    """The tokenizer's file, from its path or its folder."""
-    if not path.is_dir():
-        return path
-    if not (path / _TOKENIZER).is_file():
-        raise DataError(
-            f"data.tokenizer={path}: the folder has no {_TOKENIZER}; give one that has, or the "
-            "file itself"
-        )
-    return path / _TOKENIZER
 
 
 class _Marks:
@@ -173,19 +128,19 @@ class _Marks:
         self._path = path
         self._tokenizer = tokenizer
         self._ids: dict[str, int] = tokenizer.get_vocab()
+        self._beside = {name: _settings(path.with_name(name)) for name in _BESIDE}
         self.size = max(self._ids.values(), default=-1) + 1
 
     def end(self, mark: Mark) -> tuple[int, str]:
         """(id, its source): as configured, as the files beside it say, or a well-known name."""
         if mark is not None:
             return self._asked("end_token", mark, most=self.size), f"{mark} (data.end_token)"
-        token = self._configured("eos_token")
-        if token is not None:
+        if (token := self._configured("eos_token")) is not None:
             text, source = token
-            return self._id_of(text, source, "end_token"), f"{text} ({source.name})"
-        known = [name for name in END_NAMES if name in self._ids]
-        if known:
-            return self._ids[known[0]], f"{known[0]} (by its name; data.end_token is null)"
+            return self._id_of(text, source), f"{text} ({source})"
+        for name in END_NAMES:
+            if name in self._ids:
+                return self._ids[name], f"{name} (by its name; data.end_token is null)"
         raise DataError(
             f"data.tokenizer={self._path}: does not say which token ends a document: no eos_token "
             f"in {' or '.join(_BESIDE)} beside it, and its vocabulary has none of "
@@ -205,11 +160,11 @@ class _Marks:
         if token is None or not self._puts_in_front(token[0]):
             return None, "nothing begins them"
         text, source = token
-        return self._id_of(text, source, "begin_token"), f"begin with {text} ({source.name})"
+        return self._id_of(text, source), f"begin with {text} ({source})"
 
     def _puts_in_front(self, text: str) -> bool:
         """Whether the tokenizer itself puts the token before a text."""
-        setting = self._settings(self._path.with_name(_BESIDE[0])).get("add_bos_token")
+        setting = self._beside[_BESIDE[0]].get("add_bos_token")
         if setting is not None:
             return setting is True
         try:
@@ -218,60 +173,54 @@ class _Marks:
             return False
         return bool(ids) and ids[0] == self._ids.get(text)
 
-    def _asked(self, key: str, mark: Mark, *, most: int) -> int:
-        if isinstance(mark, str):
-            if mark in self._ids:
-                return self._ids[mark]
+    def _asked(self, key: str, mark: int | str, *, most: int) -> int:
+        allowed = f"give a token's text, or an id from 0 to {self.size - 1}"
+        if isinstance(mark, str) and mark not in self._ids:
             close = difflib.get_close_matches(mark, self._ids, n=3)
             hint = f"; did you mean {' or '.join(close)}?" if close else ""
-            raise DataError(
-                f"data.{key}={mark}: no token of {self._path} has this text{hint}; give a "
-                f"token's text, or an id from 0 to {self.size - 1}"
-            )
-        if isinstance(mark, bool) or not isinstance(mark, int) or not 0 <= mark <= most:
-            raise DataError(
-                f"data.{key}={mark}: the ids of {self._path} are 0 to {self.size - 1}; give one "
-                "of them, or a token's text"
-            )
-        return mark
+            raise DataError(f"data.{key}={mark}: no token of {self._path} is this{hint}; {allowed}")
+        number = self._ids[mark] if isinstance(mark, str) else mark
+        if not 0 <= number <= most:
+            raise DataError(f"data.{key}={mark}: is no token of {self._path}; {allowed}")
+        return number
 
-    def _id_of(self, text: str, source: Path, key: str) -> int:
+    def _id_of(self, text: str, source: str) -> int:
         if text not in self._ids:
             raise DataError(
-                f"{source}: names {text!r}, which is no token of {self._path}; set data.{key} to "
-                "a token's id or text"
+                f"{self._path.with_name(source)}: names {text!r}, which is no token of "
+                f"{self._path}; set data.begin_token or data.end_token to a token's id or text"
             )
         return self._ids[text]
 
-    def _configured(self, key: str) -> tuple[str, Path] | None:
+    def _configured(self, key: str) -> tuple[str, str] | None:
         """A special token's text, and the file beside the tokenizer that has it."""
-        for name in _BESIDE:
-            source = self._path.with_name(name)
-            value = self._settings(source).get(key)
+        for name, settings in self._beside.items():
+            value = settings.get(key)
             text = value.get("content") if isinstance(value, dict) else value
             if isinstance(text, str) and text:
-                return text, source
+                return text, name
             if value is not None:
                 raise DataError(
-                    f"{source}: {key} is {str(value)[:100]}, no token's text; repair it, or set "
-                    "data.begin_token and data.end_token"
+                    f"{self._path.with_name(name)}: {key} is {str(value)[:100]}, no token's text; "
+                    "repair it, or set data.begin_token and data.end_token"
                 )
         return None
 
-    def _settings(self, path: Path) -> Mapping[str, Any]:
-        """The settings in a file beside the tokenizer; empty if there is none.
 
-        Raises:
-            DataError: it cannot be read as a JSON object.
-        """
-        try:
-            tree = json.loads(read_bounded(path, _JSON_BYTES, follow=True))
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, RecursionError) as error:
-            raise DataError(
-                f"{path}: cannot be read as JSON ({str(error)[:200]}); repair it or remove it"
-            ) from error
+def _settings(path: Path) -> Mapping[str, Any]:
+    """The settings in a file beside the tokenizer; empty if there is none.
+
+    Raises:
+        DataError: it cannot be read as a JSON object.
+    """
+    try:
+        tree = json.loads(read_bounded(path, _JSON_BYTES, follow=True))
         if not isinstance(tree, dict):
-            raise DataError(f"{path}: is no JSON object; repair it or remove it")
-        return tree
+            raise ValueError("no JSON object")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(
+            f"{path}: cannot be read as JSON ({str(error)[:200]}); repair it or remove it"
+        ) from error
+    return tree

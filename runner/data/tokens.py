@@ -11,11 +11,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Final, Literal
+from typing import BinaryIO, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from runner.config.schema import DataConfig, TokenDtype
 from runner.data.dataset import (
     NOT_COUNTED,
     Dataset,
@@ -31,14 +32,12 @@ from runner.data.dataset import (
     fingerprint_files,
     first_outside,
     is_sampled,
-    outside,
+    require_ids,
     spread,
     unreadable,
 )
 from runner.data.megatron import open_megatron
 from runner.system.error import DataError
-
-TokenDtypeName = Literal["auto", "uint8", "uint16", "uint32", "int32", "uint64"]
 
 SCAN_ALL_BYTES: Final = 256 << 20
 _SCAN_BLOCK: Final = 1 << 16
@@ -92,9 +91,7 @@ class TokenRows:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} is not in 0..{len(self) - 1}")
         tokens = self._stream.read(index * self._width, (index + 1) * self._width)
-        bad = first_outside(tokens, self.vocab_size)
-        if bad is not None:
-            raise outside(f"{self.describe(index)}, token {bad}", int(tokens[bad]), self.vocab_size)
+        require_ids(tokens, self.vocab_size, lambda: self.describe(index))
         missing = self._seq_len + 1 - self._width
         labels = np.pad(tokens, (0, missing), constant_values=NOT_COUNTED) if missing else None
         return Sample(tokens=np.pad(tokens, (0, missing)), segments=None, labels=labels)
@@ -108,16 +105,7 @@ class TokenRows:
         return digest([self._source, self.vocab_size, self._seq_len, "rows", self._width])
 
 
-def open_tokens(
-    *,
-    paths: Sequence[str],
-    token_dtype: TokenDtypeName,
-    vocab_size: int | None,
-    seq_len: int,
-    end_token: int | str | None,
-    isolate_documents: bool,
-    scan_all_bytes: int = SCAN_ALL_BYTES,
-) -> Dataset:
+def open_tokens(data: DataConfig, *, scan_all_bytes: int = SCAN_ALL_BYTES) -> Dataset:
     """Open token files as one stream, in the order given.
 
     A path is a ``.npy`` file of integers (with two dimensions its rows are the samples), a
@@ -128,25 +116,16 @@ def open_tokens(
     Ids are checked in full for corpora up to ``scan_all_bytes``, in blocks from head to
     tail beyond that, and in every sample when it is read.
 
-    Args:
-        paths: files, prefixes or directories.
-        token_dtype: type of raw files; the other formats say it themselves.
-        vocab_size: number of token ids.
-        seq_len: tokens the model sees; a sample has one more.
-        end_token: id that ends a document, for ``isolate_documents`` in raw and .npy files.
-        isolate_documents: whether samples carry segments.
-        scan_all_bytes: largest corpus that is checked in full.
-
     Raises:
         DataError: see the messages; each names the file or the key.
     """
-    parts = [_open_part(path, token_dtype) for path in _expand(paths)]
+    parts = [_open_part(path, data.token_dtype) for path in _expand(data.path)]
     for part in parts:
         if part.is_raw:
-            _require_width(part.tokens, vocab_size)
+            _require_width(part.tokens, data.vocab_size)
     whole = sum(part.tokens.num_bytes for part in parts) <= scan_all_bytes
-    known_size = _require_vocab_size(vocab_size, parts, whole)
-    end_id = _end_id(end_token, known_size)
+    known_size = _require_vocab_size(data.vocab_size, parts, whole)
+    end_id = _end_id(data.end_token, known_size)
     for part in parts:
         _scan(part.tokens, vocab_size=known_size, whole=whole)
     stream = TokenStream([part.tokens for part in parts])
@@ -154,7 +133,7 @@ def open_tokens(
     if width is not None:
         files = [part.tokens.path for part in parts]
         rows = TokenRows(
-            stream, files, width=width, seq_len=seq_len, vocab_size=known_size,
+            stream, files, width=width, seq_len=data.seq_len, vocab_size=known_size,
             source=_fingerprint(parts),
         )  # fmt: skip
         rows.contents = _contents(parts)
@@ -163,11 +142,11 @@ def open_tokens(
     windows = Windows(
         stream=stream,
         places=FilePlaces(names=names, starts=stream.starts, unit="tokens"),
-        seq_len=seq_len,
+        seq_len=data.seq_len,
         vocab_size=known_size,
         source=_fingerprint(parts),
-        document_starts=_boundaries(parts, stream) if isolate_documents else None,
-        end_token=_marking_token(parts, end_id) if isolate_documents else None,
+        document_starts=_boundaries(parts, stream) if data.isolate_documents else None,
+        end_token=_marking_token(parts, end_id) if data.isolate_documents else None,
         sampled_files=_sampled(_files(parts)),
     )
     windows.contents = _contents(parts)
@@ -198,7 +177,7 @@ def _expand_one(path: Path) -> list[Path]:
     return visible
 
 
-def _open_part(path: Path, token_dtype: TokenDtypeName) -> _Part:
+def _open_part(path: Path, token_dtype: TokenDtype) -> _Part:
     index = _megatron_index(path)
     if index is not None:
         corpus = open_megatron(index)
@@ -262,17 +241,17 @@ def _beside(path: Path, ending: str) -> Path:
     return path.with_name(path.name + ending)
 
 
-def _open_raw(path: Path, token_dtype: TokenDtypeName) -> TokenFile:
+def _open_raw(path: Path, token_dtype: TokenDtype) -> TokenFile:
     size = file_size(path)
-    if token_dtype == "auto":
+    if token_dtype is TokenDtype.auto:
         raise DataError(
             f"{path}: a raw file does not say the type of its tokens; set data.token_dtype to "
             "uint8, uint16, uint32, int32 or uint64 (now auto)"
         )
-    dtype = np.dtype(token_dtype).newbyteorder("<")
+    dtype = np.dtype(token_dtype.value).newbyteorder("<")
     if size % dtype.itemsize:
         raise DataError(
-            f"{path}: {size} bytes are no whole number of {token_dtype} tokens "
+            f"{path}: {size} bytes are no whole number of {token_dtype.value} tokens "
             f"({dtype.itemsize} bytes each); the file is truncated or data.token_dtype is wrong"
         )
     return TokenFile(path=path, dtype=dtype.str, num_tokens=size // dtype.itemsize)
@@ -346,10 +325,7 @@ def _largest_id(tokens: TokenFile, *, whole: bool) -> int:
 
 def _scan(tokens: TokenFile, *, vocab_size: int, whole: bool) -> None:
     for start, stop in spread(tokens.num_tokens, block=_SCAN_BLOCK, whole=whole):
-        ids = tokens.read(start, stop)
-        bad = first_outside(ids, vocab_size)
-        if bad is not None:
-            raise outside(f"{tokens.path}: token {start + bad}", int(ids[bad]), vocab_size)
+        require_ids(tokens.read(start, stop), vocab_size, str(tokens.path), start)
 
 
 def _files(parts: Sequence[_Part]) -> list[tuple[str, Path]]:

@@ -24,17 +24,15 @@ from runner.data.dataset import (
     Sample,
     Tokens,
     digest,
-    first_outside,
-    outside,
+    require_ids,
     spread,
 )
-from runner.data.draws import generators, kept_generators, seed_by_index
-from runner.data.retries import Retries
+from runner.data.draws import Retries, generators, kept_generators, seed_by_index
 from runner.system.error import DataError
 
 Fields = dict[str, torch.Tensor]
 
-_TOKEN_FIELDS: Final = frozenset({"input_ids", "labels", "attention_mask"})
+TOKEN_FIELDS: Final = frozenset({"input_ids", "labels", "attention_mask"})
 _TRIED: Final = 8  # samples tried at the opening, to find a readable one
 _REPEAT_SECONDS: Final = 5.0  # for reading samples twice at the opening
 _SHOWN: Final = 300  # characters of a data set's error
@@ -236,10 +234,8 @@ class Adapted:
         """A sample without padding: 2 to ``seq_len + 1`` tokens. Raises as ``[index]``."""
         item = self._own.item(index)
         place = self.describe(index)
-        sample = _as_sample(item if self._each is None else self._each(item), place)
-        bad = first_outside(sample.tokens, self.vocab_size)
-        if bad is not None:
-            raise outside(f"{place}, token {bad} of it", int(sample.tokens[bad]), self.vocab_size)
+        sample = as_sample(item if self._each is None else self._each(item), place)
+        require_ids(sample.tokens, self.vocab_size, place)
         if sample.labels is not None:
             _check_labels(sample.labels, place, self.vocab_size)
         if not 2 <= sample.tokens.size <= self._seq_len + 1:
@@ -326,7 +322,7 @@ def _vocab_size(dataset: MapStyle, name: str) -> int:
 
 def _is_tokens(item: Any) -> bool:
     if isinstance(item, Mapping):
-        return "input_ids" in item and set(item) <= _TOKEN_FIELDS
+        return "input_ids" in item and set(item) <= TOKEN_FIELDS
     if isinstance(item, list | tuple | np.ndarray | torch.Tensor):
         try:
             array = np.asarray(item)
@@ -338,12 +334,12 @@ def _is_tokens(item: Any) -> bool:
 
 def _only(batch: Any) -> Any:
     """The only sample of a batch of one."""
-    if isinstance(batch, Mapping) and "input_ids" in batch and set(batch) <= _TOKEN_FIELDS:
+    if isinstance(batch, Mapping) and _is_tokens(batch):
         return {name: values[0] for name, values in batch.items()}
     return batch
 
 
-def _as_sample(item: Any, place: str) -> Sample:
+def as_sample(item: Any, place: str) -> Sample:
     """
     Raises:
         DataError: it has no token ids.
@@ -351,16 +347,16 @@ def _as_sample(item: Any, place: str) -> Sample:
     if isinstance(item, Sample):
         return item
     given = item if isinstance(item, Mapping) else {"input_ids": item}
-    if "input_ids" not in given or not set(given) <= _TOKEN_FIELDS:
+    if "input_ids" not in given or not set(given) <= TOKEN_FIELDS:
         raise DataError(f"{place} holds {sorted(map(str, given))}, and the first sample input_ids")
-    tokens = _ids(given["input_ids"], f"{place}: input_ids")
-    labels = mask = None
-    if given.get("labels") is not None:
-        labels = _ids(given["labels"], f"{place}: labels")
-    if given.get("attention_mask") is not None:
-        mask = _ids(given["attention_mask"], f"{place}: attention_mask")
-    for name, values in (("labels", labels), ("attention_mask", mask)):
-        if values is not None and values.shape != tokens.shape:
+    arrays = {
+        name: _ids(values, f"{place}: {name}")
+        for name, values in given.items()
+        if name == "input_ids" or values is not None
+    }
+    tokens, labels, mask = arrays["input_ids"], arrays.get("labels"), arrays.get("attention_mask")
+    for name, values in arrays.items():
+        if values.shape != tokens.shape:
             raise DataError(
                 f"{place}: {name} has {values.size} entries, input_ids {tokens.size}; it needs one "
                 "for each token (what a token is to be predicted as stands at its own place)"

@@ -7,14 +7,18 @@ not raised on this rank alone: the rendezvous compares it, and every rank raises
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import platform
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
 
 from runner.distributed.env import RankEnv, gpus_asked_for
 from runner.system.process import host_name
+from runner.system.version import __version__
 
 _DRIVER = Path("/proc/driver/nvidia")
 _LEAST_DRIVER = {"11": 450, "12": 525, "13": 580}  # by the major version of CUDA, on Linux
@@ -128,3 +132,38 @@ def device_name(device: torch.device) -> str:
     if device.type != "cuda":
         return ""
     return str(torch.cuda.get_device_properties(device).uuid)
+
+
+# What a run consists of: versions, the code, which rank is on which host.
+
+
+def versions() -> dict[str, str]:
+    """Versions that must be equal on all ranks for them to compute the same."""
+    return {
+        "holdfast": __version__,
+        "code": code_digest(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+@cache
+def code_digest() -> str:
+    """SHA-256 (first 16 hex digits) over this package's source files."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[1]
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def ranks_on(host: str, hosts: Sequence[str]) -> str:
+    """The ranks of a host as ``0-7``, or ``0-3,8`` where they are not consecutive."""
+    spans: list[list[int]] = []
+    for rank, name in enumerate(hosts):
+        if name == host and spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        elif name == host:
+            spans.append([rank, rank])
+    return ",".join(f"{a}-{b}" if b > a else str(a) for a, b in spans)

@@ -10,7 +10,8 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,19 +122,16 @@ def own_local_rank(environment: Mapping[str, str]) -> int:
 
 
 def _numbers(environment: Mapping[str, str], names: tuple[str, ...]) -> list[int]:
-    try:
-        return [_number(environment[name]) for name in names]
-    except (KeyError, ValueError) as error:
-        raise ConfigError(
-            f"the launcher's environment is incomplete ({error}): {', '.join(names)} must all "
-            "be whole numbers; start with torchrun or srun, or without any of them for one process"
-        ) from None
-
-
-def _number(text: str) -> int:
-    if not _is_number(text):
-        raise ValueError(f"{text[:40]!r} is not a whole number")
-    return int(text)
+    for name in names:
+        text = environment.get(name)
+        if not _is_number(text):
+            problem = repr(name) if text is None else f"{text[:40]!r} is not a whole number"
+            raise ConfigError(
+                f"the launcher's environment is incomplete ({problem}): {', '.join(names)} must "
+                "all be whole numbers; start with torchrun or srun, or without any of them for one "
+                "process"
+            )
+    return [int(environment[name]) for name in names]
 
 
 def _is_number(text: str | None) -> bool:
@@ -223,13 +221,7 @@ def _whole(text: str | None) -> int:
 
 def tell_begun(environment: Mapping[str, str], rank: int, facts: Mapping[str, Any]) -> None:
     """Tell the supervisor, if there is one, that this rank has begun, and which process it is."""
-    if EXIT_DIR not in environment:
-        return
-    path = Path(environment[EXIT_DIR]) / f"{_BEGUN}{rank}"
-    temporary = path.with_name(f".writing{path.name}")
-    with contextlib.suppress(OSError):
-        temporary.write_text(json_text(facts))
-        temporary.rename(path)
+    _leave(environment, f"{_BEGUN}{rank}", json_text(facts))
 
 
 def read_begun(folder: Path) -> dict[int, dict[str, Any]]:
@@ -256,10 +248,88 @@ def rank_name(rank: int) -> str:
 
 def tell_exit(environment: Mapping[str, str], name: str, code: int) -> None:
     """Write this process's exit code where the supervisor looks, if there is one."""
+    _leave(environment, name, f"{code}\n")
+
+
+def _leave(environment: Mapping[str, str], name: str, text: str) -> None:
     if EXIT_DIR not in environment:
         return
-    path = Path(environment[EXIT_DIR]) / name
-    temporary = path.with_name(f".{name}.{os.getpid()}")
+    folder = Path(environment[EXIT_DIR])
+    temporary = folder / f".writing.{name}.{os.getpid()}"
     with contextlib.suppress(OSError):  # the supervisor is gone
-        temporary.write_text(f"{code}\n")
-        temporary.rename(path)
+        temporary.write_text(text)
+        temporary.rename(folder / name)
+
+
+# What torch.distributed and NCCL check and record. Set it before the group exists.
+
+
+# 3 keeps NCCL's communicators until the recorders are read; 1 is torchrun's default for its
+# workers, and tears them down.
+_ASYNC_ERRORS, _TORCHRUNS = "3", "1"
+_DUMPS = "flight-recorder-rank"  # torch appends the rank
+# The flight recorder keeps the last collectives of each rank; NCCL dumps it on a time-out.
+_ALWAYS = {
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": _ASYNC_ERRORS,
+    # The training thread raises what a failed device says, and reports it. NCCL's watchdog would
+    # raise the same in its own thread, and abort the process before the report is written.
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+}
+
+
+def debug_settings(kind: str, *, folder: Path) -> dict[str, str]:
+    """Environment variables for ``debug=off|nccl|collectives``."""
+    settings = dict(_ALWAYS)
+    settings["TORCH_FR_DUMP_TEMP_FILE"] = str(folder / _DUMPS)
+    if kind != "off":
+        # Records each collective's begin on the device by an event: a device that hangs before
+        # a collective can then be distinguished from a network that is down.
+        settings["TORCH_NCCL_ENABLE_TIMING"] = "1"
+    if kind == "nccl":
+        settings |= {
+            "NCCL_DEBUG": "INFO",
+            "NCCL_DEBUG_SUBSYS": "INIT,COLL,ENV",
+            "NCCL_DEBUG_FILE": str(folder / "nccl.%h.%p.log"),
+        }
+    elif kind == "collectives":
+        settings["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    return settings
+
+
+def is_nccl(backends: str) -> bool:
+    """Whether a backend's name, or one of several (``cpu:gloo,cuda:nccl``), is an NCCL.
+
+    torch 2.14 has three: ``nccl2`` (what ``nccl`` makes), ``nccl-lazy`` and ``nccl-legacy``.
+    """
+    return "nccl" in backends
+
+
+def is_torchruns_own(environment: Mapping[str, str]) -> bool:
+    """Whether NCCL's error handling is torchrun's default, not a choice of the user or of us."""
+    setting = environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
+    return setting == _TORCHRUNS and "TORCHELASTIC_RUN_ID" in environment
+
+
+def set_debug(environment: MutableMapping[str, str], settings: dict[str, str]) -> dict[str, str]:
+    """Apply settings that the user has not set; returns the effective values.
+
+    torchrun's own choice is not the user's: see :func:`is_torchruns_own`.
+    """
+    if is_torchruns_own(environment):
+        del environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
+    for name, value in settings.items():
+        environment.setdefault(name, value)
+    return {name: environment[name] for name in settings}
+
+
+def keep_dump(folder: Path, rank: int) -> None:
+    """Rename what NCCL dumped in an earlier incarnation of this rank; it would be overwritten.
+
+    The new name begins with the time of the dump, UTC.
+    """
+    dump = folder / f"{_DUMPS}{rank}"
+    with contextlib.suppress(OSError):  # mostly: there is none
+        when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(dump.stat().st_mtime))
+        dump.rename(folder / f"{when}-{dump.name}")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from runner.distributed.agreement import Ranks
@@ -149,6 +149,7 @@ class ObservedRanks(Ranks):
         return [answer["value"] for answer in by_rank]
 
 
+@dataclass(eq=False)
 class Observers:
     """All observers of one rank, by name.
 
@@ -159,25 +160,19 @@ class Observers:
         last_words: see :class:`LastWords`.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        *,
-        report: Callable[[Incident], None],
-        recover: Callable[[], None] = lambda: None,
-        inject: Callable[[str, int], None] = lambda name, num: None,
-        last_words: LastWords | None = None,
-    ) -> None:
-        self.ranks = ObservedRanks(ranks, self._at_exchange, self._note_failure)
-        self._last_words = last_words
-        self._agreement = ranks
-        self._report = report
-        self._recover = recover
-        self._inject = inject
-        self._at_work, self._num_exchanges = "", 0
-        self._out: set[str] = set()  # on all ranks
-        self._failed: dict[str, str] = {}  # on this one; the others do not know yet
-        self.step = 0
+    agreement: Ranks
+    report: Callable[[Incident], None]
+    recover: Callable[[], None] = lambda: None
+    inject: Callable[[str, int], None] = lambda name, num: None
+    last_words: LastWords | None = None
+    step: int = 0
+    _at_work: str = ""
+    _num_exchanges: int = 0
+    _out: set[str] = field(default_factory=set)  # on all ranks
+    _failed: dict[str, str] = field(default_factory=dict)  # on this one; the others learn later
+
+    def __post_init__(self) -> None:
+        self.ranks = ObservedRanks(self.agreement, self._at_exchange, self._note_failure)
 
     @property
     def has_failed(self) -> bool:
@@ -205,7 +200,7 @@ class Observers:
         def whole() -> T:
             if name in self._failed:
                 raise _EarlierError(self._failed.pop(name))
-            self._inject(name, 0)
+            self.inject(name, 0)
             self.ranks.ready()  # what follows may be an exchange that nobody can meet
             return work()
 
@@ -214,7 +209,7 @@ class Observers:
         result = self.ranks.attempt(whole)
         self._at_work, self._num_exchanges = before
         if isinstance(result, Failure):
-            self._recover()
+            self.recover()
             self._leave_out(name, result.why, stays=stays)
         return result
 
@@ -223,7 +218,7 @@ class Observers:
         if name in self._out or name in self._failed:
             return default
         try:
-            self._inject(name, 0)
+            self.inject(name, 0)
             return work()
         except _DECISIONS:
             raise
@@ -239,7 +234,7 @@ class Observers:
     def settle(self) -> None:
         """Leave out on all ranks what has failed on any. Collective."""
         own, self._failed = self._failed, {}
-        by_rank = self._agreement.gather(own)
+        by_rank = self.agreement.gather(own)
         for name in dict.fromkeys(name for whys in by_rank for name in whys):
             ranks = [rank for rank, whys in enumerate(by_rank) if name in whys]
             self._leave_out(
@@ -255,7 +250,7 @@ class Observers:
             return
         if not stays:
             self.leave_out(name)
-        self._report(
+        self.report(
             Incident(
                 kind=OBSERVER,
                 step=self.step,
@@ -266,17 +261,17 @@ class Observers:
         )
 
     def _note_failure(self, error: Exception | None) -> None:
-        if self._last_words is None:
+        if self.last_words is None:
             return
         if error is None:
-            self._last_words.remove()
+            self.last_words.remove()
         else:
             why = f"rank {self.ranks.rank}: {_words(error)}"
-            self._last_words.write(self._at_work, self.step, error, why)
+            self.last_words.write(self._at_work, self.step, error, why)
 
     def _at_exchange(self) -> None:
         self._num_exchanges += 1
-        self._inject(self._at_work, self._num_exchanges)
+        self.inject(self._at_work, self._num_exchanges)
 
 
 def _joined(reasons: Sequence[str]) -> str:

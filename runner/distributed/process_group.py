@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from runner.distributed.debug import is_nccl
 from runner.distributed.device import FoundDevice, find_device
-from runner.distributed.env import RankEnv
+from runner.distributed.env import RankEnv, is_nccl
 from runner.distributed.rendezvous import Facts, connect_store, spare_connections, wait_for_ranks
 from runner.system.environment import variables
 from runner.system.error import ConfigError, RunnerError, StartError
@@ -67,7 +66,7 @@ def start_group(
         ConfigError: every rank has this ``problem``.
     """
     # torch read TORCH_DISTRIBUTED_DEBUG when it was imported; debug=collectives came later.
-    dist.set_debug_level_from_env()  # type: ignore[attr-defined]
+    dist.set_debug_level_from_env()
     store = connect_store(place, seconds=start_seconds)
     room, facts_by_rank = wait_for_ranks(
         store, place, facts or {"versions": {}}, seconds=start_seconds

@@ -11,9 +11,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistStoreError
@@ -23,6 +24,7 @@ from runner.system.environment import changeable, variables
 from runner.system.error import StartError
 
 Facts = Mapping[str, Any]
+T = TypeVar("T")
 
 _ROUND = "holdfast/round"  # number of rounds that a rank 0 has opened
 _OPEN, _OVER = "open", "over"  # of a round
@@ -55,23 +57,35 @@ def connect_store(place: RankEnv, *, seconds: float) -> Store:
     if point is not None:
         changeable().update(MASTER_ADDR=point[0], MASTER_PORT=str(point[1]))
     _reach(place, seconds)
-    outcome: list[Store | Exception] = []
-
-    def make() -> None:
-        try:
-            outcome.append(_store(place, seconds))
-        except (KeyError, RuntimeError, ValueError) as error:
-            outcome.append(error)
-
     # In a thread: torch waits for ever for an answer if the server is not a store.
-    maker = threading.Thread(target=make, daemon=True)
-    with without_frames():
-        maker.start()
-        maker.join(seconds + _GRACE_SECONDS)
-    store = outcome[0] if outcome else TimeoutError("the server there does not answer as a store")
-    if isinstance(store, Exception):
-        raise _unreachable(place, seconds, store)
-    return store
+    silence = TimeoutError("the server there does not answer as a store")
+    try:
+        with without_frames():
+            return _in_thread(lambda: _store(place, seconds), seconds + _GRACE_SECONDS, silence)
+    except (KeyError, RuntimeError, ValueError, TimeoutError) as error:
+        raise _unreachable(place, seconds, error) from None
+
+
+def _in_thread(work: Callable[[], T], seconds: float | None, late: Exception) -> T:
+    """Call ``work`` in a thread: Python handles no signals while torch waits.
+
+    Raises:
+        Exception: that of ``work``, or ``late`` after ``seconds``.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # raised by the waiting thread
+            done.set_exception(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise late
+    return done.result()
 
 
 def allow_connections(num_connections: int, process: int) -> None:
@@ -185,21 +199,8 @@ def wait_for_ranks(
     Raises:
         StartError: ranks are absent after ``seconds``, and are named; or versions differ.
     """
-    outcome: list[tuple[Store, list[Facts]] | BaseException] = []
-
-    def call() -> None:
-        try:
-            outcome.append(call_roll(store, place, facts, seconds=seconds))
-        except BaseException as error:  # raised by the waiting thread
-            outcome.append(error)
-
-    # In a thread: while torch waits, Python cannot handle signals.
-    caller = threading.Thread(target=call, name="roll call", daemon=True)
-    caller.start()
-    caller.join()
-    if isinstance(outcome[0], BaseException):
-        raise outcome[0]
-    return outcome[0]
+    never = TimeoutError()
+    return _in_thread(lambda: call_roll(store, place, facts, seconds=seconds), None, never)
 
 
 def call_roll(

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,22 +27,27 @@ from runner.distributed.agreement import Ranks
 from runner.distributed.env import RankEnv, launch_from, place_from
 from runner.embed.state.staged_state import StagedState
 from runner.health.preemption import StopLook
-from runner.health.rank_monitor import RankMonitor
 from runner.observe.console import Console
-from runner.observe.throughput import Throughput
+from runner.observe.metrics import Throughput
 from runner.policy.retention.records import Record, Tier
+from runner.policy.retention.retire import memory_every
 from runner.run_dir.paths import RunDir, keep_for_owner
-from runner.session import parts
-from runner.session.assemble import Assembly, backlog_of
-from runner.session.group import RankGroup
-from runner.session.opening import acquire_lease, open_journal, open_slots
-from runner.session.phases import Inventory, Lease
-from runner.session.start_line import start_incident, time_before
+from runner.session.group import watched
+from runner.session.opening import (
+    Inventory,
+    acquire_lease,
+    backlog_of,
+    open_journal,
+    open_slots,
+    start_incident,
+    time_before,
+)
 from runner.startup.resume import resume_from, scan
-from runner.startup.shared_memory import memory_every
 from runner.system.environment import variables
 from runner.system.error import ConfigError
 from runner.system.process import own_process, pid_namespace
+from runner.train.report import Reporter
+from runner.train.run import Lease, RankGroup, Run
 from runner.train.state import Carried, TrainState
 
 _FINGERPRINT = "a loop of its own"  # stored in checkpoints; the data has no other name
@@ -109,8 +114,7 @@ def joined(config: RunConfig, caller: str) -> Iterator[RankGroup]:
     ranks, device, rank_env = current_ranks(caller)
     # Absolute: the script may change its working directory.
     run_dir, launch = RunDir(Path(config.out).absolute()), launch_from(variables())
-    stop = parts.stop_request(config, launch)
-    monitor: RankMonitor = parts.rank_monitor(config, rank_env, launch, run_dir, stop)
+    stop, monitor = watched(config, rank_env, launch, run_dir)
     _clear_shared_store(ranks)
     monitor.start()
     group = RankGroup(
@@ -156,74 +160,76 @@ def _clear_shared_store(ranks: Ranks) -> None:
 
 def handle_signals(group: RankGroup) -> None:
     """Let SIGTERM and SIGUSR1 request a stop, unless the script handles them."""
-    if threading.current_thread() is not threading.main_thread():
-        return
-    for number in _SIGNALS:
-        if signal.getsignal(number) is signal.SIG_DFL:
-            name = signal.Signals(number).name
-            signal.signal(number, _asker(group, name))
-
-
-def _asker(group: RankGroup, name: str) -> Callable[[int, object], None]:
-    """A signal handler that requests a stop; a process that the script forks dies of the signal."""
     owner = os.getpid()
 
     def ask(number: int, frame: object) -> None:
         if os.getpid() == owner:
-            group.stop.ask(name)
+            group.stop.ask(signal.Signals(number).name)
             return
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_DFL)  # a process that the script forked dies of it
         os.kill(os.getpid(), number)
 
-    return ask
+    if threading.current_thread() is threading.main_thread():
+        for number in _SIGNALS:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, ask)
 
 
 class PendingTensors:
     """Tells the state which tensors a checkpoint holds, before they are loaded."""
 
-    def __init__(self, prepare: Callable[[Mapping[str, Any]], None]) -> None:
-        self._prepare = prepare
+    def __init__(self, lease: Lease, group: RankGroup, sharded: StagedState) -> None:
+        self._lease, self._group, self._sharded = lease, group, sharded
         self.in_memory: Mapping[str, Any] = {}
-        self.newest: Mapping[str, Any] = {}
 
-    def announce(self, record: Record, lease: Lease, group: RankGroup) -> None:
-        """Prepare the state for a checkpoint's tensors. Collective.
+    def announce(self, record: Record) -> Mapping[str, Any]:
+        """Prepare the state for a checkpoint's tensors, which are returned. Collective.
 
         Raises:
             CorruptCheckpoint: the manifest cannot be read.
             CheckpointError: the checkpoint is of another model.
         """
-        ranks = group.ranks
-        tensors: Mapping[str, Any] = self.in_memory
+        ranks, tensors = self._group.ranks, self.in_memory
         if record.tier is Tier.disk:
-            tensors = ranks.from_first(
-                ranks.all_or_none(
-                    "reading what a checkpoint holds",
-                    lambda: self._read(record, lease, group) if ranks.rank == 0 else None,
-                )
-            )
-        ranks.all_or_none("making room for a checkpoint", lambda: self._prepare(tensors))
-        self.newest = tensors
+            tensors = ranks.of_first("reading what a checkpoint holds", lambda: self._read(record))
+        ranks.all_or_none("making room for a checkpoint", lambda: self._sharded.expect(tensors))
+        return tensors
 
-    def _read(self, record: Record, lease: Lease, group: RankGroup) -> Mapping[str, Any]:
-        directory = lease.directory(group)
-        return _tensors_in(directory.read(directory.folder_of(record)).manifest.train_state)
+    def _read(self, record: Record) -> Mapping[str, Any]:
+        directory = self._lease.directory(self._group)
+        stored = directory.read(directory.folder_of(record)).manifest.train_state
+        tensors = stored.get("loop", {}).get("tensors")
+        if not isinstance(tensors, dict):
+            raise ConfigError(
+                "out holds a run of `python -m runner`, not of a loop of your own; choose another "
+                "out"
+            )
+        return tensors
+
+    def slots(self) -> MemoryParts:
+        """Slots in memory for the state's current tensors. Collective."""
+        return open_slots(self._lease, self._group, self._sharded, _identity(self._lease))
+
+    def slots_for(self, records: Sequence[Record]) -> MemoryParts:
+        """Slots in memory for the tensors of the newest checkpoint on disk, if there is one."""
+        if not records:
+            return NO_MEMORY
+        try:
+            self.in_memory = self.announce(max(records, key=lambda record: record.serial))
+        except ConfigError:
+            raise
+        except Exception:  # the checkpoint is damaged; the ring reports that
+            return NO_MEMORY
+        return self.slots()
 
 
 @dataclass(slots=True, kw_only=True)
-class OpenRun(Assembly):
+class OpenRun(Run):
     """The opened run of a user's loop, before its first step; ``owner``: the process's id."""
 
-    state: TrainState
-    sharded: StagedState
     loads: PendingTensors
     has_memory: bool
     owner: int
-
-    @property
-    def config(self) -> RunConfig:
-        """The settings."""
-        return self.lease.config
 
     def make_memory(self, capture: Callable[[], Mapping[str, Any]]) -> None:
         """Create slots in memory, once. Collective.
@@ -235,7 +241,7 @@ class OpenRun(Assembly):
             return
         tensors = capture()  # it may find other tensors than before, and drop the slots
         self.has_memory = True
-        slots = _slots(self.lease, self.group, self.sharded)
+        slots = self.loads.slots()
         if slots.memory is not None:
             self.ring.drain()
             self.loads.in_memory = tensors
@@ -246,15 +252,6 @@ class OpenRun(Assembly):
         self.ring.drain()
         self.ring.replace_memory(NO_MEMORY)
         self.has_memory = False
-
-
-def _tensors_in(train_state: Mapping[str, Any]) -> Mapping[str, Any]:
-    tensors = train_state.get("loop", {}).get("tensors")
-    if not isinstance(tensors, dict):
-        raise ConfigError(
-            "out holds a run of `python -m runner`, not of a loop of your own; choose another out"
-        )
-    return tensors
 
 
 def open_run(
@@ -275,14 +272,12 @@ def open_run(
     """
     keep_for_owner()
     ranks = group.ranks
-    lease = acquire_lease(config, group)
+    lease, _ = acquire_lease(config, group)
     inventory = scan(group.run_dir, config, _FINGERPRINT, ranks, lease.run_lease)
-    run_journal = open_journal(
-        lease, Inventory(found=inventory, restorer=None, restored=None), group
-    )
-    backlog = backlog_of(lease, run_journal)
-    pending = PendingTensors(sharded.expect)
-    memory = _memory_of_newest(lease, group, inventory.records, sharded, pending)
+    run_journal = open_journal(lease, Inventory(found=inventory), group)
+    backlog = backlog_of(lease, group, run_journal)
+    pending = PendingTensors(lease, group, sharded)
+    memory = pending.slots_for(inventory.records)
     ring = Ring(
         lease.directory(group),
         sharded=sharded,
@@ -295,59 +290,30 @@ def open_run(
     )
     # The loop may change weights and buffers at any time, without any call of ours.
     ring.overlap = False
-    ring.before_load = lambda record: pending.announce(record, lease, group)
-    state = TrainState(config.guard, carried)
-    resumed = resume_from(inventory, group.run_dir, ring, run_journal.journal, state)
-    spent = time_before(group, resumed, inventory.journal)
+    ring.before_load = pending.announce
     run = OpenRun(
         group=group,
         lease=lease,
         written=run_journal,
         ring=ring,
         backlog=backlog,
-        resumed=resumed,
-        state=state,
-        sharded=sharded,
+        state=TrainState(config.guard, carried),
         loads=pending,
         has_memory=memory.memory is not None,
         owner=os.getpid(),
     )
+    run.resumed = resume_from(inventory, group.run_dir, ring, run.journal, run.state)
+    spent = time_before(group, run.resumed, inventory.journal)
     throughput = Throughput(flops_per_token=0.0, peak_flops=None)
-    run.open_reporter(run.outputs, lambda: throughput, total_steps=0, past=spent)
-    run_journal.journal.add(
-        start_incident(
-            group, lease, resumed, spent, reason=command, parallel=command, data=_FINGERPRINT
-        )
+    run.reporter = ranks.all_or_none(
+        "opening the metrics",
+        lambda: Reporter(run, total_steps=0, past=spent, throughput=throughput),
     )
+    backlog.add(run.reporter.metrics_file)
+    run.journal.add(start_incident(run, spent, reason=command, parallel=command, data=_FINGERPRINT))
     ring.begin()
     return run
 
 
 def _identity(lease: Lease) -> Identity:
     return Identity(config_digest=lease.config_digest, data_fingerprint=_FINGERPRINT)
-
-
-def _slots(lease: Lease, group: RankGroup, sharded: StagedState) -> MemoryParts:
-    """Slots in memory for the current tensors of ``sharded``. Collective."""
-    return open_slots(lease, group, sharded, _identity(lease))
-
-
-def _memory_of_newest(
-    lease: Lease,
-    group: RankGroup,
-    records: list[Record],
-    sharded: StagedState,
-    pending: PendingTensors,
-) -> MemoryParts:
-    """Slots in memory for the tensors of the newest checkpoint on disk, if there is one."""
-    if not records:
-        return NO_MEMORY
-    newest = max(records, key=lambda record: record.serial)
-    try:
-        pending.announce(newest, lease, group)
-    except ConfigError:
-        raise
-    except Exception:  # the checkpoint is damaged; the ring reports that
-        return NO_MEMORY
-    pending.in_memory = pending.newest
-    return _slots(lease, group, sharded)

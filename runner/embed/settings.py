@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from runner.config.compose import suggestion, type_name
-from runner.config.schema import (
-    CheckpointConfig,
-    GuardConfig,
-    ParallelKind,
-    Precision,
-    RunConfig,
-    ScheduleKind,
-)
+from runner.config.former_keys import former_key
+from runner.config.schema import ParallelKind, Precision, RunConfig, ScheduleKind
 from runner.config.validate import check
-from runner.policy.retention.slot_budget import FEWEST_SLOTS
+from runner.policy.retention.retire import FEWEST_SLOTS
 from runner.system.error import ConfigError
 
 # Settings that need our engine, or storage that the embedded guard does not use.
@@ -102,46 +95,29 @@ def ring_config(out: str | Path, *, memory: bool, given: dict[str, Any]) -> RunC
 
 
 def _set(config: RunConfig, key: str, value: Any) -> None:
-    groups: tuple[GuardConfig | CheckpointConfig, ...] = (config.guard, config.checkpoint)
     if key in _NOT_HERE:
         raise ConfigError(
             f"{key}={value!r}: is not available in a loop of your own: {_NOT_HERE[key]}"
         )
-    for group in groups:
-        for spec in dataclasses.fields(group):
-            if spec.name == key:
-                setattr(group, key, _checked(spec, value))
-                return
-    if key in _RESUME:
-        setattr(config.resume, key, value)
-        return
-    known = {
-        *(
-            spec.name
-            for kind in (GuardConfig, CheckpointConfig)
-            for spec in dataclasses.fields(kind)
-        ),
-        *_RESUME,
-    } - set(_NOT_HERE)
-    raise ConfigError(
-        f"{key}={value!r}: no such setting{suggestion(key, known)}; guard.* and checkpoint.* of "
-        "docs/configuration.md are taken, without the group"
-    )
-
-
-def _checked(spec: dataclasses.Field[Any], value: Any) -> Any:
-    """The value, if it has the schema's type; an int is accepted for a float."""
-    default = spec.default
-    kinds: tuple[type, ...] = (type(default),)
-    type_text = str(spec.type)
-    if isinstance(default, float):
-        kinds = (float, int)
-    if "int | str" in type_text:
-        kinds = (int, str)
-    if "None" in type_text:
-        kinds = (*(k for k in (bool, int, float) if k.__name__ in type_text), type(None))
-        kinds = (*kinds, int) if float in kinds else kinds
-    is_bool = isinstance(value, bool) and bool not in kinds
-    if isinstance(default, Enum) or is_bool or not isinstance(value, kinds):
-        raise ConfigError(f"{spec.name}={value!r}: must be {type_name(spec)}")
-    return value
+    specs = {
+        spec.name: (group, spec)
+        for group in (config.resume, config.checkpoint, config.guard)
+        for spec in dataclasses.fields(group)
+        if group is not config.resume or spec.name in _RESUME
+    }
+    if key not in specs:
+        for name in ("guard", "checkpoint", "resume"):
+            if what := former_key(f"{name}.{key}"):
+                raise ConfigError(f"{key}={value!r}: {what}")
+        known = specs.keys() - _NOT_HERE.keys()
+        raise ConfigError(
+            f"{key}={value!r}: no such setting{suggestion(key, known)}; guard.* and checkpoint.* "
+            "of docs/configuration.md are taken, without the group"
+        )
+    group, spec = specs[key]
+    hint = get_type_hints(type(group))[key]
+    kinds = get_args(hint) or (hint,)
+    kinds = (*kinds, int) if float in kinds else kinds
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise ConfigError(f"{key}={value!r}: must be {type_name(spec)}")
+    setattr(group, key, value)

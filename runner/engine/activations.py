@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +25,6 @@ _QUERIES, _KEYS = (
     ("query_norm", "q_norm", "query", "q_proj"),
     ("key_norm", "k_norm", "key", "k_proj"),
 )
-
-
-class Objective(Protocol):
-    """The part of :class:`runner.model.objective.DecoderObjective` used here."""
-
-    def listen(
-        self, tap: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None] | None
-    ) -> None: ...
 
 
 class Activations:

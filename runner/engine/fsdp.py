@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -26,13 +25,14 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from runner.config.schema import ComputeConfig, Offload, ParallelConfig, ParallelKind, Precision
 from runner.engine.buffers import RunningBuffers, is_buffer
 from runner.engine.forward import Disturb, Forward
 from runner.engine.modes import reshard
-from runner.engine.norm import squared_norm
 from runner.engine.optimizer import OptimizerSettings, ShardOptimizer
 from runner.engine.protocol import (
     Batch,
+    Engine,
     Evaluated,
     InitialValues,
     LocalSums,
@@ -41,8 +41,13 @@ from runner.engine.protocol import (
     Watch,
     unwatched,
 )
-from runner.engine.scalars import give_dimension, scalar_names
-from runner.engine.whole_state import complete, slice_of
+from runner.engine.whole_state import (
+    complete,
+    gather_flat,
+    give_dimension,
+    scalar_names,
+    slice_of,
+)
 from runner.engine.wider_precision import NoNarrowing, WiderTwin
 from runner.system.error import RankError
 
@@ -63,6 +68,27 @@ class Layout:
     compile: bool
     is_wide: bool = False
     offload: bool = False  # weights, gradients and moments are in host memory
+
+    @classmethod
+    def of(
+        cls, parallel: ParallelConfig, compute: ComputeConfig, world_size: int, local_size: int
+    ) -> Layout:
+        """For ``parallel.kind``, with ``local_size`` ranks on a node."""
+        assert compute.precision is not Precision.auto, "settle_precision comes first"
+        shard_size = world_size
+        if parallel.kind is ParallelKind.ddp:
+            shard_size = 1
+        elif parallel.kind is ParallelKind.hsdp:
+            shard_size = parallel.shard_size or local_size
+        return cls(
+            replicas=world_size // shard_size,
+            shard_size=shard_size,
+            dtype=torch.bfloat16 if compute.precision is Precision.bf16 else torch.float32,
+            reshard_after_forward=parallel.reshard_after_forward,
+            reduce_each_micro_batch=parallel.reduce_each_micro_batch,
+            compile=compute.compile,
+            offload=parallel.offload is Offload.cpu,
+        )
 
 
 def device_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
@@ -113,7 +139,7 @@ def shard_model(
                 module.set_reduce_scatter_unused_params(True)
 
 
-class FsdpEngine:
+class FsdpEngine(Engine):
     """See :class:`runner.engine.protocol.Engine`.
 
     Args:
@@ -124,8 +150,9 @@ class FsdpEngine:
 
     Attributes:
         mesh: the device mesh of the ranks.
-        twin: computes in a wider precision, once configured.
     """
+
+    applies_wider = True
 
     def __init__(
         self,
@@ -147,10 +174,10 @@ class FsdpEngine:
         self.twin = WiderTwin()
         # Where weights and optimizer live.
         self._home = torch.device("cpu") if layout.offload else device
-        self._model = model
+        self.objective = model
         self._layout = layout
         self.mesh = mesh
-        self._network = network = model.get_submodule("network")
+        self.network = network = model.get_submodule("network")
         self.running = RunningBuffers(network)
         self._forward = Forward(
             model,
@@ -184,14 +211,6 @@ class FsdpEngine:
             return 0, 1
         return self.mesh.get_local_rank("replicate"), self._layout.replicas
 
-    @property
-    def network(self) -> nn.Module:
-        return self._network
-
-    @property
-    def objective(self) -> nn.Module:
-        return self._model
-
     def initialise(self, values: InitialValues) -> None:
         """Fill this rank's shards of the parameters; moments are zero already."""
         for shard in self.shards():
@@ -210,22 +229,7 @@ class FsdpEngine:
             self._forward.training_loss(work).backward()  # type: ignore[no-untyped-call]
         self._is_half_way = False
         self._check_params()
-        square = squared_norm(self._own_gradients(), self.device) / self._layout.replicas
-        loss, nonfinite = self._forward.totals()
-        return LocalSums(
-            loss=loss,
-            grad_square=square,
-            nonfinite=nonfinite,
-            count=self._forward.count(),
-            sequences=self._forward.sequences(),
-        )
-
-    def _reduce_once(self, root: FSDPModule, *, is_last: bool) -> None:
-        """Reduce between replicas once a step; within one each time, to free whole gradients."""
-        if self._layout.replicas > 1 and self._layout.shard_size > 1:
-            root.set_requires_all_reduce(is_last)
-        else:
-            root.set_requires_gradient_sync(is_last)
+        return self._forward.sums(self._own_gradients(), copies=self._layout.replicas)
 
     def _check_params(self) -> None:
         """Check once, after FSDP2's lazy init, that no shard has moved: updates would miss it."""
@@ -234,19 +238,24 @@ class FsdpEngine:
                 assert _local(parameter).data_ptr() == self._params[name].data_ptr(), name
             self._is_checked = True
 
+    def _reduce_once(self, root: FSDPModule, *, is_last: bool) -> None:
+        """Reduce between replicas once a step; within one each time, to free whole gradients."""
+        if self._layout.replicas > 1 and self._layout.shard_size > 1:
+            root.set_requires_all_reduce(is_last)
+        else:
+            root.set_requires_gradient_sync(is_last)
+
     def _own_gradients(self) -> list[torch.Tensor]:
         """Hand this rank's gradient shards to the optimizer's tensors, and return them."""
         grads = []
         for name, parameter in self._trained.items():
             if parameter.grad is not None:
-                grad = _own_part(parameter.grad)
-                self._params[name].grad = grad
-                grads.append(grad)
+                grad = parameter.grad
+                # Not to_local(), which autograd would track.
+                own = grad._local_tensor if isinstance(grad, DTensor) else grad
+                self._params[name].grad = own
+                grads.append(own)
         return grads
-
-    @property
-    def applies_wider(self) -> bool:
-        return True
 
     def accumulate_wider(
         self, works: Sequence[MicroStep], *, watch: Watch = unwatched
@@ -296,7 +305,7 @@ class FsdpEngine:
 
     def evaluate(self, batches: Sequence[Batch]) -> Evaluated:
         with self._optimizer.averaged():
-            reshard(self._model)  # what is gathered is stale if the shards' values were swapped
+            reshard(self.objective)  # what is gathered is stale if the shards' values were swapped
             return self._forward.evaluate(batches)
 
     def shards(self) -> list[Shard]:
@@ -325,32 +334,24 @@ class FsdpEngine:
         if local.device.type != self.device.type:  # collectives run on the device
             whole, first = self._whole(name, local.to(self.device))
             return whole.to(local.device), first
-        if local.dtype is not torch.float32:
-            return self._gathered(parameter, local), self._first_own_row(parameter)
-        whole = DTensor.from_local(
-            local,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        ).full_tensor()
-        return whole, self._first_own_row(parameter)
-
-    def _gathered(self, parameter: DTensor, local: torch.Tensor) -> torch.Tensor:
-        """Like :meth:`_whole` for any dtype: as bytes, since backends lack some dtypes."""
+        # As bytes, since backends lack some dtypes.
         row_bytes = math.prod(parameter.shape[1:]) * local.itemsize
         most = -(-parameter.shape[0] // self._layout.shard_size) * row_bytes
         padded = torch.zeros(most, dtype=torch.uint8, device=local.device)
         own = local.contiguous().view(-1).view(torch.uint8)
         padded[: len(own)] = own
         gathered = padded.new_empty(most * self._layout.shard_size)
-        dist.all_gather_into_tensor(gathered, padded, group=self.mesh.get_group("shard"))
+        gather_flat(gathered, padded, group=self.mesh.get_group("shard"))
         gathered = gathered[: parameter.shape[0] * row_bytes]
-        return gathered.view(local.dtype).view(parameter.shape)
+        whole = gathered.view(local.dtype).view(parameter.shape)
+        return whole, self._first_own_row(parameter)
 
     def replicated(self) -> tuple[int, list[torch.Tensor]]:
-        shards = [] if self._layout.replicas == 1 else sorted(self.shards(), key=_is_buffer)
+        shards = (
+            []
+            if self._layout.replicas == 1
+            else sorted(self.shards(), key=lambda shard: is_buffer(shard.name))
+        )
         # Numbers that an optimizer keeps on the host are left out.
         copies = [shard.local for shard in shards if shard.local.device.type == self._home.type]
         return self._shard_rank(), copies
@@ -359,7 +360,7 @@ class FsdpEngine:
         return self._optimizer.update_counts()
 
     def finish_load(self, update_counts: Mapping[str, int]) -> None:
-        reshard(self._model)  # gathered parameters would hide what was loaded
+        reshard(self.objective)  # gathered parameters would hide what was loaded
         complete(
             self._uncut(is_loaded=True),
             self._shard_rank(),
@@ -391,30 +392,17 @@ class FsdpEngine:
         )
 
     def _first_own_row(self, parameter: torch.Tensor) -> int:
-        return _first_row(parameter.shape[0], self._layout.shard_size, self._shard_rank())
+        """FSDP2 gives each rank ceil(rows / ranks) rows of dimension 0 (torch.chunk)."""
+        rows = parameter.shape[0]
+        return min(rows, -(-rows // self._layout.shard_size) * self._shard_rank())
 
     def _shard_rank(self) -> int:
         return self.mesh.get_local_rank("shard")
 
     def _root(self) -> FSDPModule:
-        assert isinstance(self._model, FSDPModule)
-        return self._model
+        assert isinstance(self.objective, FSDPModule)
+        return self.objective
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _is_buffer(shard: Shard) -> bool:
-    return is_buffer(shard.name)
-
-
-def _own_part(grad: torch.Tensor) -> torch.Tensor:
-    """Like :func:`_local`, for gradients, which autograd need not track."""
-    return grad._local_tensor if isinstance(grad, DTensor) else grad
-
-
-def _first_row(rows: int, shard_size: int, shard_rank: int) -> int:
-    """FSDP2 gives each rank ceil(rows / ranks) rows of dimension 0 (torch.chunk)."""
-    per_rank = -(-rows // shard_size)
-    return min(rows, per_rank * shard_rank)

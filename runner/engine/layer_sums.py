@@ -70,7 +70,7 @@ class LayerSums:
         ]
         return Before(
             squares=self._squares(own),
-            weights=views.weights_before(),
+            weights=views.now("before"),
             gradients=views.gradients(own) if has_moments else None,
         )
 
@@ -83,13 +83,13 @@ class LayerSums:
         g^2 / v, and how many of these there are: 0 where moments are not measured.
         """
         views = self._opened()
-        now = views.weights_now()
+        now = views.now("now")
         sampled = [now - before.weights, now]
         sums = [torch.linalg.vector_norm(sample, dim=1).double().square_() for sample in sampled]
         if before.gradients is None:
             sums += [torch.zeros_like(sums[0])] * 2
         else:
-            seconds = views.seconds_now()
+            seconds = views.now("seconds")
             ratios = torch.where(seconds > 0, before.gradients.square() / seconds, 0.0)
             sums += [values.sum(dim=1, dtype=torch.float64) for values in (ratios, ratios > 0)]
         sums = [column.to(self._engine.device) for column in sums]
@@ -151,14 +151,9 @@ class _Views:
     def gradients(self, gradients: Sequence[Tensor]) -> Tensor:
         return self._filled("gradients", self._sampled(gradients))
 
-    def weights_before(self) -> Tensor:
-        return self._filled("before", self._few)
-
-    def weights_now(self) -> Tensor:
-        return self._filled("now", self._few)
-
-    def seconds_now(self) -> Tensor:
-        return self._filled("seconds", self._seconds)
+    def now(self, kind: str) -> Tensor:
+        """Of the weights ("before", "now"), or of the second moments ("seconds")."""
+        return self._filled(kind, self._seconds if kind == "seconds" else self._few)
 
     def _sampled(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Evenly spaced elements of each."""

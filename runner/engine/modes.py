@@ -6,9 +6,12 @@ owner (a frozen encoder), and ``train()`` on the whole network would begin to tr
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -43,3 +46,22 @@ def reshard(network: nn.Module) -> None:
     for module in network.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+@contextmanager
+def same_randomness(device: torch.device) -> Iterator[None]:
+    """Restore the generators of Python, numpy, torch and the device afterwards."""
+    python_state, numpy_state, torch_state = (
+        random.getstate(),
+        np.random.get_state(),
+        torch.get_rng_state(),
+    )
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device, device)

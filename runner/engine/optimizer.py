@@ -19,13 +19,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from runner.config.schema import OptimConfig, OptimKind
-from runner.engine.adamw import make_state, set_gate
-from runner.engine.lion import Lion, opened
-from runner.engine.muon import Muon, Whole, is_hidden_matrix
+from runner.engine.gated import Lion, Muon, Whole, is_hidden_matrix, opened, restored, set_gate
 from runner.engine.optimizer_traits import Make
 from runner.engine.user_optimizer import UserOptimizer
+from runner.system.error import ConfigError
+from runner.system.user_code import call_target, find_target
 
 Groups = list[dict[str, Any]]
+_TARGET = "optim._target_"
 _COUNT = "step"  # torch's name of the number of updates
 AVERAGE = "ema"  # the kind of the weights' average
 
@@ -55,6 +56,29 @@ class OptimizerSettings:
     optim: OptimConfig
     make: Make | None = None
 
+    @classmethod
+    def of(cls, optim: OptimConfig) -> OptimizerSettings:
+        """
+        Raises:
+            ConfigError: ``optim._target_`` cannot be found.
+        """
+        target = optim._target_
+        if target is None:
+            return cls(optim)
+        find_target(_TARGET, target)
+        arguments, offered = optim.arguments or {}, {"lr": optim.lr}
+
+        def make(groups: Groups) -> Optimizer:
+            optimizer = call_target(_TARGET, target, {"params": groups, **arguments}, offered)
+            if not isinstance(optimizer, Optimizer):
+                raise ConfigError(
+                    f"{_TARGET}={target}: returns {type(optimizer).__name__}; must be a "
+                    "torch.optim.Optimizer"
+                )
+            return optimizer
+
+        return cls(optim, make)
+
     @cached_property
     def rules(self) -> Sequence[ParameterRule]:
         """``optim.groups``; a parameter follows the first rule that matches its name."""
@@ -75,19 +99,14 @@ class OptimizerSettings:
 
         For the user's own, only the average: its own state is known once it is built.
         """
-        average = (AVERAGE,) if self.optim.ema is not None else ()
-        return (*self._of_optimizer(name, num_dims), *average)
-
-    def _of_optimizer(self, name: str, num_dims: int) -> tuple[str, ...]:
-        if self.make is not None:
-            return ()
-        if self.kind is OptimKind.sgd:
-            return ("momentum_buffer",) if self.optim.momentum else ()
-        if self.kind is OptimKind.lion:
-            return ("exp_avg",)
+        kinds = {
+            None: (),
+            OptimKind.sgd: ("momentum_buffer",) if self.optim.momentum else (),
+            OptimKind.lion: ("exp_avg",),
+        }.get(self.kind, ("exp_avg", "exp_avg_sq"))
         if self.kind is OptimKind.muon and is_hidden_matrix(name, num_dims):
-            return ("momentum_buffer",)
-        return ("exp_avg", "exp_avg_sq")
+            kinds = ("momentum_buffer",)
+        return kinds if self.optim.ema is None else (*kinds, AVERAGE)
 
     def rule(self, name: str) -> ParameterRule:
         """Return the rule of a parameter."""
@@ -95,37 +114,22 @@ class OptimizerSettings:
         return next(fitting, ParameterRule(match=""))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterGroup:
-    """Parameters with the same rate and decay.
-
-    Args:
-        rate: factor of the learning rate.
-        weight_decay: None leaves it to the optimizer.
-    """
-
-    names: list[str]
-    rate: float
-    weight_decay: float | None
-
-
 def grouped(
     names: Iterable[str], num_dims: Mapping[str, int], settings: OptimizerSettings
-) -> list[ParameterGroup]:
-    """The groups of ``names``, in the order in which each is first met.
+) -> dict[tuple[float, float | None], list[str]]:
+    """The parameters by their factor of the learning rate and their decay, in the order of names.
 
     Parameters of two or more dimensions decay by ``optim.weight_decay``, others do not, unless a
-    rule says otherwise; an optimizer from elsewhere is told of no decay but a rule's.
+    rule says otherwise; an optimizer from elsewhere is told of no decay but a rule's (None).
     """
-    groups: dict[tuple[float, float | None], ParameterGroup] = {}
+    groups: dict[tuple[float, float | None], list[str]] = {}
     for name in names:
         rule = settings.rule(name)
         decay: float | None = settings.optim.weight_decay if num_dims[name] >= 2 else 0.0
         if rule.weight_decay is not None or settings.make is not None:
             decay = rule.weight_decay
-        new = ParameterGroup(names=[], rate=rule.rate, weight_decay=decay)
-        groups.setdefault((rule.rate, decay), new).names.append(name)
-    return list(groups.values())
+        groups.setdefault((rule.rate, decay), []).append(name)
+    return groups
 
 
 class ShardOptimizer:
@@ -221,18 +225,13 @@ class ShardOptimizer:
         if not self._averages and self._user is not None:
             with self._user.evaluated() as is_other:
                 yield is_other
-            return
-        has_average = bool(self._averages) and bool(self._updates.item())
-        training = (
-            {n: shard.detach().clone() for n, shard in self._shards.items()} if has_average else {}
-        )
-        try:
-            for name in training:
-                self._shards[name].detach().copy_(self._averages[name])
-            yield has_average
-        finally:
-            for name, values in training.items():
-                self._shards[name].detach().copy_(values)
+        elif not (self._averages and self._updates.item()):
+            yield False
+        else:
+            with restored(self._shards):
+                for name, shard in self._shards.items():
+                    shard.detach().copy_(self._averages[name])
+                yield True
 
     def tensors(self) -> dict[str, Tensor]:
         """State that is sharded like its parameter, by "kind/name"."""
@@ -281,17 +280,13 @@ class ShardOptimizer:
 
     def _groups(self, names: Sequence[str]) -> Groups:
         groups: Groups = []
-        for of_names in grouped(names, self._num_dims, self._settings):
-            group: dict[str, Any] = {
-                "params": [self._shards[name] for name in of_names.names],
-                "names": of_names.names,
-                "rate": of_names.rate,
-            }
+        for (rate, decay), members in grouped(names, self._num_dims, self._settings).items():
+            group = {"params": [self._shards[n] for n in members], "names": members, "rate": rate}
             if self._settings.make is None:
                 zero = torch.zeros((), device=self._device)
-                group["lr"] = self._rates.setdefault(of_names.rate, zero)
-            if of_names.weight_decay is not None:
-                group["weight_decay"] = of_names.weight_decay
+                group["lr"] = self._rates.setdefault(rate, zero)
+            if decay is not None:
+                group["weight_decay"] = decay
             groups.append(group)
         return groups
 
@@ -308,8 +303,9 @@ class ShardOptimizer:
         """Create state before the first step: a checkpoint at step 0 and a load need it."""
         for name, optimizer in self._of.items():
             shard = self._shards[name]
+            state = optimizer.state[shard]
             if isinstance(optimizer, torch.optim.AdamW):
-                make_state(optimizer, [shard])
-                continue
-            for kind in set(self._kinds[name]) - {AVERAGE}:
-                optimizer.state[shard][kind] = torch.zeros_like(shard)
+                state[_COUNT] = torch.zeros((), device=shard.device)
+            for kind in self._kinds[name]:
+                if kind != AVERAGE:
+                    state[kind] = torch.zeros_like(shard)

@@ -11,7 +11,7 @@ torch's optimizers on DTensors do not replace it: Adafactor and 8-bit states rai
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -141,20 +141,23 @@ def evaluates(optimizer: Optimizer) -> bool:
     return all(callable(getattr(optimizer, name, None)) for name in ("eval", "train"))
 
 
-def trial_optimizer(make: Make, params: Iterable[Tensor]) -> Optimizer:
-    """Build an optimizer for a trial."""
-    listed = list(params)
-    names = [f"trial.{number}" for number in range(len(listed))]
-    optimizer = make([{"params": listed, "names": names, "rate": 1.0}])
+def _trial(
+    make: Make, params: Sequence[Tensor], grads: Iterable[Sequence[Tensor]]
+) -> tuple[list[Tensor], Optimizer]:
+    """What parameters become, and the optimizer that has updated them by each of ``grads``."""
+    trained = [param.clone() for param in params]
+    names = [f"trial.{number}" for number in range(len(trained))]
+    optimizer = make([{"params": trained, "names": names, "rate": 1.0}])
     begin_training(optimizer)
-    return optimizer
-
-
-def _steps(optimizer: Optimizer, params: list[Tensor], grads: list[list[Tensor]]) -> None:
     for of_step in grads:
-        for param, grad in zip(params, of_step, strict=True):
+        for param, grad in zip(trained, of_step, strict=True):
             param.grad = grad.clone()
         optimizer.step()
+    return trained, optimizer
+
+
+def _is_close(left: Tensor, right: Tensor) -> bool:
+    return torch.allclose(left, right, rtol=1e-5, atol=1e-7)
 
 
 def _draw(shape: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
@@ -166,9 +169,8 @@ def _draw(shape: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
 
 def _changed_numbers(make: Make, shape: tuple[int, ...], key: str) -> list[str]:
     param, grads = _draw(shape)
-    optimizer = trial_optimizer(make, [param])
-    before = _options(optimizer)
-    _steps(optimizer, [param], [[grad] for grad in grads])
+    before = _options(_trial(make, [param], [])[1])
+    [param], optimizer = _trial(make, [param], [[grad] for grad in grads])
     changed = [name for name, value in _options(optimizer).items() if before.get(name) != value]
     group = optimizer.param_groups[0]
     odd = [name for name in changed if not isinstance(group[name], bool | int | float)]
@@ -192,42 +194,30 @@ def _is_elementwise(make: Make, shape: tuple[int, ...]) -> bool:
     """Whether two unequal parts of a parameter end as they do in the whole, with matching state."""
     rows = [shape[0] // 4 + 1, shape[0] - shape[0] // 4 - 1]
     param, grads = _draw(shape)
-    whole, parts = param.clone(), _cut(param, rows)
-    together, apart = trial_optimizer(make, [whole]), trial_optimizer(make, parts)
-    _steps(together, [whole], [[grad] for grad in grads])
-    _steps(apart, parts, [_cut(grad, rows) for grad in grads])
-    if not torch.allclose(whole, torch.cat(parts), rtol=1e-5, atol=1e-7):
+    [whole], together = _trial(make, [param], [[grad] for grad in grads])
+    parts, apart = _trial(
+        make, torch.split(param, rows), [torch.split(grad, rows) for grad in grads]
+    )
+    if not _is_close(whole, torch.cat(parts)):
         return False
-    states = [
-        dict(leaves(together.state[whole], "")),
-        *(dict(leaves(apart.state[p], "")) for p in parts),
-    ]
-    paths = {path for of_one in states for path in of_one}
+    states = [dict(leaves(together.state[whole], ""))]
+    states += [dict(leaves(apart.state[part], "")) for part in parts]
+    paths = {path for state in states for path in state}
     return all(_follows_parts(states, [whole, *parts], path) for path in paths)
 
 
 def is_same_when_flat(make: Make, dims: frozenset[int]) -> bool:
     """Whether parameters of so many dimensions end the same, laid out in one dimension."""
-    shapes = [shape for num in sorted(dims) for shape in _shapes(num)]
-    for shape in shapes:
+    for shape in (shape for num in sorted(dims) for shape in _shapes(num)):
         param, grads = _draw(shape)
-        shaped, flat = param.clone(), param.clone().view(-1)
-        optimizers = trial_optimizer(make, [shaped]), trial_optimizer(make, [flat])
-        _steps(optimizers[0], [shaped], [[grad] for grad in grads])
-        _steps(optimizers[1], [flat], [[grad.view(-1)] for grad in grads])
-        if not torch.allclose(shaped.view(-1), flat, rtol=1e-5, atol=1e-7):
-            return False
+        [shaped], one = _trial(make, [param], [[grad] for grad in grads])
+        [flat], other = _trial(make, [param.view(-1)], [[grad.view(-1)] for grad in grads])
         kept = [
-            set(dict(leaves(o.state[p], "")))
-            for o, p in zip(optimizers, (shaped, flat), strict=True)
+            {path for path, _ in leaves(o.state[p], "")} for o, p in ((one, shaped), (other, flat))
         ]
-        if kept[0] != kept[1]:
+        if not _is_close(shaped.view(-1), flat) or kept[0] != kept[1]:
             return False
     return True
-
-
-def _cut(tensor: Tensor, rows: list[int]) -> list[Tensor]:
-    return [part.clone() for part in torch.split(tensor, rows)]
 
 
 def _follows_parts(states: list[dict[Path, Any]], params: list[Tensor], path: Path) -> bool:
@@ -249,13 +239,8 @@ def _follows_parts(states: list[dict[Path, Any]], params: list[Tensor], path: Pa
 def _is_separable(make: Make, shape: tuple[int, ...]) -> bool:
     """Whether two parameters end as each does with its own optimizer."""
     param, grads = _draw(shape)
-    pair = [param.clone(), param.flip(0).clone() * 3]
-    copies = [copy.clone() for copy in pair]
+    pair = [param, param.flip(0) * 3]
     both = [[grad, grad.flip(0) * 5] for grad in grads]
-    _steps(trial_optimizer(make, pair), pair, both)
-    for number, copy in enumerate(copies):
-        _steps(trial_optimizer(make, [copy]), [copy], [[of_step[number]] for of_step in both])
-    return all(
-        torch.allclose(together, alone, rtol=1e-5, atol=1e-7)
-        for together, alone in zip(pair, copies, strict=True)
-    )
+    together, _ = _trial(make, pair, both)
+    alone = [_trial(make, [pair[n]], [[of_step[n]] for of_step in both])[0][0] for n in (0, 1)]
+    return all(map(_is_close, together, alone))

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,11 +55,10 @@ class _Handed(Optimizer):
                 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """What is kept beside a parameter, or beside a group.
+class Kept(NamedTuple):
+    """What is kept beside a parameter or a group.
 
-    Args:
+    Attributes:
         values: 1-D; those of the whole partition, or a number that all ranks have.
         is_cut: the former.
     """
@@ -90,20 +89,19 @@ class PartitionOptimizer:
         require_elementwise(settings, frozenset(num_dims[name] for name in parameters))
         self._settings = settings
         self._device = device
-        self._groups = grouped(parameters, num_dims, settings)
-        self._group_of = {
-            name: number for number, group in enumerate(self._groups) for name in group.names
-        }
+        groups = grouped(parameters, num_dims, settings)
+        self._rules = list(groups)
+        self._group_of = {n: at for at, names in enumerate(groups.values()) for n in names}
         self.handed = _Handed(
-            [{"params": [parameters[name] for name in g.names]} for g in self._groups]
+            [{"params": [parameters[name] for name in names]} for names in groups.values()]
         )
-        self._of: list[list[ShardOptimizer]] = [[] for _ in self._groups]
+        self._of: list[list[ShardOptimizer]] = [[] for _ in groups]
 
     def take(self, flats: Sequence[Tensor], groups: Sequence[int]) -> None:
         """The partitions that DeepSpeed has made, and of which group each is."""
         for flat, number in zip(flats, groups, strict=True):
-            group = self._groups[number]
-            rule = {"match": "", "rate": group.rate, "weight_decay": group.weight_decay}
+            rate, decay = self._rules[number]
+            rule = {"match": "", "rate": rate, "weight_decay": decay}
             optim = replace(self._settings.optim, groups=[rule])
             optimizer = ShardOptimizer(
                 {_ALONE: flat},
@@ -137,22 +135,19 @@ class PartitionOptimizer:
         """Beside a parameter, a part of which lies in ``flat``; None: nothing of it is here."""
         first = self._of[self._group_of[name]][0]
         optimizer = first if flat is None else self.handed.optimizers[flat]
-        kept = [
-            Kept(kind=label.partition("/")[0], values=values, is_cut=True)
-            for label, values in optimizer.tensors().items()
-        ]
+        cut = [Kept(_kind(label), values, True) for label, values in optimizer.tensors().items()]
         # Of the group's first partition, whose numbers the others get after a load.
-        kept += [
-            Kept(kind=label.partition("/")[0], values=values.view(-1), is_cut=False)
+        uncut = [
+            Kept(_kind(label), values.view(-1), False)
             for label, values in first.uncut().items()
             if not label.startswith(_GROUP)
         ]
-        return kept
+        return cut + uncut
 
     def group_numbers(self) -> dict[str, Tensor]:
         """What groups keep, 1-D, by "kind/number of the group"."""
         return {
-            f"{label.partition('/')[0]}/{number}": values.view(-1)
+            f"{_kind(label)}/{number}": values.view(-1)
             for number, optimizers in enumerate(self._of)
             for label, values in optimizers[0].uncut().items()
             if label.startswith(_GROUP)
@@ -180,6 +175,10 @@ class PartitionOptimizer:
 
     def _all(self) -> list[ShardOptimizer]:
         return list(self.handed.optimizers.values())
+
+
+def _kind(label: str) -> str:
+    return label.partition("/")[0]
 
 
 def _never_whole(name: str, part: Tensor) -> tuple[Tensor, int]:

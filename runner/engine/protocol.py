@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
 
 from runner.engine.buffers import RunningBuffers
+
+if TYPE_CHECKING:
+    from runner.engine.wider_precision import WiderTwin
 
 # (name, full shape, flat start, count) -> FP32 CPU values of a fresh parameter.
 InitialValues = Callable[[str, tuple[int, ...], int, int], torch.Tensor]
@@ -26,11 +29,9 @@ class Batch(Protocol):
     @property
     def real(self) -> torch.Tensor | None:
         """Bool [B], False for padding rows; None if the labels mark them."""
-        ...
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """Input tensors by name, each with first dimension B."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,76 +128,44 @@ def unwatched(network: nn.Module) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-class WiderPrecision(Protocol):
-    """See :class:`runner.engine.wider_precision.WiderTwin`."""
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """The wider dtype; None if none is configured."""
-        ...
-
-    def give(self, wider: Any) -> None:
-        """Configure how the twin is built; without this there is none."""
-        ...
-
-    def open(self) -> None:
-        """Build the twin unless it exists. Not collective; allocates memory."""
-        ...
-
-    def close(self) -> None:
-        """Free the twin's memory."""
-        ...
-
-
 class Engine(Protocol):
-    """One way to lay a model over ranks. All methods but the views are collective."""
+    """One way to lay a model over ranks. All methods but the views are collective.
 
-    @property
-    def device(self) -> torch.device: ...
+    Attributes:
+        device: of the computation.
+        network: the model, with parameters in the engine's own form.
+        objective: the module that is called with a batch; it contains the network.
+        running: the buffers that forward passes change. :meth:`shards` has them, :meth:`apply`
+            alone changes them, and :meth:`finish_load` gives them to the network.
+        twin: the copy that computes in a wider precision. :meth:`apply` frees its memory.
+        applies_wider: whether :meth:`apply` can use the gradients of :meth:`accumulate_wider`.
+    """
+
+    device: torch.device
+    network: nn.Module
+    objective: nn.Module
+    running: RunningBuffers
+    twin: WiderTwin
+    applies_wider: bool
 
     @property
     def replica(self) -> tuple[int, int]:
         """(index, count) among the replicas of this rank's shards; (0, 1) without replicas."""
-        ...
-
-    @property
-    def network(self) -> nn.Module:
-        """The model, with parameters in the engine's own form."""
-        ...
-
-    @property
-    def objective(self) -> torch.nn.Module:
-        """The module that is called with a batch; it contains the network."""
-        ...
 
     @property
     def waits_for_host(self) -> bool:
         """Whether each step waits until the host has read the gate."""
-        ...
 
     def initialise(self, values: InitialValues) -> None:
         """Fill this rank's shards of the parameters; moments and counts are zero."""
-        ...
 
     def accumulate(self, works: Sequence[MicroStep]) -> LocalSums:
         """Run forward and backward of all micro-batches; leaves reduced (summed) gradients."""
-        ...
-
-    @property
-    def twin(self) -> WiderPrecision:
-        """The copy that computes in a wider precision. :meth:`apply` frees its memory."""
-        ...
-
-    @property
-    def applies_wider(self) -> bool:
-        """Whether :meth:`apply` can use the gradients of :meth:`accumulate_wider`."""
-        ...
 
     def accumulate_wider(
         self, works: Sequence[MicroStep], *, watch: Watch = unwatched
     ) -> LocalSums:
         """Like :meth:`accumulate`, in the twin's precision, with ``watch`` around its network."""
-        ...
 
     def recover(self) -> None:
         """Drop what is left of a forward or backward pass that raised, alike on all ranks.
@@ -204,7 +173,6 @@ class Engine(Protocol):
         Raises:
             RankError: this engine cannot go on after such a pass.
         """
-        ...
 
     def apply(
         self, *, skip: torch.Tensor, grad_scale: torch.Tensor, learning_rate: float
@@ -220,47 +188,33 @@ class Engine(Protocol):
             None, or why the engine itself skipped a step that the gate let through; the same on all
             ranks.
         """
-        ...
 
     def gradients(self) -> Mapping[str, torch.Tensor]:
         """This rank's parts of the reduced gradients by parameter, FP32, until :meth:`apply`.
 
         Partitioned like the shards; omits gradients that the engine cannot separate.
         """
-        ...
 
     def evaluate(self, batches: Sequence[Batch]) -> Evaluated:
         """Run forward passes over this rank's batches. Waits for the device once."""
-        ...
 
     def shards(self) -> list[Shard]:
         """Views of the whole state, in a fixed order of names.
 
         A frozen parameter has "param/..." only.
         """
-        ...
-
-    @property
-    def running(self) -> RunningBuffers:
-        """The buffers that forward passes change. :meth:`shards` has them, :meth:`apply` alone
-        changes them, and :meth:`finish_load` gives them to the network."""
-        ...
 
     def full(self, name: str) -> torch.Tensor:
         """The whole tensor called ``name``, on the CPU, on every rank."""
-        ...
 
     def replicated(self) -> tuple[int, list[torch.Tensor]]:
         """The id of this rank's replica group, and the replicated tensors.
 
         They are equal bit for bit within a group. Empty if every rank holds its own part.
         """
-        ...
 
     def update_counts(self) -> dict[str, int]:
         """Number of applied updates of each trained parameter, by name."""
-        ...
 
     def finish_load(self, update_counts: Mapping[str, int]) -> None:
         """Set the counts and refresh derived tensors after the shards were overwritten."""
-        ...

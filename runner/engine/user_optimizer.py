@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.engine.adamw import set_gate
-from runner.engine.muon import Whole
+from runner.engine.gated import Whole, restored, set_gate
 from runner.engine.optimizer_traits import (
     COUNT,
     Make,
@@ -248,7 +247,9 @@ class UserOptimizer:
     @property
     def is_gated(self) -> bool:
         """Whether the optimizer itself honours ``found_inf`` and ``grad_scale``."""
-        return not self.is_apart and all(_is_gated(unit.optimizer) for unit in self._units)
+        return not self.is_apart and all(
+            getattr(unit.optimizer, "_step_supports_amp_scaling", False) for unit in self._units
+        )
 
     @torch.no_grad()
     def step(self, *, skip: Tensor, grad_scale: Tensor, learning_rate: float) -> None:
@@ -256,7 +257,9 @@ class UserOptimizer:
         if not self.is_gated:
             if skip.item():
                 return
-            self._divide(grad_scale)
+            grads = [shard.grad for shard in self._shards.values() if shard.grad is not None]
+            for grad in grads:
+                grad.div_(grad_scale)
         if not self._is_begun:
             self._begin()
         for unit in self._units:
@@ -270,11 +273,6 @@ class UserOptimizer:
             unit = self._of[name]
             if unit.optimizer.state.get(unit.params[name]):
                 del self._expected[name]  # the optimizer has its real state now
-
-    def _divide(self, grad_scale: Tensor) -> None:
-        for shard in self._shards.values():
-            if shard.grad is not None:
-                shard.grad.div_(grad_scale)
 
     def _step_shards(self, unit: _Unit, skip: Tensor, grad_scale: Tensor) -> None:
         for param in unit.params.values():
@@ -318,29 +316,23 @@ class UserOptimizer:
     @contextmanager
     def evaluated(self) -> Iterator[bool]:
         """Hold the optimizer's evaluation weights in the shards, if it has any."""
-        ones = [] if self.is_apart else [u.optimizer for u in self._units if evaluates(u.optimizer)]
-        is_other = bool(ones) and self._is_begun
-        training = (
-            {n: shard.detach().clone() for n, shard in self._shards.items()} if is_other else {}
-        )
-        for optimizer in ones if is_other else ():
-            optimizer.eval()  # type: ignore[attr-defined]
-        try:
-            yield is_other
-        finally:
-            for optimizer in ones if is_other else ():
-                begin_training(optimizer)
-            for name, values in training.items():  # computing them back would round
-                self._shards[name].detach().copy_(values)
+        optimizers = [unit.optimizer for unit in self._units if evaluates(unit.optimizer)]
+        if self.is_apart or not optimizers or not self._is_begun:
+            yield False
+            return
+        with restored(self._shards):
+            for optimizer in optimizers:
+                optimizer.eval()  # type: ignore[attr-defined]
+            try:
+                yield True
+            finally:
+                for optimizer in optimizers:
+                    begin_training(optimizer)
 
 
 def _empty_like(like: Tensor) -> Tensor:
     """An empty tensor with as many dimensions."""
     return like.new_empty((0,) * like.dim())
-
-
-def _is_gated(optimizer: Optimizer) -> bool:
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def _set_rate(group: dict[str, Any], rate: float) -> None:

@@ -10,26 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.engine.buffers import RunningBuffers
-from runner.engine.protocol import InitialValues, LocalSums, MicroStep, Watch
-
-
-class Twin(Protocol):
-    """The part of :class:`runner.engine.fsdp.FsdpEngine` used here."""
-
-    @property
-    def network(self) -> nn.Module: ...
-    def initialise(self, values: InitialValues) -> None: ...
-    @property
-    def running(self) -> RunningBuffers: ...
-    def accumulate(self, works: Sequence[MicroStep]) -> LocalSums: ...
-    def gradients(self) -> Mapping[str, torch.Tensor]: ...
+from runner.engine.protocol import Engine, InitialValues, LocalSums, MicroStep, Watch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +38,7 @@ class WiderTwin:
 
     def __init__(self) -> None:
         self._wider: Wider | None = None
-        self._twin: Twin | None = None
+        self._twin: Engine | None = None
 
     def give(self, wider: Wider) -> None:
         """Configure how the twin is built; without this there is none."""

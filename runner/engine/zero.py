@@ -18,10 +18,11 @@ import io
 import logging
 import math
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,11 +30,11 @@ from torch import nn
 
 from runner.engine.buffers import RunningBuffers, is_buffer
 from runner.engine.forward import Disturb, Forward
-from runner.engine.norm import squared_norm
 from runner.engine.optimizer import OptimizerSettings
 from runner.engine.partitions import PartitionOptimizer
 from runner.engine.protocol import (
     Batch,
+    Engine,
     Evaluated,
     InitialValues,
     LocalSums,
@@ -42,8 +43,13 @@ from runner.engine.protocol import (
     Watch,
     unwatched,
 )
-from runner.engine.scalars import give_dimension, scalar_names
-from runner.engine.whole_state import complete, slice_of
+from runner.engine.whole_state import (
+    complete,
+    gather_flat,
+    give_dimension,
+    scalar_names,
+    slice_of,
+)
 from runner.engine.wider_precision import WiderTwin
 from runner.system.environment import changeable
 from runner.system.error import CheckpointError, ConfigError, RankError
@@ -254,7 +260,7 @@ def _deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
-class ZeroEngine:
+class ZeroEngine(Engine):
     """See :class:`runner.engine.protocol.Engine`.
 
     Args:
@@ -262,6 +268,8 @@ class ZeroEngine:
             ``network`` is from :func:`build_module`, with its buffers filled.
         embedding: the module whose output is the first activation of each sequence.
     """
+
+    applies_wider = False  # DeepSpeed's partitions accept only gradients it has reduced itself
 
     def __init__(
         self,
@@ -280,8 +288,8 @@ class ZeroEngine:
         self._home = torch.device("cpu") if plan.offload else device
         self._world_size = dist.get_world_size()
         self._is_half_way = False  # through forward and backward passes
-        self._objective = module
-        self._network = network = module.get_submodule("network")
+        self.objective = module
+        self.network = network = module.get_submodule("network")
         self._parameters = dict(sorted(network.named_parameters()))
         scalars = scalar_names(network)
         self._shapes = {
@@ -329,14 +337,6 @@ class ZeroEngine:
     def waits_for_host(self) -> bool:
         return self._optimizer.waits_for_host
 
-    @property
-    def network(self) -> nn.Module:
-        return self._network
-
-    @property
-    def objective(self) -> nn.Module:
-        return self._objective
-
     def initialise(self, values: InitialValues) -> None:
         """Fill this rank's shards of the parameters; moments and counts become zero."""
         for shard in self.shards():
@@ -360,15 +360,7 @@ class ZeroEngine:
             if number < len(works):
                 self._engine.step()  # counts the micro-batch; updates nothing
         self._is_half_way = False
-        square = squared_norm(self._stage.gradients(), self.device)
-        loss, nonfinite = self._forward.totals()
-        return LocalSums(
-            loss=loss,
-            grad_square=square,
-            nonfinite=nonfinite,
-            count=self._forward.count(),
-            sequences=self._forward.sequences(),
-        )
+        return self._forward.sums(self._stage.gradients())
 
     def recover(self) -> None:
         self.twin.close()
@@ -379,11 +371,6 @@ class ZeroEngine:
     def gradients(self) -> dict[str, torch.Tensor]:
         gradients = {name: self._stage.gradient(self._parameters[name]) for name in self._trained()}
         return {name: grad for name, grad in gradients.items() if grad is not None}
-
-    @property
-    def applies_wider(self) -> bool:
-        """False: DeepSpeed's partitions accept only gradients that it has reduced itself."""
-        return False
 
     def accumulate_wider(
         self, works: Sequence[MicroStep], *, watch: Watch = unwatched
@@ -449,11 +436,11 @@ class ZeroEngine:
         flat = None if place is None else place.flat
         weights = torch.empty(0) if flat is None else flat.detach()
         yield self._part(f"param/{name}", shape, weights, place)
-        for kept in self._optimizer.kept(name, flat):
-            if kept.is_cut:
-                yield self._part(f"{kept.kind}/{name}", shape, kept.values, place)
+        for kind, values, is_cut in self._optimizer.kept(name, flat):
+            if is_cut:
+                yield self._part(f"{kind}/{name}", shape, values, place)
             else:
-                yield _number(f"{kept.kind}/{name}", kept.values)
+                yield _number(f"{kind}/{name}", values)
 
     def _part(
         self, name: str, shape: tuple[int, ...], values: torch.Tensor, place: _Place | None
@@ -556,40 +543,6 @@ class _Place:
     count: int
 
 
-class _Stage(Protocol):
-    """What differs between DeepSpeed's optimizers."""
-
-    def switch_norm_off(self) -> None:
-        """Disable DeepSpeed's own norm. It would repeat ours, and in stages 1 and 3 a non-finite
-        norm makes DeepSpeed silently skip the update; only the gate decides that.
-        """
-        ...
-
-    def flats(self) -> list[torch.Tensor]:
-        """This rank's FP32 partitions, 1-D; the keys of the optimizer's state."""
-        ...
-
-    def groups(self) -> list[int]:
-        """The number of each flat tensor's parameter group."""
-        ...
-
-    def gradients(self) -> list[torch.Tensor]:
-        """This rank's share of the reduced gradient, after the last micro-batch; 1-D, FP32."""
-        ...
-
-    def locate(self, parameter: nn.Parameter) -> _Place | None:
-        """This rank's part of a trained parameter; None when it holds none of it."""
-        ...
-
-    def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """This rank's part of its gradient, 1-D, matching :meth:`locate`; None if that is None."""
-        ...
-
-    def refresh(self, frozen: Sequence[tuple[nn.Parameter, _Slice]]) -> None:
-        """Remake the BF16 parameters from the FP32 partitions and slices. Collective."""
-        ...
-
-
 # What this file uses of DeepSpeed's optimizers, most of it private.
 OF_OPTIMIZERS = {
     "BF16_Optimizer": (
@@ -627,7 +580,7 @@ def stage_of(wrapped: Any) -> _Stage:
     Raises:
         ConfigError: its class is not supported, or this version of DeepSpeed lacks what is used.
     """
-    kinds: dict[str, Callable[[Any], _Stage]] = {
+    kinds: dict[str, type[_Stage]] = {
         "BF16_Optimizer": _StageOne,
         "DeepSpeedZeroOptimizer": _StageTwo,
         "DeepSpeedZeroOptimizer_Stage3": _StageThree,
@@ -647,20 +600,35 @@ def stage_of(wrapped: Any) -> _Stage:
     return kinds[name](wrapped)
 
 
-class _MappedStage:
-    """Stages 1 and 2: a parameter's ``_hp_mapping`` locates its FP32 part."""
+class _Stage(ABC):
+    """What differs between DeepSpeed's optimizers.
+
+    Written for stages 1 and 2: a parameter's ``_hp_mapping`` locates its FP32 part.
+    """
 
     def __init__(self, wrapped: Any) -> None:
         self._wrapped = wrapped
 
+    @abstractmethod
+    def switch_norm_off(self) -> None:
+        """Disable DeepSpeed's own norm. It would repeat ours, and in stages 1 and 3 a non-finite
+        norm makes DeepSpeed silently skip the update; only the gate decides that.
+        """
+
+    @abstractmethod
     def flats(self) -> list[torch.Tensor]:
-        raise NotImplementedError
+        """This rank's FP32 partitions, 1-D; the keys of the optimizer's state."""
 
     def groups(self) -> list[int]:
-        """One partition a group."""
+        """The number of each flat tensor's parameter group: one partition a group."""
         return list(range(len(self.flats())))
 
+    @abstractmethod
+    def gradients(self) -> list[torch.Tensor]:
+        """This rank's share of the reduced gradient, after the last micro-batch; 1-D, FP32."""
+
     def locate(self, parameter: nn.Parameter) -> _Place | None:
+        """This rank's part of a trained parameter; None when it holds none of it."""
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is None:
             return None
@@ -674,20 +642,20 @@ class _MappedStage:
         )
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """This rank's part of its gradient, 1-D, matching :meth:`locate`; None if that is None."""
         place = self.locate(parameter)
-        if place is None:
-            return None
         # Gradients have the layout of the weights, flat by flat.
         for flat, grad in self._pairs():
-            if flat is place.flat:
+            if place is not None and flat is place.flat:
                 return grad.narrow(0, place.offset, place.count)
         return None
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """This rank's FP32 partitions that have a gradient, with it."""
-        raise NotImplementedError
+        return list(zip(self.flats(), self.gradients(), strict=True))
 
     def refresh(self, frozen: Sequence[tuple[nn.Parameter, _Slice]]) -> None:
+        """Remake the BF16 parameters from the FP32 partitions and slices. Collective."""
         self._wrapped.update_lp_params()
         for parameter, part in frozen:
             _gather_into(parameter, part)
@@ -703,11 +671,11 @@ def _gather_into(parameter: nn.Parameter, part: _Slice) -> None:
     padded = torch.zeros(part.size, dtype=parameter.dtype, device=parameter.device)
     padded[: len(part.local)] = part.local
     whole = padded.new_empty(part.size * dist.get_world_size())
-    dist.all_gather_into_tensor(whole, padded)
+    gather_flat(whole, padded)
     parameter.copy_(whole[: parameter.numel()].view_as(parameter))
 
 
-class _StageOne(_MappedStage):
+class _StageOne(_Stage):
     """Stage 1: for BF16 with FP32 accumulation DeepSpeed uses its BF16_Optimizer."""
 
     def switch_norm_off(self) -> None:
@@ -720,11 +688,8 @@ class _StageOne(_MappedStage):
     def gradients(self) -> list[torch.Tensor]:
         return list(self._wrapped.fp32_groups_gradient_flat_partition)
 
-    def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return list(zip(self.flats(), self.gradients(), strict=True))
 
-
-class _StageTwo(_MappedStage):
+class _StageTwo(_Stage):
     """Stage 2, and stage 1 with offload."""
 
     def switch_norm_off(self) -> None:
@@ -754,11 +719,8 @@ class _StageTwo(_MappedStage):
         ]
 
 
-class _StageThree:
+class _StageThree(_Stage):
     """Every rank holds ceil(numel / ranks) elements of each parameter."""
-
-    def __init__(self, wrapped: Any) -> None:
-        self._wrapped = wrapped
 
     def switch_norm_off(self) -> None:
         nothing = torch.zeros((), device=self.flats()[0].device)
@@ -775,7 +737,7 @@ class _StageThree:
     def gradients(self) -> list[torch.Tensor]:
         return [self._wrapped.grad_partitions_flat_buffer]
 
-    def locate(self, parameter: nn.Parameter) -> _Place | None:
+    def locate(self, parameter: nn.Parameter) -> _Place:
         partitioned: Any = parameter
         # Not the public safe_get_local_fp32_param: it copies an offloaded partition.
         position = self._wrapped.grad_position[self._wrapped.get_param_id(parameter)]
@@ -785,14 +747,11 @@ class _StageThree:
         count = min(size, partitioned.ds_numel - start)
         return _Place(flat=self.flats()[group], offset=offset, start=start, count=count)
 
-    def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        place = self.locate(parameter)
-        if place is None:
-            return None
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor:
         partitioned: Any = parameter
         grads = self._wrapped._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
         padded: torch.Tensor = grads[partitioned.ds_id]
-        return padded.narrow(0, 0, place.count)
+        return padded.narrow(0, 0, self.locate(parameter).count)
 
     def refresh(self, frozen: Sequence[tuple[nn.Parameter, _Slice]]) -> None:
         # The two events drop small, persistent parameters and gather them anew. Without them,

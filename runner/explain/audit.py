@@ -6,6 +6,10 @@ the embedding, and of each weight's gradient before it is reduced are compared: 
 must give the same. It costs one micro-batch (under ZeRO a step, because DeepSpeed counts them), and
 a wait for the device.
 
+Between two ranks that differ, or two against two, no majority shows which are wrong. The weights of
+a checkpoint from before the difference do: those ranks are at fault that no longer compute what all
+once computed with them.
+
 Not detected: a fault in the sum over ranks or in the update alone; gradients inside of blocks that
 are compiled.
 """
@@ -14,86 +18,195 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from runner.data.cursor import BatchPlan
+from runner.checkpoint.ring import Ring
 from runner.data.feed import MicroBatch
-from runner.distributed.observers import ObservedRanks
-from runner.explain.agreed_numbers import AgreedNumbers
+from runner.explain.clean_weights import CleanWeights
 from runner.explain.same_batch import SameBatch
-from runner.health.heartbeat import Heartbeat
+from runner.health.checks import DeviceFault, ReplicaInspector
 from runner.policy.decision.history import Incident
-from runner.policy.odd_ranks import ByRank, Opinion, differing, dissent, named, opinion_on
-from runner.policy.restart import HARDWARE
+from runner.policy.outlier_ranks import (
+    ByRank,
+    Opinion,
+    changed_ranks,
+    differing,
+    dissent,
+    named,
+    opinion_on,
+)
+from runner.policy.retention.records import Record, State, on_disk
 from runner.system.error import LeaveError
+from runner.system.process import host_name
+from runner.train.run import EngineRun
+from runner.train.save_schedule import SaveSchedule
 
 KIND = "audit"
 _REPEATS = 3  # computations before a rank is named
 _TIES = (2, 4)  # world sizes at which half of the ranks may differ from the others
+_KEPT = 2  # agreements; the newest one's checkpoint may not be written yet
 
 
-class Steps(Protocol):
-    """The part of :class:`runner.train.step.Stepper` used here."""
+@dataclass(frozen=True, slots=True)
+class _Agreement:
+    """All ranks had the same numbers: ``by_rank``, of ``batches``.
 
-    @property
-    def newest_plan(self) -> BatchPlan | None: ...
-
-
-class Replicas(Protocol):
-    """The part of :class:`runner.health.checks.ReplicaInspector` used here."""
-
-    @property
-    def distrust(self) -> Callable[[int], None]: ...
-    def look(self, step: int, good_step: int = 0) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AuditRules:
-    """
-    Args:
-        every: in updates.
-        until: the update at which the run ends.
-        host: of this rank.
-        incarnation: number of this start.
+    They computed with the weights of the checkpoint ``serial``, of ``step``.
     """
 
-    every: int
-    until: int
-    host: str
-    incarnation: int
+    serial: int
+    step: int
+    batches: Sequence[MicroBatch]
+    by_rank: ByRank
 
 
-class Auditor:
-    """Compares the ranks.
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """``ranks`` no longer compute what they did with the weights of ``step``; the others do."""
+
+    ranks: tuple[int, ...]
+    step: int
+
+
+class AgreedNumbers:
+    """The newest agreements, alike on all ranks, and the checkpoints that they need.
 
     Args:
-        agreed: what the ranks agreed on, to tell which of two is wrong.
-        report: receives incidents.
-        replicas: compares the copies of the weights before a device is blamed.
+        is_saved: whether the state after so many updates is saved to disk.
     """
 
     def __init__(
         self,
         *,
         same: SameBatch,
-        steps: Steps,
-        ranks: ObservedRanks,
-        heart: Heartbeat,
-        rules: AuditRules,
-        agreed: AgreedNumbers,
-        report: Callable[[Incident], None],
-        replicas: Replicas,
+        weights: CleanWeights,
+        ring: Ring,
+        is_saved: Callable[[int], bool],
     ) -> None:
         self._same = same
-        self._steps = steps
-        self._ranks = ranks
-        self._heart = heart
-        self._rules = rules
-        self._report = report
+        self._weights = weights
+        self._ring = ring
+        self.is_saved = is_saved
+        self._agreements: list[_Agreement] = []
+
+    @property
+    def newest_step(self) -> int | None:
+        """The step of the newest agreement; None without one."""
+        return self._agreements[-1].step if self._agreements else None
+
+    def keep_from_before(self, good_step: Callable[[], int]) -> None:
+        """Have the ring keep a clean checkpoint of ``good_step()`` or earlier, and the one of the
+        newest agreement: if a rank turns out to be wrong, later ones must not be used again."""
+
+        def serials() -> set[int]:
+            clean = self._on_disk(State.clean)
+            before = [record.serial for record in clean if record.step <= good_step()]
+            _, agreed = self._newest(clean) or (None, None)
+            return {*sorted(before)[-1:], *([agreed.serial] if agreed else [])}
+
+        self._ring.also_keep(serials)
+
+    def begin(self, step: int, batches: Sequence[MicroBatch]) -> None:
+        """Compute with the newest checkpoint of ``step`` or earlier; the state is restored.
+
+        Collective.
+        """
+        loadable = self._on_disk(State.clean, State.committed)
+        usable = [record for record in loadable if record.step <= step]
+        if usable:
+            record = max(usable, key=lambda record: record.serial)
+            by_rank = self._weights.compute(record, lambda: self._same.compute(batches))
+            self._note(record.serial, record.step, batches, by_rank)
+
+    def note_if_saved(self, updates: int, batches: Sequence[MicroBatch], by_rank: ByRank) -> None:
+        """Note what the ranks computed with the present weights, if they are about to be saved."""
+        if self.is_saved(updates):
+            self._note(self._ring.next_serial, updates, batches, by_rank)
+
+    def _note(
+        self, serial: int, step: int, batches: Sequence[MicroBatch], by_rank: ByRank | None
+    ) -> None:
+        if by_rank is not None and opinion_on(by_rank, exactly=self._same.repeats_bits).agrees:
+            new = _Agreement(serial, step, batches, by_rank)
+            self._agreements = [*self._agreements, new][-_KEPT:]
+
+    def changed(self, batches: Sequence[MicroBatch]) -> Changed | None:
+        """Compute the newest agreement again with its weights; the state is restored. Collective.
+
+        Args:
+            batches: what the ranks computed last. Micro-batches of another size may give other bits
+                on a sound device too, so they prove nothing.
+
+        Returns:
+            None if no rank differs from what it computed then, or all do.
+        """
+        newest = self._newest(self._on_disk(State.clean, State.committed))
+        if newest is None:
+            return None
+        record, agreement = newest
+        if [batch.shape for batch in agreement.batches] != [batch.shape for batch in batches]:
+            return None
+        again = self._weights.compute(record, lambda: self._same.compute(agreement.batches))
+        if again is None:
+            return None
+        ranks = changed_ranks(agreement.by_rank, again, exactly=self._same.repeats_bits)
+        return Changed(ranks, agreement.step) if ranks else None
+
+    def _newest(self, records: Sequence[Record]) -> tuple[Record, _Agreement] | None:
+        """The newest agreement whose checkpoint is among them."""
+        stored = {(record.serial, record.step): record for record in records}
+        for agreement in reversed(self._agreements):
+            if (agreement.serial, agreement.step) in stored:
+                return stored[agreement.serial, agreement.step], agreement
+        return None
+
+    def _on_disk(self, *states: State) -> list[Record]:
+        return [record for record in on_disk(self._ring.records) if record.state in states]
+
+
+class Auditor:
+    """Compares the ranks.
+
+    Args:
+        same: computes a micro-batch on all.
+        agreed: what the ranks agreed on, to tell which of two is wrong.
+        replicas: compares the copies of the weights before a device is blamed.
+    """
+
+    def __init__(
+        self,
+        run: EngineRun,
+        *,
+        same: SameBatch,
+        agreed: AgreedNumbers,
+        replicas: ReplicaInspector,
+    ) -> None:
+        self._same = same
+        self._steps = run.stepper
+        self._ranks = run.observers.ranks
+        self._heart = run.group.heart
+        self._every = run.config.debug.audit_every
+        self._until = run.config.steps
+        self._host = host_name()
+        self._incarnation = run.lease.run_lease.number
+        self._report = run.written.report
         self._agreed = agreed
         self._replicas = replicas
         self._begun = self._good_step = 0
         self._known: set[tuple[int, ...]] = set()
+
+    @classmethod
+    def of(cls, run: EngineRun, replicas: ReplicaInspector, saves: SaveSchedule) -> Auditor | None:
+        """None if it is off."""
+        if not run.config.debug.audit_every or run.group.place.world_size < 2:
+            return None
+        same = SameBatch(run)
+        agreed = AgreedNumbers(
+            same=same, weights=CleanWeights(run), ring=run.ring, is_saved=saves.is_due_on_disk
+        )
+        auditor = cls(run, same=same, agreed=agreed, replicas=replicas)
+        auditor.begin(run.resumed.step)
+        return auditor
 
     def begin(self, good_step: int) -> None:
         """Record that the run resumes at ``good_step``, where no fault is known."""
@@ -104,7 +217,7 @@ class Auditor:
         """Whether :meth:`look` uses the state after exactly ``updates`` updates."""
         if self._ranks.world_size < 2:
             return False
-        is_regular = updates % self._rules.every == 0
+        is_regular = updates % self._every == 0
         return is_regular or self._is_start(updates) or self._is_for_checkpoint(updates)
 
     def _is_start(self, updates: int) -> bool:
@@ -114,14 +227,14 @@ class Auditor:
         """
         if self._ranks.world_size not in _TIES or self._agreed.newest_step is not None:
             return False
-        return updates == self._begun + 1 and self._begun + self._rules.every <= self._rules.until
+        return updates == self._begun + 1 and self._begun + self._every <= self._until
 
     def _is_for_checkpoint(self, updates: int) -> bool:
         """Whether few ranks are compared where audits and checkpoints do not coincide."""
         newest = self._agreed.newest_step
         if self._ranks.world_size not in _TIES or newest is None:
             return False
-        return updates - newest >= self._rules.every and self._agreed.is_saved(updates)
+        return updates - newest >= self._every and self._agreed.is_saved(updates)
 
     def note(self, updates: int) -> None:
         """Note the number of updates, which is less after a rollback."""
@@ -138,12 +251,12 @@ class Auditor:
         if plan is None or not self.is_due(updates):
             return
         self._heart.enter("explain")
-        batches = self._same.batches(plan, updates // self._rules.every)
+        batches = self._same.batches(plan, updates // self._every)
         if batches is None:
             return
         if self._is_start(updates):
             self._agreed.begin(self._begun, batches)
-            if updates % self._rules.every:
+            if updates % self._every:
                 return
         computed = [self._same.compute(batches)]
         if self._opinion(computed[0]).agrees:
@@ -171,14 +284,14 @@ class Auditor:
         Args:
             where: of each rank its gradients by parameter, of the last of them.
         """
-        opinions = [self._opinion(one) for one in computed]
+        opinions = [self._opinion(by_rank) for by_rank in computed]
         ranks = named(computed, opinions)
         good = (
             f"all ranks agreed at step {self._good_step}"
             if self._good_step > self._begun
             else f"no audit since the start at step {self._begun} found all ranks agreed"
         )
-        if any(one.agrees for one in opinions):
+        if any(opinion.agrees for opinion in opinions):
             self._good_step = step
             whose = f"rank {ranks[0]} gave" if len(ranks) == 1 else "some rank gave"
             self._report_once(
@@ -186,7 +299,7 @@ class Auditor:
             )
             return
         self._replicas.look(step, self._good_step)
-        hosts = [str(host) for host in self._ranks.gather(self._rules.host)]
+        hosts = [str(host) for host in self._ranks.gather(self._host)]
         before = None if len(ranks) == 1 else self._agreed.changed(batches)
         if before is not None and set(before.ranks) < set(opinions[0].odd):
             ranks = before.ranks
@@ -194,22 +307,23 @@ class Auditor:
             words = dissent(computed[0], opinions[0], exactly=self._same.repeats_bits)
             self._report_once(step, opinions[0].odd, f"{words}; {good}")
             return
-        rank, is_one = ranks[0], len(ranks) == 1
         kinds = [kind for kind, _ in computed[0]]
-        sound = [other for other in range(len(kinds)) if other not in ranks]
-        other = min(sound, key=lambda other: kinds[other] != kinds[rank])
-        who = " and ".join(f"{one} on {hosts[one]}" for one in ranks)
-        reason = (
-            f"rank{'' if is_one else 's'} {who} give{'s' if is_one else ''} other bits than the "
-            f"others for the same micro-batch, {len(computed)} times of {len(computed)}"
-            f"{differing(where[rank], where[other], exactly=self._same.repeats_bits)}"
-            f"{before.sentence if before else ''}: {'its device' if is_one else 'their devices'} "
-            f"silently compute{'s' if is_one else ''} wrongly; {good}"
-        )
+        sound = [rank for rank in range(len(kinds)) if rank not in ranks]
+        other = min(sound, key=lambda rank: kinds[rank] != kinds[ranks[0]])
+        at = differing(where[ranks[0]], where[other], exactly=self._same.repeats_bits)
+        reason = f"{_accusation(ranks, hosts, len(computed), at, before)}; {good}"
         if len(set(hosts)) == 1:
             self._report_once(step, ranks, reason)
             return
-        self._report(self._crash(step, ranks, hosts[rank], reason))
+        fault = DeviceFault(ranks=ranks, host=hosts[ranks[0]], reason=reason)
+        crash = fault.incident(
+            step=step,
+            incarnation=self._incarnation,
+            signature=f"audit: rank {ranks[0]}",
+            decision="restart without this host, from a checkpoint no later than step "
+            f"{self._good_step}",
+        )
+        self._report(crash)
         self._replicas.distrust(self._good_step)
         raise LeaveError(reason)
 
@@ -229,20 +343,21 @@ class Auditor:
             )
         )
 
-    def _crash(self, step: int, ranks: tuple[int, ...], host: str, reason: str) -> Incident:
-        """The incident of a failed device: a supervisor excludes its host."""
-        return Incident(
-            kind="crash",
-            step=step,
-            decision="restart without this host, from a checkpoint no later than step "
-            f"{self._good_step}",
-            reason=reason,
-            ranks=ranks,
-            detail={
-                "incarnation": self._rules.incarnation,
-                "cause": HARDWARE,
-                "signature": f"audit: rank {ranks[0]}",
-                "host": host,
-                "traceback": "",
-            },
+
+def _accusation(
+    ranks: Sequence[int], hosts: Sequence[str], times: int, at: str, before: Changed | None
+) -> str:
+    """In words, how these ranks compute wrongly."""
+    is_one, end = len(ranks) == 1, ""
+    if before is not None:
+        end = (
+            f"; with the weights of the checkpoint of step {before.step} "
+            f"{'it no longer gives' if is_one else 'they no longer give'} the bits on which all "
+            "agreed then, and the others do"
         )
+    return (
+        f"rank{'' if is_one else 's'} {' and '.join(f'{rank} on {hosts[rank]}' for rank in ranks)} "
+        f"give{'s' if is_one else ''} other bits than the others for the same micro-batch, "
+        f"{times} times of {times}{at}{end}: "
+        f"{'its device silently computes' if is_one else 'their devices silently compute'} wrongly"
+    )

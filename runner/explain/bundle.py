@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,12 +23,15 @@ import torch
 from safetensors.torch import save
 
 from runner.data.cursor import BatchPlan
-from runner.data.dataset import Dataset, Sample, describe
+from runner.data.dataset import Sample, describe
 from runner.data.draws import read_sample
+from runner.distributed.device import versions
 from runner.policy.decision.finding import Finding
 from runner.policy.decision.signals import Limits
-from runner.run_dir.explanations import INCIDENT, MOST_JSON, SAMPLES, VERSION, read_explanation
+from runner.run_dir.paths import INCIDENT, MOST_JSON, SAMPLES, VERSION, read_explanation
 from runner.system.files import make_folder, write_durably, write_json
+from runner.system.process import host_name
+from runner.train.run import EngineRun
 
 BATCH = "batch.safetensors"
 LAYERS = "layers.json"
@@ -43,95 +44,69 @@ _EXCERPT = 400  # characters of a sample
 _GRAM = 8  # tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExplainedStep:
-    """An explained bad step: its number, samples, limits, and the finding."""
-
-    step: int
-    plan: BatchPlan
-    limits: Limits
-    finding: Finding
-
-
 class Bundles:
-    """Writes evidence, on one rank.
+    """Writes evidence to ``OUT/explanations``, on rank 0."""
 
-    Args:
-        folder: ``OUT/explanations``.
-        seed: of what samples draw.
-        facts: of this machine and its software.
-        check: raises if another start of the run is now the writer.
-        say: receives a warning if nothing can be written.
-    """
+    def __init__(self, run: EngineRun) -> None:
+        group = run.group
+        self._folder = group.run_dir.explanations
+        self._dataset = run.corpus.dataset
+        self._seed = run.config.seed  # of what samples draw
+        self._facts = {"host": host_name(), **versions(), **group.device_versions}
+        self._check = run.lease.run_lease.check
+        self._say = group.console.say
 
-    def __init__(
-        self,
-        folder: Path,
-        dataset: Dataset,
-        *,
-        seed: int,
-        facts: Mapping[str, Any],
-        check: Callable[[], None],
-        say: Callable[[str], None],
+    def write(
+        self, number: int, step: int, plan: BatchPlan, limits: Limits, finding: Finding
     ) -> None:
-        self._folder = folder
-        self._dataset = dataset
-        self._seed = seed
-        self._facts = facts
-        self._check = check
-        self._say = say
-
-    def write(self, number: int, step_: ExplainedStep) -> None:
-        """Write one bundle; an I/O error is only a warning."""
+        """Write the bundle of one bad step; an I/O error is only a warning."""
         self._check()
         folder = self._folder / f"{number:06d}"
-        suspects = _suspects(step_.finding)
+        indices = dict(zip(plan.positions.tolist(), plan.indices.tolist(), strict=True))
+        suspects = {position: indices[position] for position in _suspects(finding)}
+        incident = {
+            "version": VERSION,
+            "step": step,
+            "samples": [plan.start, plan.stop],
+            "limits": {"loss": limits.loss, "grad_norm": limits.grad_norm},
+            "suspects": list(suspects),
+            **_found(finding),
+            "facts": dict(self._facts),
+        }
         try:
             make_folder(folder)
-            samples = self._samples(step_, suspects)
-            write_durably(folder / BATCH, _tensors(step_.plan, samples))
-            is_bytes = getattr(self._dataset, "vocab_size", 0) == 1 << 8
-            text = _texts(step_, samples, self._names(step_, suspects), is_bytes=is_bytes)
+            samples = self._samples(suspects)
+            write_durably(folder / BATCH, _tensors(plan, samples))
+            text = f"step {step}: {finding.describe()}\n{self._texts(finding, suspects, samples)}"
             write_durably(folder / SAMPLES, text.encode())
-            if step_.finding.layers:
-                layers = dict(list(step_.finding.layers.items())[:_MOST_LAYERS])
+            if finding.layers:
+                layers = dict(list(finding.layers.items())[:_MOST_LAYERS])
                 write_json(folder / LAYERS, layers, most_bytes=_MOST_LAYERS * 1024)
             # Written last: a bundle without it is incomplete.
-            write_json(folder / INCIDENT, self._incident(step_, suspects), most_bytes=MOST_JSON)
+            write_json(folder / INCIDENT, incident, most_bytes=MOST_JSON)
         except OSError as error:
-            self._say(f"warning: no evidence of step {step_.step} was written: {error}")
+            self._say(f"warning: no evidence of step {step} was written: {error}")
 
     def conclude(self, number: int, finding: Finding) -> None:
         """Replace the finding by one that was made later."""
         folder = self._folder / f"{number:06d}"
         self._check()
         try:
-            step_ = read_explanation(folder)
-            probes = {name: _trimmed(probe) for name, probe in finding.numbers.items()}
-            tree = step_ | {"finding": finding.to_json(), "probes": probes}
+            tree = read_explanation(folder) | _found(finding)
             write_json(folder / INCIDENT, tree, most_bytes=MOST_JSON)
         except (OSError, ValueError) as error:
             self._say(f"warning: the evidence in {folder} was not updated: {error}")
 
-    def _incident(self, step_: ExplainedStep, suspects: Sequence[int]) -> dict[str, Any]:
-        finding = step_.finding
-        return {
-            "version": VERSION,
-            "step": step_.step,
-            "samples": [step_.plan.start, step_.plan.stop],
-            "limits": {"loss": step_.limits.loss, "grad_norm": step_.limits.grad_norm},
-            "suspects": list(suspects),
-            "finding": finding.to_json(),
-            "probes": {name: _trimmed(probe) for name, probe in finding.numbers.items()},
-            "facts": dict(self._facts),
-        }
+    def _samples(self, suspects: Mapping[int, int]) -> dict[int, Sample]:
+        """The suspected samples by position, as the data set returns them now.
 
-    def _samples(self, step_: ExplainedStep, suspects: Sequence[int]) -> dict[int, Sample]:
-        """The suspected samples by position, as the data set returns them now."""
-        index_of, samples, bytes_left = _indices(step_.plan), {}, _MOST_TENSORS
-        for position in suspects:
+        Args:
+            suspects: their indices by position.
+        """
+        samples, bytes_left = {}, _MOST_TENSORS
+        for position, index in suspects.items():
             try:
-                sample = read_sample(self._dataset, index_of[position], (self._seed, position))
+                sample = read_sample(self._dataset, index, (self._seed, position))
             except Exception:  # a data set may raise anything; the sample's name is written anyway
                 continue
             if isinstance(sample, Sample) and bytes_left >= 4 * sample.tokens.size:
@@ -139,9 +114,31 @@ class Bundles:
                 bytes_left -= 4 * sample.tokens.size
         return samples
 
-    def _names(self, step_: ExplainedStep, suspects: Sequence[int]) -> dict[int, str]:
-        index_of = _indices(step_.plan)
-        return {position: describe(self._dataset, index_of[position]) for position in suspects}
+    def _texts(
+        self, finding: Finding, suspects: Mapping[int, int], samples: Mapping[int, Sample]
+    ) -> str:
+        """A paragraph for each suspect."""
+        is_bytes = getattr(self._dataset, "vocab_size", 0) == 1 << 8
+        rows = finding.numbers.get("first", {}).get("samples", {})
+        parts = [""]
+        for position, index in suspects.items():
+            name = describe(self._dataset, index)
+            parts.append(f"\nstream position {position}: {_plain(name)}")
+            if str(position) in rows:
+                rank, loss, norm, count = rows[str(position)]
+                parts.append(
+                    f"  {loss / max(count, 1):.4g} nats per token over {count} tokens, gradient "
+                    f"norm {norm:.4g} at the embedding, on rank {rank}"
+                )
+            if position in samples:
+                parts += _oddities(samples[position].tokens, is_bytes=is_bytes)
+        return "\n".join(parts) + "\n"
+
+
+def _found(finding: Finding) -> dict[str, Any]:
+    """The finding, and the numbers of its probes."""
+    probes = {name: _trimmed(probe) for name, probe in finding.numbers.items()}
+    return {"finding": finding.to_json(), "probes": probes}
 
 
 def _suspects(finding: Finding) -> list[int]:
@@ -149,13 +146,15 @@ def _suspects(finding: Finding) -> list[int]:
     if finding.positions:
         return list(finding.positions[:_MOST_SUSPECTS])
     rows = finding.numbers.get("first", {}).get("samples", {})
-    by_loudness = sorted(rows, key=lambda position: -_loudness(rows[position]))
-    return sorted(int(position) for position in by_loudness[:_LOUDEST])
+    return sorted(int(position) for position in _by_loudness(rows)[:_LOUDEST])
 
 
-def _loudness(row: Sequence[float]) -> float:
-    loss, norm = row[1], row[2]
-    return loss if math.isfinite(loss) and math.isfinite(norm) else math.inf
+def _by_loudness(rows: Mapping[str, Sequence[float]]) -> list[str]:
+    def loudness(position: str) -> float:
+        _, loss, norm, _ = rows[position]
+        return loss if math.isfinite(loss) and math.isfinite(norm) else math.inf
+
+    return sorted(rows, key=lambda position: -loudness(position))
 
 
 def _trimmed(probe: Any) -> Any:
@@ -163,12 +162,7 @@ def _trimmed(probe: Any) -> Any:
     if not isinstance(probe, dict) or len(probe.get("samples", {})) <= _MOST_ROWS:
         return probe
     rows = probe["samples"]
-    kept = sorted(rows, key=lambda position: -_loudness(rows[position]))[:_MOST_ROWS]
-    return probe | {"samples": {position: rows[position] for position in kept}}
-
-
-def _indices(plan: BatchPlan) -> dict[int, int]:
-    return dict(zip(plan.positions.tolist(), plan.indices.tolist(), strict=True))
+    return probe | {"samples": {p: rows[p] for p in _by_loudness(rows)[:_MOST_ROWS]}}
 
 
 def _tensors(plan: BatchPlan, samples: Mapping[int, Sample]) -> bytes:
@@ -184,38 +178,15 @@ def _tensors(plan: BatchPlan, samples: Mapping[int, Sample]) -> bytes:
     return save(tensors)
 
 
-def _texts(
-    step_: ExplainedStep, samples: Mapping[int, Sample], names: Mapping[int, str], *, is_bytes: bool
-) -> str:
-    """A paragraph for each suspect; ``is_bytes``: the tokens are bytes of text."""
-    finding = step_.finding
-    rows = finding.numbers.get("first", {}).get("samples", {})
-    parts = [f"step {step_.step}: {finding.describe()}\n"]
-    for position, name in names.items():
-        parts.append(f"\nstream position {position}: {_plain(name)}")
-        row = rows.get(str(position))
-        if row is not None:
-            rank, loss, norm, count = row
-            parts.append(
-                f"  {loss / max(count, 1):.4g} nats per token over {count} tokens, gradient norm "
-                f"{norm:.4g} at the embedding, on rank {rank}"
-            )
-        if position in samples:
-            parts += _oddities(samples[position].tokens, is_bytes=is_bytes)
-    return "\n".join(parts) + "\n"
-
-
 def _oddities(tokens: Any, *, is_bytes: bool) -> list[str]:
-    """Statistics of the tokens alone, and their text."""
+    """Statistics of the tokens alone, and their text; ``is_bytes``: they are bytes of text."""
     ids = tokens.tolist()
     counts = Counter(ids)
-    shares = [count / len(ids) for count in counts.values()]
-    entropy = -sum(share * math.log2(share) for share in shares)
+    entropy = -sum(n / len(ids) * math.log2(n / len(ids)) for n in counts.values())
     grams = Counter(tuple(ids[start : start + _GRAM]) for start in range(len(ids) - _GRAM + 1))
-    highest_count = max(grams.values(), default=0)
     lines = [
         f"  {len(ids)} tokens, {len(counts)} different, {entropy:.2f} bits of entropy; the most "
-        f"frequent run of {_GRAM} tokens occurs {highest_count} times"
+        f"frequent run of {_GRAM} tokens occurs {max(grams.values(), default=0)} times"
     ]
     if is_bytes:
         text = bytes(ids).decode("utf-8", errors="replace")

@@ -13,11 +13,10 @@ import torch
 
 from runner.checkpoint.memory.node_dir import free_memory_bytes
 from runner.checkpoint.ring import Ring
-from runner.distributed.agreement import Ranks
 from runner.engine.protocol import Engine
-from runner.health.preemption import StopLook
 from runner.policy.retention.records import Record
 from runner.system.error import CheckpointError, ReadError
+from runner.train.run import EngineRun
 
 Result = TypeVar("Result")
 _SHARE = 0.5
@@ -49,20 +48,14 @@ class HostCopy:
 
 
 class CleanWeights:
-    """Puts the weights of a checkpoint in place for a while.
+    """Puts the weights of a checkpoint in place for a while, for observers."""
 
-    Args:
-        num_local_ranks: ranks that share this node's memory.
-    """
-
-    def __init__(
-        self, engine: Engine, ring: Ring, ranks: Ranks, num_local_ranks: int, stop: StopLook
-    ) -> None:
-        self._engine = engine
-        self._ring = ring
-        self._ranks = ranks
-        self._num_local_ranks = num_local_ranks
-        self._stop = stop
+    def __init__(self, run: EngineRun) -> None:
+        self._engine = run.engine
+        self._ring = run.ring
+        self._ranks = run.observers.ranks
+        self._num_local_ranks = run.group.place.local_world_size  # they share a node's memory
+        self._stop = run.group.stop_look.through(self._ranks)
 
     def compute(self, record: Record, compute: Callable[[], Result]) -> Result | None:
         """Call ``compute`` with the weights of ``record``; None if it cannot be loaded, or if a

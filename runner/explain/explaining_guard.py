@@ -10,28 +10,33 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
+from runner.config.schema import ExplainKind, GuardConfig, RemedyKind
 from runner.data.cursor import BatchPlan
+from runner.data.feed import named_samples
 from runner.distributed.observers import Failure, Observers
-from runner.explain.bundle import Bundles, ExplainedStep
-from runner.explain.case import Case, Earlier, inconclusive
+from runner.explain.bundle import Bundles
+from runner.explain.case import Case, inconclusive
 from runner.explain.mark import ObserverNote
-from runner.explain.probe import Attempt
-from runner.explain.repeated_steps import RepeatedSteps
-from runner.explain.replay import Replay
+from runner.explain.probe import Bench
+from runner.explain.repeated_steps import RepeatedSteps, without_rate
+from runner.explain.replay import Replay, known_samples
+from runner.health.checks import DeviceFault
 from runner.observe.journal import Journal
 from runner.policy.decision.finding import Cause, Finding, Remedy
 from runner.policy.decision.history import EXPLAIN, MIX, NUMERICS, STICKY, Incident, cause_of
 from runner.policy.decision.judge import Verdict
 from runner.policy.decision.signals import StepSignals
-from runner.policy.restart import HARDWARE
 from runner.system.error import LeaveError
+from runner.system.process import host_name
 from runner.train.agreed_step import StepInfo
 from runner.train.guard import Guard
 from runner.train.report import Reporter
+from runner.train.run import EngineRun
 from runner.train.state import TrainState
-from runner.train.step import InFlightStep
+from runner.train.step import Stepper
+from runner.train.step_runner import StepPlanner
 
 T = TypeVar("T")
 # Limit on real repetitions of a step. A fault that persists is not transient, and data with ever
@@ -39,35 +44,16 @@ T = TypeVar("T")
 _MOST_REDONE = 4
 # Steps that are computed in a wider precision at once, if the step before was as well.
 _LEAST_WIDE, _MOST_WIDE = 16, 1024
+# Limits on replayed steps: for one incident, and for all as a share of the run's steps.
+_BUDGETS = {ExplainKind.quick: (10, 0.005), ExplainKind.full: (300, 0.05)}
+_LEAST_INCIDENTS = 6  # incidents that any run may replay, however short
 _LATER = 16  # steps ahead: bad samples that far away are not one range
 
-
-_SAME_MIX = Finding(
-    cause=Cause.data_mix,
-    remedy=Remedy.ladder,
-    why="same as the step before it; it was not analysed again",
+_SAME_MIX = inconclusive("same as the step before it; it was not analysed again", Cause.data_mix)
+_NOTHING_COUNTS = inconclusive(
+    "no label of these samples counts, so they have no mean loss", Cause.data
 )
-
-
-_NOTHING_COUNTS = Finding(
-    cause=Cause.data,
-    remedy=Remedy.ladder,
-    why="no label of these samples counts, so they have no mean loss",
-)
-
-
-_ENDED_STARTS = Finding(
-    cause=Cause.unclear,
-    remedy=Remedy.ladder,
-    why="not tried: the starts before ended in its probes",
-)
-
-
-class Stepper(Protocol):
-    """The part of :class:`runner.train.step.Stepper` used here."""
-
-    @property
-    def newest(self) -> InFlightStep: ...
+_ENDED_STARTS = inconclusive("not tried: the starts before ended in its probes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +68,19 @@ class ExplainRules:
     in_all: int
     persist: int = 3
     may_load: bool = False
+
+    @classmethod
+    def of(cls, kind: ExplainKind, guard: GuardConfig, steps: int) -> ExplainRules | None:
+        """None if finding a cause is off, or would change nothing."""
+        if kind is ExplainKind.off or guard.remedy is RemedyKind.discard or not guard.enabled:
+            return None
+        an_incident, share = _BUDGETS[kind]
+        return cls(
+            an_incident=an_incident,
+            in_all=max(_LEAST_INCIDENTS * an_incident, round(share * steps)),
+            may_load=kind is ExplainKind.full,
+            persist=guard.persist,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +112,7 @@ class ExplainingGuard:
     Args:
         guard: judges steps, and carries out the ladder.
         evidence: see :class:`Evidence`.
-        repeated_steps: compares the steps after a rollback for bad weights; None to skip that.
+        repeated_steps: compares the steps after a rollback for bad weights.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class ExplainingGuard:
         journal: Journal,
         reporter: Reporter,
         evidence: Evidence,
-        repeated_steps: RepeatedSteps | None = None,
+        repeated_steps: RepeatedSteps,
     ) -> None:
         self._observers = evidence.observers
         self._guard = guard
@@ -137,6 +136,43 @@ class ExplainingGuard:
         self._reporter = reporter
         self._repeated = repeated_steps
         self._evidence = evidence
+
+    @classmethod
+    def of(
+        cls, rules: ExplainRules, run: EngineRun, guard: Guard, planner: StepPlanner
+    ) -> ExplainingGuard:
+        """The guard that computes a bad step again to find its cause first."""
+        group, corpus, feed, observers = run.group, run.corpus, run.feed, run.observers
+        config = run.config
+        bench = Bench(
+            engine=run.engine,
+            feed=feed,
+            ranks=observers.ranks,
+            heart=group.heart,
+            stop=group.stop_look.through(observers.ranks),
+            may_watch=not config.compute.compile,
+            unit=config.guard.loss_floor / GuardConfig().loss_floor,
+        )
+        replay = Replay(bench, known=lambda: known_samples(run), host=host_name(), reread=feed.put)
+        bundles = Bundles(run) if group.is_first else None
+        return cls(
+            guard,
+            replay,
+            rules=rules,
+            stepper=run.stepper,
+            journal=run.journal,
+            reporter=run.reporter,
+            evidence=Evidence(
+                batch=planner.batch,
+                names=lambda plan, positions: named_samples(corpus.dataset, plan, positions),
+                observers=observers,
+                bundles=bundles,
+                incarnation=run.lease.run_lease.number,
+                mark=ObserverNote.of(run, "explain"),
+                later_mark=ObserverNote.of(run, "later"),
+            ),
+            repeated_steps=RepeatedSteps(run, planner, replay, bundles),
+        )
 
     def note_lines(self, info: StepInfo) -> None:
         """See :meth:`runner.train.guard.Guard.note_lines`."""
@@ -150,12 +186,9 @@ class ExplainingGuard:
         Raises:
             LeaveError: the next start must exclude a node.
         """
-        repeated = self._repeated
-        if repeated is not None and info.known is None and repeated.is_following:
-            self._follow(repeated, info, state)
-        if not _is_to_explain(info):
-            return self._guard.handle(info, state)
-        finding = self._explained(info, state)
+        if info.known is None and self._repeated.is_following:
+            self._follow(info, state)
+        finding = self._explained(info, state) if _is_to_explain(info) else None
         if finding is None:
             return self._guard.handle(info, state)
         self._keep(info, finding, state)
@@ -180,41 +213,42 @@ class ExplainingGuard:
         verdict = self._guard.handle(replace(info, cause=finding.to_json()), state)
         went_back = len(rollbacks) > before
         is_open = finding.remedy is Remedy.go_back and finding.cause is not Cause.rate
-        if self._repeated is not None and went_back and is_open and _reads_again(self._journal):
+        if went_back and is_open and _reads_again(self._journal):
             # The checkpoint's limits: while the loss falls, the bad step's are lower.
-            repeated, to_step = self._repeated, rollbacks[-1].to_step
-            self._look(
-                lambda: repeated.begin(info, finding, state, to_step=to_step),
-                self._evidence.later_mark,
-                info.signals,
+            to_step = rollbacks[-1].to_step
+            self._look_later(
+                info, lambda: self._repeated.begin(info, finding, state, to_step=to_step)
             )
         return verdict
 
-    def _follow(self, repeated: RepeatedSteps, info: StepInfo, state: TrainState) -> None:
+    def _follow(self, info: StepInfo, state: TrainState) -> None:
         """Compare a recomputed step; the first that differs is looked into, unless that has ended
         starts. Collective."""
-        compared = self._look(lambda: repeated.follow(info, state))
+        compared = self._look(lambda: self._repeated.follow(info, state))
         if callable(compared) and not self._journal.history.has_ended_starts(info.signals.step):
-            self._look(compared, self._evidence.later_mark, info.signals)
+            self._look_later(info, compared)
 
-    def _look(
-        self,
-        work: Callable[[], T],
-        mark: ObserverNote | None = None,
-        signals: StepSignals | None = None,
-    ) -> T | Failure | None:
-        """Look for a cause; what fails is tried again at the next bad step. Collective.
-
-        Args:
-            mark: for work that computes: notes the step of ``signals`` before it begins.
-        """
-        if mark is not None and signals is not None:
-            with mark.ended_after():
-                return self._look(partial(self._noted, work, mark, signals))
+    def _look(self, work: Callable[[], T]) -> T | Failure | None:
+        """Look for a cause; what fails is tried again at the next bad step. Collective."""
         result = self._observers.together(EXPLAIN, work, stays=True)
-        if isinstance(result, Failure) and self._repeated is not None:
+        if isinstance(result, Failure):
             self._repeated.stop()
         return result
+
+    def _look_noted(
+        self, mark: ObserverNote, signals: StepSignals, work: Callable[[], T]
+    ) -> T | Failure | None:
+        """:meth:`_look` for work that computes: ``mark`` notes the step before it begins."""
+
+        def noted() -> T:
+            self._observers.ranks.all_or_none("noting the step", lambda: mark.begin(signals))
+            return work()
+
+        with mark.ended_after():
+            return self._look(noted)
+
+    def _look_later(self, info: StepInfo, work: Callable[[], T]) -> T | Failure | None:
+        return self._look_noted(self._evidence.later_mark, info.signals, work)
 
     def _explained(self, info: StepInfo, state: TrainState) -> Finding | None:
         """Find the cause; None once the budget of replays is spent."""
@@ -230,47 +264,42 @@ class ExplainingGuard:
             return _ENDED_STARTS
         if not signals.tokens and not signals.nonfinite_ranks:
             return _NOTHING_COUNTS
-        attempt = Attempt(
+        came_again = state.came_again == signals.step
+        case = Case(
             plan=info.batch,
             batches=step.fetched.micro_batches,
             seeds=step.seeds,
             sums=step.sums,
-        )
-        came_again = self._repeated is not None and state.came_again == signals.step
-        case = Case(
-            attempt=attempt,
             limits=state.baseline.limits,
             later=self._evidence.batch(signals.stop + _LATER * (signals.stop - signals.start)),
             most_steps=self._rules.an_incident,
             overflowed=self._overflowed(signals),
             came_again=came_again,
-            earlier=self._earlier(info, state),
+            earlier=partial(self._repeated.compute_earlier, info, state)
+            if self._rules.may_load
+            else None,
         )
-        repeated = self._repeated
         with self._reporter.stall("discarded"):
-            explained = self._look(lambda: self._replay.explain(case), self._evidence.mark, signals)
-            finding = explained if isinstance(explained, Finding) else _not_explained(explained)
-            if repeated is not None:
-                finding = repeated.blames_device(finding)
-            if repeated is not None and came_again and finding.remedy is Remedy.go_back:
+            found = self._look_noted(
+                self._evidence.mark, signals, lambda: self._replay.explain(case)
+            )
+            if isinstance(found, Finding):
+                finding = found
+            else:
+                why = _why_failed(found)
+                finding = replace(inconclusive(f"not tried: {why}"), not_tried=(why,), steps=1)
+            finding = self._repeated.blames_device(finding)
+            if came_again and finding.remedy is Remedy.go_back:
                 before, left = finding, self._rules.an_incident - finding.steps
-                rated = self._look(
-                    lambda: repeated.rate(info, state, before, most_steps=left),
-                    self._evidence.later_mark,
-                    signals,
+                rated = self._look_later(
+                    info, lambda: self._repeated.rate(info, state, before, most_steps=left)
                 )
-                finding = rated if isinstance(rated, Finding) else _not_rated(before, rated)
+                finding = (
+                    rated
+                    if isinstance(rated, Finding)
+                    else without_rate(before, f"G: not tried: {_why_failed(rated)}")
+                )
         return replace(finding, bundle=self._journal.num_lines)
-
-    def _noted(self, work: Callable[[], T], mark: ObserverNote, signals: StepSignals) -> T:
-        self._observers.ranks.all_or_none("noting the step", lambda: mark.begin(signals))
-        return work()
-
-    def _earlier(self, info: StepInfo, state: TrainState) -> Earlier | None:
-        """Computes with the weights of a clean checkpoint; None if loading it costs too much."""
-        if self._repeated is None or not self._rules.may_load:
-            return None
-        return partial(self._repeated.compute_earlier, info, state)
 
     def _is_of_a_mix(self, signals: StepSignals) -> bool:
         """Whether the previous step was discarded because of a new data mix."""
@@ -305,34 +334,23 @@ class ExplainingGuard:
         """Write the evidence before the journal refers to it."""
         number = finding.bundle
         if self._evidence.bundles is not None and info.batch is not None and number is not None:
-            report = ExplainedStep(
-                step=info.signals.step,
-                plan=info.batch,
-                limits=state.baseline.limits,
-                finding=finding,
-            )
-            bundles = self._evidence.bundles
-            self._observers.alone("evidence", lambda: bundles.write(number, report), None)
+            write = partial(self._evidence.bundles.write, number, info.signals.step, info.batch)
+            limits = state.baseline.limits
+            self._observers.alone("evidence", lambda: write(limits, finding), None)
 
     def _leave(self, info: StepInfo, finding: Finding) -> LeaveError:
         """Report a failing device, so that the supervisor excludes the node."""
         message = f"step {info.signals.step}: {finding.describe()}"
-        incident = Incident(
-            kind="crash",
+        fault = DeviceFault(ranks=finding.ranks, host=finding.hosts[0], reason=message)
+        incident = fault.incident(
             step=info.signals.step,
+            incarnation=self._evidence.incarnation,
+            signature=f"{finding.cause.value}: rank {finding.ranks[0]}",
             decision="restart from the ring, without this node",
-            reason=message,
-            ranks=finding.ranks,
-            samples=(info.signals.start, info.signals.stop),
-            detail={
-                "incarnation": self._evidence.incarnation,
-                "cause": HARDWARE,
-                "signature": f"{finding.cause.value}: rank {finding.ranks[0]}",
-                "host": finding.hosts[0],
-                "traceback": "",
-                "finding": finding.to_json(),
-            },
         )
+        detail = {**incident.detail, "finding": finding.to_json()}
+        samples = (info.signals.start, info.signals.stop)
+        incident = replace(incident, samples=samples, detail=detail)
         self._journal.add(incident)
         self._reporter.incident(incident)
         return LeaveError(message)
@@ -384,24 +402,9 @@ def _is_to_explain(info: StepInfo) -> bool:
     return is_ours and signals.gated
 
 
-def _not_explained(failure: Failure | None) -> Finding:
-    """The finding if a probe has failed: the ladder decides."""
-    why = failure.why if failure is not None else "an earlier probe has failed"
-    finding = inconclusive(Cause.unclear, f"not tried: {why}")
-    return replace(finding, not_tried=(why,), steps=1)
-
-
-def _not_rated(finding: Finding, failure: Failure | None) -> Finding:
-    """The finding without probe G."""
-    why = failure.why if failure is not None else "an earlier probe has failed"
-    return replace(
-        finding.fallback or finding,
-        not_tried=(*finding.not_tried, f"G: not tried: {why}"),
-        steps=finding.steps,
-        hosts=finding.hosts,
-        numbers=finding.numbers,
-        layers=finding.layers,
-    )
+def _why_failed(failure: Failure | None) -> str:
+    """Why a probe gave no finding; None: an earlier one has failed."""
+    return failure.why if failure is not None else "an earlier probe has failed"
 
 
 def _reads_again(journal: Journal) -> bool:

@@ -14,12 +14,13 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from runner.health.lost_peer import OWN, whose_fault
+from runner.health.root_cause import OWN, whose_fault
 from runner.policy.decision.history import ENDED_STARTS, EXPLAIN, OBSERVER, Incident
 from runner.policy.decision.signals import StepSignals
 from runner.system.error import LeaveError, Preempted
 from runner.system.files import read_bounded, write_json
 from runner.system.parsing import parse_json
+from runner.train.run import EngineRun, Run
 
 _MOST_BYTES = 4096
 _MOST_STARTS = 2
@@ -36,6 +37,13 @@ class ObserverNote:
     def __init__(self, path: Path | None, check: Callable[[], None] = lambda: None) -> None:
         self._path = path
         self._check = check
+
+    @classmethod
+    def of(cls, run: Run, name: str | int) -> ObserverNote:
+        """A note of this rank; those that have a name are rank 0's."""
+        is_ours = run.group.is_first or isinstance(name, int)
+        path = run.group.run_dir.observer_note(name) if is_ours else None
+        return cls(path, run.lease.run_lease.check)
 
     def begin(self, signals: StepSignals) -> None:
         """Note durably that the probes of this step begin.
@@ -85,6 +93,22 @@ class ObserverNote:
         except (OSError, ValueError, TypeError, LookupError, RecursionError):
             return None
         return line if type(line.detail.get(ENDED_STARTS)) is int else None
+
+
+def leave_out_ended(run: EngineRun) -> None:
+    """Leave out, and journal, what has ended the starts before this one. Collective."""
+    run_dir = run.group.run_dir
+    paths = sorted(run_dir.debug.glob(run_dir.observer_note("*").name))
+    notes = [ObserverNote(path) for path in paths if run.group.is_first]
+    read = [(note, line) for note in notes if (line := note.read()) is not None]
+    ended = {line.detail["observer"]: line.to_json() for _, line in read if line.reason}
+    for name, line in run.ranks.from_first(ended).items():
+        run.written.report(Incident.from_json(line))
+        if name != EXPLAIN:
+            run.observers.leave_out(name)
+    for note, line in read:
+        if line.detail["observer"] in ended:
+            note.remove()
 
 
 def _line(

@@ -13,9 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -25,14 +27,6 @@ _ELEMENTS = 128  # recorded per tensor
 _MOST_RELATIVE_ERROR = 0.5
 _LEAST = 1e-3  # of the largest element, if all recorded ones are almost zero
 _FAR = 4.0  # ratio to the expected largest magnitude, for an element that was not recorded
-
-
-@dataclass(slots=True)
-class _Call:
-    """One call of a module; its tensors as FP64 [1 + elements]: largest magnitude, elements."""
-
-    name: str
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +64,15 @@ class ModuleWatch:
     """Records all calls of a network's modules, in the order in which they ended."""
 
     def __init__(self) -> None:
-        self._calls: list[_Call] = []
+        # By module, the tensors of a call as FP64 [1 + elements]: largest magnitude, elements.
+        self._calls: list[tuple[str, dict[str, torch.Tensor]]] = []
 
     @contextmanager
     def over(self, network: nn.Module) -> Iterator[None]:
         """Record while the network computes inside of this context."""
         self._calls = []
         handles = [
-            module.register_forward_hook(self._hook(name), with_kwargs=True)
+            module.register_forward_hook(partial(self._note, name), with_kwargs=True)
             for name, module in network.named_modules()
         ]
         try:
@@ -89,31 +84,24 @@ class ModuleWatch:
     def calls(self) -> Calls:
         """The recorded calls; waits for the device."""
         return [
-            (call.name, {kind: _summary(tensor) for kind, tensor in call.tensors.items()})
-            for call in self._calls
+            (name, {kind: _summary(tensor) for kind, tensor in tensors.items()})
+            for name, tensors in self._calls
         ]
 
-    def _hook(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            call = _Call(name)
-            self._calls.append(call)
-            for what, value in (("in", (args, kwargs)), ("out", output)):
-                tensor = _first_tensor(value)
-                if tensor is None:
-                    continue
-                call.tensors[what] = _summarise(tensor)
+    def _note(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        call: dict[str, torch.Tensor] = {}
+        self._calls.append((name, call))
+
+        def note(kind: str, value: torch.Tensor) -> None:
+            call[kind] = _summarise(value)
+
+        for kind, value in (("in", (args, kwargs)), ("out", output)):
+            tensor = _first_tensor(value)
+            if tensor is not None:
+                note(kind, tensor)
                 if tensor.requires_grad and torch.is_grad_enabled():
-                    note = self._at_gradient(call, f"grad_{what}")
-                    tensor.register_hook(note)  # type: ignore[no-untyped-call]
-
-        return hook
-
-    @staticmethod
-    def _at_gradient(call: _Call, what: str) -> Any:
-        def note(grad: torch.Tensor) -> None:
-            call.tensors[what] = _summarise(grad)
-
-        return note
+                    at_gradient = partial(note, f"grad_{kind}")
+                    tensor.register_hook(at_gradient)  # type: ignore[no-untyped-call]
 
 
 def first_bad(calls: Calls, right: Calls) -> str | None:
@@ -160,14 +148,12 @@ def _first_backward(off: _OffTensors) -> str | None:
     candidates = [
         name for name, flags in off if flags.get("grad_in") and flags.get("grad_out") is False
     ]
-    innermost = [
-        flags for flags in candidates if not any(_is_inside(other, flags) for other in candidates)
-    ]
-    names = list(dict.fromkeys(innermost))
+    names = {
+        name for name in candidates if not any(_is_inside(other, name) for other in candidates)
+    }
     if len(names) > 1:  # they share an input, whose gradient is the sum of theirs
-        parents = {name.rpartition(".")[0] for name in names}
-        return parents.pop() if len(parents) == 1 else None
-    return names[0] if names else None
+        names = {name.rpartition(".")[0] for name in names}
+    return names.pop() if len(names) == 1 else None
 
 
 def _is_inside(inner: str, outer: str) -> bool:
@@ -179,14 +165,10 @@ def largest_by_module(calls: Calls, right: Calls) -> dict[str, list[float]]:
     largest: dict[str, list[float]] = {}
     for (name, tensors), (_, good) in zip(calls, right, strict=False):
         if "out" in tensors and "out" in good:
-            pair = largest.setdefault(name, [0.0, 0.0])
-            pair[0] = _larger(pair[0], tensors["out"].largest)
-            pair[1] = _larger(pair[1], good["out"].largest)
+            pair = largest.get(name, [0.0, 0.0])
+            now = (tensors["out"].largest, good["out"].largest)
+            largest[name] = np.maximum(pair, now).tolist()  # NaN is the largest
     return largest
-
-
-def _larger(one: float, other: float) -> float:
-    return other if math.isnan(other) or other > one else one
 
 
 @torch.no_grad()

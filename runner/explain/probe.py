@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ import torch
 from runner.data.cursor import BatchPlan, Indices
 from runner.data.feed import Feed, MicroBatch
 from runner.distributed.observers import Failure, ObservedRanks
+from runner.engine.modes import same_randomness
 from runner.engine.protocol import Engine, LocalSums, MicroStep, Shard
-from runner.engine.randomness import same_randomness
 from runner.explain.module_watch import ModuleWatch, first_bad, largest_by_module
 from runner.explain.reading import Reading, Row, Share
 from runner.health.checks import differing_copies
@@ -32,16 +33,6 @@ Names = Sequence[int | None]
 _DTYPE_NAMES = {torch.float32: "FP32", torch.float64: "FP64"}
 # A weight this large, and this much larger than the others, is corrupted.
 _STRAY, _STRAY_SIGMAS = 1e4, 1e3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """One rank's part of a computed step: micro-batches on the host, their seeds, and the sums."""
-
-    plan: BatchPlan
-    batches: tuple[MicroBatch, ...]
-    seeds: tuple[int, ...]
-    sums: LocalSums
 
 
 class Bench:
@@ -74,51 +65,52 @@ class Bench:
         self._ranks = ranks
         self._heart = heart
         self.num_steps = 0  # computed so far
-        self._seeds: tuple[int, ...] = ()
+        self._seeds: Sequence[int] = ()
 
     @property
     def world_size(self) -> int:
         return self._ranks.world_size
 
-    @property
-    def rank(self) -> int:
-        return self._ranks.rank
+    def begin(
+        self, batches: Sequence[MicroBatch], seeds: Sequence[int], sums: LocalSums
+    ) -> Reading:
+        """Start with a new step; returns its own reading, from all ranks.
 
-    def begin(self, attempt: Attempt) -> Reading:
-        """Start with a new attempt; returns its own reading, from all ranks."""
+        Args:
+            seeds: of this rank's micro-batches; ``sums``: what they came to.
+        """
         self._stop.now()
         self.num_steps = 0
         self._narrow = None
-        self._seeds = attempt.seeds
-        return self._gather_reading(
-            attempt.sums, attempt.batches, [b.positions for b in attempt.batches]
-        )
+        self._seeds = seeds
+        return self._gather_reading(sums, batches, _positions(batches))
 
     def compute(
-        self, batches: Sequence[MicroBatch], names: Sequence[Names] | None = None
+        self,
+        batches: Sequence[MicroBatch],
+        names: Sequence[Names] | None = None,
+        *,
+        watched: bool = False,
     ) -> Reading:
         """Forward and backward of a whole step; nothing is applied.
 
         Args:
             batches: as many as the step has, with the same shapes.
             names: of their sequences; None: use their positions.
+            watched: note what every module computes, for :meth:`first_bad_module`.
         """
         self._heart.enter("explain")
-        with same_randomness(self._engine.device):
+        with ExitStack() as stack:
+            if watched and self._may_watch:
+                self._narrow = ModuleWatch()
+                stack.enter_context(self._narrow.over(self._engine.network))
+            stack.enter_context(same_randomness(self._engine.device))
             micro_steps = self._micro_steps(batches)
             self._ranks.ready()
             sums = self._engine.accumulate(micro_steps)
             self._drop_gradients()
         self.num_steps += 1
-        return self._gather_reading(sums, batches, names or [batch.positions for batch in batches])
-
-    def compute_watched(self, batches: Sequence[MicroBatch]) -> Reading:
-        """:meth:`compute` while every module is watched."""
-        if not self._may_watch:
-            return self.compute(batches)
-        self._narrow = ModuleWatch()
-        with self._narrow.over(self._engine.network):
-            return self.compute(batches)
+        return self._gather_reading(sums, batches, names or _positions(batches))
 
     @property
     def wider(self) -> str:
@@ -132,7 +124,7 @@ class Bench:
         return self._engine.applies_wider
 
     def compute_wider(self, batches: Sequence[MicroBatch]) -> Reading | Failure:
-        """:meth:`compute_watched` in the wider precision, if the model can be computed in it."""
+        """A watched :meth:`compute` in the wider precision, if the model can be computed in it."""
         self._stop.now()
         self._heart.enter("explain")
         self.num_steps += 1
@@ -152,7 +144,7 @@ class Bench:
                     self._drop_gradients()
         finally:
             self._engine.twin.close()
-        return self._gather_reading(sums, batches, [batch.positions for batch in batches])
+        return self._gather_reading(sums, batches, _positions(batches))
 
     def _open_twin(self) -> None:
         """
@@ -188,7 +180,8 @@ class Bench:
 
     def strayed_weights(self) -> list[str]:
         """Parameters with one element far too large compared with all others. Collective."""
-        by_rank = self._ranks.gather([_extent(shard) for shard in _parameters(self._engine)])
+        shards = [s for s in self._engine.shards() if s.name.startswith("param/")]
+        by_rank = self._ranks.gather([_extent(shard) for shard in shards])  # in the same order
         strayed = set()
         for rows in zip(*by_rank, strict=True):
             largest = max((row[1] for row in rows), default=0.0)
@@ -205,23 +198,21 @@ class Bench:
             ]
         )
 
-    def known(self, indices: Indices) -> Reading:
-        """Compute the step on a fixed set of samples that are known to be good."""
-        batches = self._fixed_batches(indices)
-        names = [[None if p is None else -1 - p for p in batch.positions] for batch in batches]
-        return self.compute([_without_positions(batch) for batch in batches], names)
+    def known(self, indices: Indices, *, rank: int | None = None) -> Reading:
+        """Compute the step on a fixed set of samples that are known to be good.
 
-    def known_of(self, indices: Indices, rank: int) -> Reading:
-        """The same, where all ranks other than ``rank`` compute padding."""
+        Args:
+            rank: all others compute padding, and count as if they had the same level.
+        """
         batches = self._fixed_batches(indices)
-        if rank != self.rank:
-            batches = [
-                batch.without([p for p in batch.positions if p is not None]) for batch in batches
-            ]
-        names = [[None if p is None else -1 - p for p in batch.positions] for batch in batches]
-        reading = self.compute([_without_positions(batch) for batch in batches], names)
-        # Counts the other ranks' samples as if they had the same level.
-        return replace(reading, tokens=reading.tokens * self.world_size)
+        if rank not in (None, self._ranks.rank):
+            batches = _padding(batches)
+        names = [[None if p is None else -1 - p for p in row] for row in _positions(batches)]
+        # These are not from the stream.
+        strangers = [batch.at((None,) * len(batch.positions)) for batch in batches]
+        reading = self.compute(strangers, names)
+        whole = 1 if rank is None else self.world_size
+        return replace(reading, tokens=reading.tokens * whole)
 
     def among_known(
         self, batches: Sequence[MicroBatch], positions: Collection[int], indices: Indices
@@ -229,8 +220,7 @@ class Bench:
         """The samples at these positions, with samples known to be good in place of all others."""
         known = self._fixed_batches(indices)
         if len(known) != len(batches):
-            others = {p for batch in batches for p in batch.positions if p is not None}
-            return self.compute(without_samples(batches, others - set(positions)))
+            return self.compute(without_samples(batches, _in(batches) - set(positions)))
         pairs = zip(batches, known, strict=True)
         return self.compute([batch.only(positions, other) for batch, other in pairs])
 
@@ -240,20 +230,13 @@ class Bench:
         They count as if they had the same level as that rank's.
         """
         whole = self._ranks.sum([float(sum(sum(batch.counts()) for batch in batches))])[0]
-        if rank != self.rank:
-            own = [p for batch in batches for p in batch.positions if p is not None]
-            batches = without_samples(batches, own)
-        reading = self.compute(batches)
+        reading = self.compute(batches if rank == self._ranks.rank else _padding(batches))
         return replace(reading, tokens=whole, usual_loss=reading.loss)
 
     def micro_batches(self, batches: Sequence[MicroBatch]) -> list[list[int]]:
         """The positions of each micro-batch of all ranks. Collective."""
-        own = [[p for p in batch.positions if p is not None] for batch in batches]
-        return [list(one) for of_rank in self._ranks.gather(own) for one in of_rank]
-
-    def rotated_without(self, plan: BatchPlan, positions: Collection[int]) -> Reading:
-        """:meth:`rotated` by one rank, with padding instead of the samples at these positions."""
-        return self.compute(without_samples(self.read(plan, shift=1), positions))
+        own = [sorted(_in([batch])) for batch in batches]
+        return [list(positions) for of_rank in self._ranks.gather(own) for positions in of_rank]
 
     def _fixed_batches(self, indices: Indices) -> list[MicroBatch]:
         with same_randomness(self._engine.device):
@@ -263,13 +246,13 @@ class Bench:
         """Read the share of rank ``rank - shift`` from the data set once more. Collective."""
         self._stop.now()
         self._heart.enter("explain")
-        source_rank = (self.rank - shift) % self.world_size
+        source_rank = (self._ranks.rank - shift) % self.world_size
         with same_randomness(self._engine.device):
             return self._feed.read_again(plan, source_rank)
 
-    def rotated(self, plan: BatchPlan, shift: int) -> Reading:
-        """Compute the share of each rank r on rank r + ``shift``."""
-        return self.compute(self.read(plan, shift=shift))
+    def rotated(self, plan: BatchPlan, *, without: Collection[int] = ()) -> Reading:
+        """Compute the share of each rank r on rank r + 1, with padding at these positions."""
+        return self.compute(without_samples(self.read(plan, shift=1), without))
 
     def differs(
         self, batches: Sequence[MicroBatch], others: Sequence[MicroBatch]
@@ -306,23 +289,31 @@ class Bench:
         return Reading(rows=rows, shares=shares, tokens=tokens, unit=self._unit)
 
 
-def _parameters(engine: Engine) -> list[Shard]:
-    """The parameters' shards, in the same order on all ranks; some may be empty."""
-    return [shard for shard in engine.shards() if shard.name.startswith("param/")]
-
-
 def _extent(shard: Shard) -> tuple[str, float, float, int]:
     """Name, largest magnitude, and the sum of squares and number of all other elements."""
+    name = shard.name.partition("/")[2]
     if not len(shard.local):
-        return shard.name.partition("/")[2], 0.0, 0.0, 0
+        return name, 0.0, 0.0, 0
     size = shard.local.detach().double().abs()
     largest, index = size.max(dim=0)
     size[index] = 0.0
-    worst = float(largest)
-    square = float(size.square().sum())
+    worst, square = float(largest), float(size.square().sum())
     if not (math.isfinite(worst) and math.isfinite(square)):
         worst, square = sys.float_info.max, 0.0
-    return shard.name.partition("/")[2], worst, square, len(size) - 1
+    return name, worst, square, len(size) - 1
+
+
+def _positions(batches: Sequence[MicroBatch]) -> list[Names]:
+    return [batch.positions for batch in batches]
+
+
+def _in(batches: Sequence[MicroBatch]) -> set[int]:
+    """The positions of all samples in them."""
+    return {p for batch in batches for p in batch.positions if p is not None}
+
+
+def _padding(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    return without_samples(batches, _in(batches))
 
 
 def without_samples(batches: Sequence[MicroBatch], positions: Collection[int]) -> list[MicroBatch]:
@@ -337,41 +328,27 @@ def _share(
     host_sums = sums.sequences.to_host()
     norms = host_sums.gradient_norms or [0.0] * len(host_sums.losses)
     counts = [count for batch in batches for count in batch.counts()]
-    sample_names = [name for of_one in names for name in of_one]
-    rows = [
-        [name, loss, norm, count]
-        for name, loss, norm, count in zip(
-            sample_names, host_sums.losses, norms, counts, strict=True
-        )
-        if name is not None
-    ]
+    sample_names = [name for of_batch in names for name in of_batch]
+    rows = zip(sample_names, host_sums.losses, norms, counts, strict=True)
     square, count = float(sums.grad_square), float(sums.count)
-    return [float(sums.loss), square, float(sums.nonfinite), count], rows
+    own_sums = [float(sums.loss), square, float(sums.nonfinite), count]
+    return own_sums, [list(row) for row in rows if row[0] is not None]
 
 
-def _differing(one: MicroBatch, other: MicroBatch) -> list[int]:
+def _differing(batch: MicroBatch, other: MicroBatch) -> list[int]:
     """Positions whose tensors differ in any bit."""
-    tensors = [pair for pair in _pairs(one, other) if pair[0].numel()]
+    fields, others = batch.inputs(), other.inputs()
+    pairs = [(t, others[name]) for name, t in fields.items() if name in others and t.numel()]
     return [
         position
-        for row, position in enumerate(one.positions)
-        if position is not None and not all(_equal_bits(a[row], b[row]) for a, b in tensors)
+        for row, position in enumerate(batch.positions)
+        if position is not None and not all(_equal_bits(a[row], b[row]) for a, b in pairs)
     ]
 
 
-def _pairs(one: MicroBatch, other: MicroBatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    fields, others = one.inputs(), other.inputs()
-    return [(fields[name], others[name]) for name in fields if name in others]
-
-
-def _equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
+def _equal_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    if tensor.shape != other.shape or tensor.dtype != other.dtype:
         return False
     # As bytes: NaN is not equal to itself.
-    a, b = (x.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for x in (one, other))
+    a, b = (x.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for x in (tensor, other))
     return bool(torch.equal(a, b))
-
-
-def _without_positions(batch: MicroBatch) -> MicroBatch:
-    """The batch with positions removed: its samples are not from the stream."""
-    return batch.at((None,) * len(batch.positions))

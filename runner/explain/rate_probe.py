@@ -9,18 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from runner.checkpoint.ring import Ring
-from runner.engine.protocol import Engine
 from runner.explain.clean_weights import state_restored
-from runner.explain.reading import Reading, Usual, outstanding, usual
-from runner.health.preemption import StopLook
-from runner.policy.decision.history import History
+from runner.explain.reading import Reading, outstanding, usual
 from runner.policy.decision.judge import Kind
 from runner.policy.decision.signals import StepSignals
 from runner.policy.retention.records import Record
+from runner.train.run import EngineRun
 from runner.train.state import TrainState
-from runner.train.step import Stepper
 from runner.train.step_runner import StepPlanner
 
 # Trials divide the rate by powers of this, so that the largest curing rate is known to a factor of
@@ -77,29 +74,19 @@ class RateProbe:
     """Computes steps again from a checkpoint.
 
     Args:
-        fresh: makes an empty state to load into.
         known: reads known samples with the weights as they are; None without any. Collective.
     """
 
     def __init__(
-        self,
-        *,
-        engine: Engine,
-        stepper: Stepper,
-        planner: StepPlanner,
-        ring: Ring,
-        history: History,
-        fresh: Callable[[], TrainState],
-        known: Callable[[], Reading | None],
-        stop: StopLook,
+        self, run: EngineRun, planner: StepPlanner, known: Callable[[], Reading | None]
     ) -> None:
-        self._stop = stop
-        self._engine = engine
-        self._stepper = stepper
+        self._stop = run.group.stop_look.through(run.observers.ranks)
+        self._engine = run.engine
+        self._stepper = run.stepper
         self._planner = planner
-        self._ring = ring
-        self._history = history
-        self._fresh = fresh
+        self._ring = run.ring
+        self._history = run.history
+        self._fresh = partial(TrainState, run.config.guard)
         self._known = known
         self._num_steps = 0
 
@@ -121,12 +108,11 @@ class RateProbe:
             older: an earlier clean checkpoint: the state of ``record`` may itself be spoilt.
         """
         way = bad.step - record.step
+        needed = (_MOST_RATES + 1) * (way + _BEYOND) + _BEYOND + 2
         if without:
             watched = _BEYOND_SUSPECTS + 1 + 1  # each step from the bad one on, and before all
             needed = _MOST_RATES * (way + _BEYOND) + 2 * (way + _BEYOND_SUSPECTS)
             needed += (_MOST_RATES + 2) * watched
-        else:
-            needed = (_MOST_RATES + 1) * (way + _BEYOND) + _BEYOND + 2
         if needed > most_steps:
             return RateResult(
                 shortfall=f"G: takes up to {needed} computations, {most_steps} are left "
@@ -135,12 +121,13 @@ class RateProbe:
         self._num_steps = 0
         with self._stepper.aside(self._stop.over), state_restored(self._engine, self._ring):
             result = self._tried(record, bad, without)
-            if result.factor is None or result.control_cures or older is None:
-                return result
-            if self._num_steps + bad.step - older.step + _BEYOND > most_steps:
-                return result
-            cures = self._is_cured(older, bad.step, Course())
-            return replace(result, older_cures=cures, steps=self._num_steps)
+            is_rate = result.factor is not None and not result.control_cures
+            if is_rate and older is not None:
+                way = bad.step - older.step + _BEYOND
+                may_try = self._num_steps + way <= most_steps
+                cures = may_try and self._is_cured(older, bad.step, Course())
+                result = replace(result, older_cures=cures)
+            return replace(result, steps=self._num_steps)
 
     def _tried(self, record: Record, bad: StepSignals, without: Sequence[int]) -> RateResult:
         # Bisect the powers: 0 does not cure, and the last one is untested.
@@ -153,10 +140,9 @@ class RateProbe:
             else:
                 bad_power = power
         if good_power > _MOST_POWERS:
-            return RateResult(steps=self._num_steps, shortfall="G: no tested lower rate cures it")
+            return RateResult(shortfall="G: no tested lower rate cures it")
         control = self._control_cures(record, bad, without)
-        factor = _DIVISOR**-good_power
-        return RateResult(factor=factor, control_cures=control, steps=self._num_steps)
+        return RateResult(factor=_DIVISOR**-good_power, control_cures=control)
 
     def _control_cures(self, record: Record, bad: StepSignals, without: Sequence[int]) -> bool:
         """Whether other samples at the full rate pass the bad step.
@@ -183,7 +169,8 @@ class RateProbe:
         for position in course.without:
             ledger.add(position, position + 1)
         state.cursor = state.cursor if course.cursor is None else course.cursor
-        level = self._level() if course.watches else None
+        known = self._read_known() if course.watches else None
+        level = None if known is None else usual(known)
         while state.updates < bad + course.beyond:
             batch = self._planner.stream.plan(state.cursor, ledger)
             if course.replaces:
@@ -200,17 +187,13 @@ class RateProbe:
             if state.baseline.judge(signals).kind is not Kind.clean:
                 return False
             state.advance(signals)
-            if level is not None and state.updates >= bad and self._stands_out(level):
-                return False
+            if level is not None and state.updates >= bad:
+                known = self._read_known()
+                if known is not None and outstanding(known, level):
+                    return False
         return True
 
-    def _level(self) -> Usual | None:
-        """Of known samples, with the weights as they are."""
-        known = self._known()
+    def _read_known(self) -> Reading | None:
+        """Known samples, with the weights as they are."""
         self._num_steps += 1
-        return None if known is None else usual(known)
-
-    def _stands_out(self, level: Usual) -> bool:
-        known = self._known()
-        self._num_steps += 1
-        return known is not None and bool(outstanding(known, level))
+        return self._known()

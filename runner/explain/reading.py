@@ -170,35 +170,22 @@ def noise_floor(readings: Sequence[Reading]) -> float:
     return max((_largest_difference(first, other) for other in others), default=0.0)
 
 
-def differing_ranks(one: Reading, others: Sequence[Reading], floor: float) -> set[int]:
-    """Ranks whose own numbers in ``one`` differ from those in all ``others`` by more than noise.
+def differing_ranks(reading: Reading, others: Sequence[Reading], floor: float) -> set[int]:
+    """Ranks whose own numbers differ from those in all ``others`` by more than noise.
 
     ``floor``: see :func:`noise_floor`.
 
     The square of the reduced gradient belongs to no single rank.
     """
-    ranks = set()
-    for rank, share in enumerate(one.shares):
-        own_rows = [(position, row) for position, row in one.rows.items() if row.rank == rank]
 
-        def differs(
-            other: Reading,
-            rank: int = rank,
-            share: Share = share,
-            own_rows: Collection[tuple[int, Row]] = own_rows,
-        ) -> bool:
-            pairs = [(share.loss, other.shares[rank].loss)]
-            for position, row in own_rows:
-                twin = other.rows[position]
-                pairs += [(row.loss, twin.loss), (row.norm, twin.norm)]
-            is_flag_different = share.nonfinite is not other.shares[rank].nonfinite
-            return is_flag_different or any(
-                relative_difference(a, b) > _tolerance(floor) for a, b in pairs
-            )
+    def differs(rank: int, other: Reading) -> bool:
+        share, their = reading.shares[rank], other.shares[rank]
+        own = {p: row for p, row in reading.rows.items() if row.rank == rank}
+        pairs = [(share.loss, their.loss), *_pairs(own, other)]
+        return share.nonfinite is not their.nonfinite or _largest(pairs) > _tolerance(floor)
 
-        if all(differs(other) for other in others):
-            ranks.add(rank)
-    return ranks
+    ranks = range(len(reading.shares))
+    return {rank for rank in ranks if all(differs(rank, other) for other in others)}
 
 
 def is_beyond(one: Reading, other: Reading, floor: float) -> bool:
@@ -219,9 +206,16 @@ def relative_difference(one: float, other: float) -> float:
 
 
 def _largest_difference(one: Reading, other: Reading) -> float:
-    pairs = [(one.loss, other.loss), (one.grad_norm, other.grad_norm)]
-    for position, row in one.rows.items():
-        twin = other.rows[position]
-        pairs += [(row.loss, twin.loss), (row.norm, twin.norm)]
+    pairs = [(one.loss, other.loss), (one.grad_norm, other.grad_norm), *_pairs(one.rows, other)]
     pairs += [(a.loss, b.loss) for a, b in zip(one.shares, other.shares, strict=True)]
+    return _largest(pairs)
+
+
+def _pairs(rows: Mapping[int, Row], other: Reading) -> list[tuple[float, float]]:
+    """The numbers of samples, and theirs in another reading."""
+    both = [(row, other.rows[position]) for position, row in rows.items()]
+    return [pair for a, b in both for pair in ((a.loss, b.loss), (a.norm, b.norm))]
+
+
+def _largest(pairs: Iterable[tuple[float, float]]) -> float:
     return max(relative_difference(a, b) for a, b in pairs)

@@ -1,62 +1,57 @@
 """After a rollback for bad weights, finds the step that corrupted them, or blames the rate.
 
 The run computes the undone steps again from the clean checkpoint anyway; they are compared with the
-recorded ones (:mod:`runner.policy.decision.repeated_steps`). If all repeat, the next verdict tries
+recorded ones (:mod:`runner.policy.decision.finding`). If all repeat, the next verdict tries
 lower rates (:mod:`runner.explain.rate_probe`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from runner.explain.bundle import Bundles
+from runner.explain.case import shown
 from runner.explain.clean_weights import CleanWeights
 from runner.explain.rate_probe import RateProbe
 from runner.explain.reading import Reading
 from runner.explain.replay import Replay
-from runner.policy.decision.finding import Cause, Finding, Remedy
+from runner.policy.decision.finding import (
+    Cause,
+    Finding,
+    Outcome,
+    Recorded,
+    StepComparison,
+    from_rows,
+    recorded_in,
+)
 from runner.policy.decision.history import Incident
-from runner.policy.decision.repeated_steps import Outcome, Recorded, StepComparison
 from runner.policy.decision.signals import Limits, StepSignals
-from runner.policy.retention.records import Record
+from runner.policy.retention.records import Record, rollback_targets
+from runner.system.json_lines import iter_lines
 from runner.train.agreed_step import StepInfo
+from runner.train.run import EngineRun
 from runner.train.state import TrainState
-
-_NOT_RATE = "a lower rate does not pass the bad step, or other samples at the same rate pass it too"
+from runner.train.step_runner import StepPlanner
 
 
 class RepeatedSteps:
     """Follows the recomputed steps after each rollback.
 
     Args:
-        recorded: returns the recorded numbers of the steps in a half-open range; collective.
-        is_exact: whether the machine repeats bits.
-        targets: returns the rollback targets for a step, newest first.
-        report: receives a journal line.
         bundles: writer of evidence; on rank 0 only.
     """
 
     def __init__(
-        self,
-        *,
-        replay: Replay,
-        recorded: Callable[[int, int], Mapping[int, Recorded]],
-        is_exact: bool,
-        targets: Callable[[StepSignals, TrainState], Sequence[Record]],
-        rate_probe: RateProbe,
-        clean_weights: CleanWeights,
-        report: Callable[[Incident], None],
-        bundles: Bundles | None,
+        self, run: EngineRun, planner: StepPlanner, replay: Replay, bundles: Bundles | None
     ) -> None:
+        self._run = run
         self._replay = replay
-        self._recorded = recorded
-        self._is_exact = is_exact
-        self._targets = targets
-        self._rate_probe = rate_probe
-        self._clean_weights = clean_weights
-        self._report = report
+        self._is_exact = run.repeats_bits
+        self._rate_probe = RateProbe(run, planner, replay.known_now)
+        self._clean_weights = CleanWeights(run)
+        self._report = run.written.report
         self._bundles = bundles
         self._comparison: StepComparison | None = None
         self._finding: Finding | None = None
@@ -64,6 +59,25 @@ class RepeatedSteps:
         self._known: Reading | None = None
         self._limits = Limits()
         self._device_text = ""
+
+    def _recorded(self, first: int, stop: int) -> dict[int, Recorded]:
+        """The recorded numbers of the steps in a half-open range. Collective."""
+        run = self._run
+        metrics = run.group.run_dir.metrics
+        run.reporter.metrics_bytes(durably=False)  # flush, so that they can be read
+        rows = run.observers.ranks.of_first(
+            "reading the metrics", lambda: recorded_in(iter_lines(metrics), first, stop)
+        )
+        return from_rows(rows)
+
+    def _targets(self, bad: StepSignals, state: TrainState) -> list[Record]:
+        """Rollback targets, as in :func:`runner.policy.decision.ladder.decide`."""
+        run, guard = self._run, self._run.config.guard
+        onset = state.trouble.bad[0] if state.trouble.bad else None
+        step, start = (onset.step, onset.start) if onset else (bad.step, bad.start)
+        margin = guard.margin * run.config.batch.global_size
+        cursor = run.history.ledger.before(start, margin)
+        return rollback_targets(run.ring.records, cursor=cursor, step=max(0, step - guard.back))
 
     @property
     def is_following(self) -> bool:
@@ -95,14 +109,12 @@ class RepeatedSteps:
         from the same checkpoint, and nothing better is known."""
         if not self._device_text or finding.cause not in (Cause.unclear, Cause.not_reproducible):
             return finding
-        return replace(
-            finding,
-            cause=Cause.sticky,
-            remedy=Remedy.redo,
-            why=self._device_text,
+        return shown(
+            Cause.sticky,
+            self._device_text,
+            of=finding,
             refutation="the step repeats its recorded numbers",
-            is_tried=True,
-            fallback=None,
+            not_tried=finding.not_tried,
         )
 
     def follow(self, info: StepInfo, state: TrainState) -> Callable[[], None] | None:
@@ -149,29 +161,24 @@ class RepeatedSteps:
             return  # the checkpoint is no better, so nothing is proven
         if not self._replay.repeats_known():
             return  # a device differs from the record as well
-        finding = replace(
-            first,
-            cause=Cause.state,
-            why="samples that are known to be good are bad with these weights and good with those "
+        finding = shown(
+            Cause.state,
+            "samples that are known to be good are bad with these weights and good with those "
             f"of the clean checkpoint of step {self._from}; computed again from there on the same "
             f"samples, step {now.step} is the first with different numbers (loss "
             f"{before.loss:.6g} then, {now.loss:.6g} now)",
+            of=first,
             refutation="every step repeats its recorded numbers",
-            is_tried=True,
             step=now.step,
             steps=1,
-            not_tried=(),
             numbers={**first.numbers, f"known, step {self._from}": known.to_json()},
         )
-        self._write(finding, now.step)
-
-    def _write(self, finding: Finding, step: int) -> None:
         if self._bundles is not None and finding.bundle is not None:
             self._bundles.conclude(finding.bundle, finding)
         self._report(
             Incident(
                 kind="explained",
-                step=step,
+                step=now.step,
                 decision="go on",
                 reason=finding.describe(),
                 detail={"cause": finding.to_json()},
@@ -179,10 +186,7 @@ class RepeatedSteps:
         )
 
     def compute_earlier(
-        self,
-        info: StepInfo,
-        state: TrainState,
-        compute: Callable[[], Sequence[Reading]],
+        self, info: StepInfo, state: TrainState, compute: Callable[[], Sequence[Reading]]
     ) -> Sequence[Reading] | None:
         """Call ``compute`` with the weights that a rollback would load. Collective."""
         targets = self._targets(info.signals, state)
@@ -193,11 +197,11 @@ class RepeatedSteps:
     ) -> Finding:
         """Return the finding, or the rate as the cause of a repeated bad step. Collective."""
         targets = self._targets(info.signals, state)
+        fallback = finding.fallback or finding
         if not targets:
             state.came_again = None
-            return finding.fallback or finding
+            return fallback
         record, older = targets[0], targets[1] if len(targets) > 1 else None
-        fallback = finding.fallback or finding
         tried = self._rate_probe.try_rates(
             record,
             info.signals,
@@ -209,40 +213,36 @@ class RepeatedSteps:
         steps = finding.steps + tried.steps
         if tried.factor is None or tried.control_cures:
             why_not = tried.shortfall or "G: other samples at the same rate are good as well"
-            return replace(
-                fallback,
-                steps=steps,
-                hosts=finding.hosts,
-                not_tried=(*finding.not_tried, why_not),
-                numbers=finding.numbers,
-                layers=finding.layers,
-            )
+            return replace(without_rate(finding, why_not), steps=steps)
         if older is not None and tried.older_cures:
-            return replace(
-                finding,
-                cause=Cause.state,
-                remedy=Remedy.go_back,
-                why=f"from the checkpoint of step {older.step} the same samples are good at the "
+            return shown(
+                Cause.state,
+                f"from the checkpoint of step {older.step} the same samples are good at the "
                 f"full rate, and from that of step {record.step} only at {tried.factor:.3g} times "
                 "it: what was saved there is spoilt",
+                of=finding,
                 refutation="they are bad from the older checkpoint as well",
-                is_tried=True,
                 step=record.step,
                 steps=steps,
-                not_tried=(),
-                fallback=None,
             )
-        return replace(
-            finding,
-            cause=Cause.rate,
-            remedy=Remedy.go_back,
-            why=f"from the clean checkpoint of step {record.step} the same steps are good at "
+        return shown(
+            Cause.rate,
+            f"from the clean checkpoint of step {record.step} the same steps are good at "
             f"{tried.factor:.3g} times the learning rate, and bad at the full one whichever "
             "samples come",
-            refutation=_NOT_RATE,
-            is_tried=True,
+            of=finding,
             rate_factor=tried.factor,
             steps=steps,
-            not_tried=(),
-            fallback=None,
         )
+
+
+def without_rate(finding: Finding, why_not: str) -> Finding:
+    """The finding that holds if probe G shows nothing."""
+    return replace(
+        finding.fallback or finding,
+        steps=finding.steps,
+        hosts=finding.hosts,
+        not_tried=(*finding.not_tried, why_not),
+        numbers=finding.numbers,
+        layers=finding.layers,
+    )

@@ -7,15 +7,25 @@ same on all ranks, so all ranks run the same probes and reach the same finding.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
+
+import numpy as np
 
 from runner.data.cursor import BatchPlan, Indices
 from runner.data.feed import MicroBatch
 from runner.distributed.observers import Failure
-from runner.explain.case import NOT_RECOMPUTED, Case, Evidence, inconclusive, listing, sticky
+from runner.explain.case import (
+    NOT_RECOMPUTED,
+    Case,
+    Probes,
+    inconclusive,
+    listing,
+    shown,
+    sticky,
+)
 from runner.explain.culprits import Culprits
-from runner.explain.earlier_weights import doubt_culprits
 from runner.explain.probe import Bench
 from runner.explain.reading import (
     Reading,
@@ -30,6 +40,7 @@ from runner.explain.reading import (
 )
 from runner.policy.decision.finding import Cause, Finding, Remedy
 from runner.policy.decision.signals import Limits
+from runner.train.run import EngineRun
 
 _MOST_AGAIN = 5  # repetitions of a step that is bad intermittently
 _REPEATS = 3  # repetitions of a step that was good again, to refute a transient fault
@@ -43,6 +54,9 @@ _FAR_LOSS, _FAR_NORM = 0.05, 0.3
 _MOST_NAMES = 8  # parameters
 _STANDS_ALONE = 8.0  # times the others' gradient norm; samples differ by less
 _ADVICE = "compute this operation in FP32, or bound its input (model.qk_norm, model.z_loss)"
+_ON_ALL_SAMPLES = "samples are bad on {who}, its own and its neighbours'; on other ranks not"
+
+Reread = Callable[[BatchPlan, tuple[MicroBatch, ...]], None]
 
 
 class Replay:
@@ -55,12 +69,7 @@ class Replay:
     """
 
     def __init__(
-        self,
-        bench: Bench,
-        *,
-        known: Callable[[], Indices],
-        host: str,
-        reread: Callable[[BatchPlan, tuple[MicroBatch, ...]], None],
+        self, bench: Bench, *, known: Callable[[], Indices], host: str, reread: Reread
     ) -> None:
         self._bench = bench
         self._known = known
@@ -69,20 +78,18 @@ class Replay:
 
     def explain(self, case: Case) -> Finding:
         """The cause of a bad step, the same on all ranks. Collective; the state is unchanged."""
-        first = self._bench.begin(case.attempt)
-        evidence = Evidence(most_steps=case.most_steps, first=first, batches=case.attempt.batches)
-        evidence.note("first", first)
-        finding = self._find(case, evidence)
+        search = _Search(self._bench, case, self._known, self._reread)
+        finding = search.find()
         hosts = self._bench.hosts(self._host)
         if finding.cause is Cause.sticky and len(set(hosts)) > 1:
             finding = replace(finding, remedy=Remedy.leave)
         return replace(
             finding,
             hosts=tuple(dict.fromkeys(hosts[rank] for rank in finding.ranks)),
-            not_tried=tuple(dict.fromkeys([*evidence.not_tried, *finding.not_tried])),
+            not_tried=tuple(dict.fromkeys([*search.not_tried, *finding.not_tried])),
             steps=self._bench.num_steps,
-            numbers=evidence.numbers,
-            layers=evidence.layers,
+            numbers=search.numbers,
+            layers=search.layers,
         )
 
     def known_now(self) -> Reading | None:
@@ -106,260 +113,252 @@ class Replay:
             )
         )
 
-    def _find(self, case: Case, evidence: Evidence) -> Finding:
-        again = evidence.note("A", self._bench.compute_watched(evidence.batches))
-        if again.is_good(case.limits):
-            return self._transient(case, evidence, again)
-        misread = self._misread(case, evidence)
+
+class _Search(Probes):
+    """The search for the cause of one bad step."""
+
+    def __init__(
+        self, bench: Bench, case: Case, known: Callable[[], Indices], reread: Reread
+    ) -> None:
+        super().__init__(bench, case)
+        self._known = known
+        self._reread = reread
+        self.layers: Mapping[str, Any] = {}
+
+    def find(self) -> Finding:
+        again = self.note("A", self.bench.compute(self.batches, watched=True))
+        if self.is_good(again):
+            return self._transient(again)
+        misread = self._misread()
         if misread is not None:
             return misread
-        if case.overflowed:
-            numerics = self._numerics(case, evidence, again)
-            if numerics is not None:
-                return numerics
-        return self._bad_again(case, evidence, again)
+        numerics = self._numerics(again) if self.case.overflowed else None
+        return numerics or self._bad_again(again)
 
     # -- A is good: a transient fault, unless it is intermittent -----------------------------
 
-    def _transient(self, case: Case, evidence: Evidence, again: Reading) -> Finding:
-        readings = [again]
-        for number in range(2, _REPEATS + 1):
-            readings.append(evidence.note(f"A{number}", self._bench.compute(evidence.batches)))
-        bad = [reading for reading in readings if not reading.is_good(case.limits)]
+    def _transient(self, again: Reading) -> Finding:
+        readings = [again, *(self.again(f"A{number}") for number in range(2, _REPEATS + 1))]
+        bad = [reading for reading in readings if not self.is_good(reading)]
         if bad:
-            good = [reading for reading in readings if reading.is_good(case.limits)]
-            return self._intermittent(case, evidence, good, [evidence.first, *bad])
-        floor = noise_floor(readings)
-        evidence.numbers["floor"] = floor
-        if floor > _MOST_NOISE or not all(
-            is_beyond(evidence.first, one, floor) for one in readings
-        ):
+            return self._intermittent(
+                [reading for reading in readings if self.is_good(reading)], [self.first, *bad]
+            )
+        floor = self.numbers["floor"] = noise_floor(readings)
+        is_gone = all(is_beyond(self.first, reading, floor) for reading in readings)
+        if floor > _MOST_NOISE or not is_gone:
             return inconclusive(
-                Cause.not_reproducible,
                 f"repeated computations of the step differ by {floor:.2g}, relatively: a replay "
                 "proves nothing",
+                Cause.not_reproducible,
             )
-        ranks = differing_ranks(evidence.first, readings, floor)
-        named = tuple(ranks) if len(ranks) == 1 else ()
-        return Finding(
-            cause=Cause.transient,
-            remedy=Remedy.redo,
-            why=f"the step is good in {_REPEATS} repetitions from the same samples and weights; "
-            f"{_rank_sentence(named, ranks)}",
-            refutation="the step is bad again",
-            is_tried=True,
-            ranks=named,
+        ranks = differing_ranks(self.first, readings, floor)
+        return shown(
+            Cause.transient,
+            f"the step is good in {_REPEATS} repetitions from the same samples and weights; "
+            f"{_rank_sentence(ranks)}",
+            ranks=tuple(ranks) if len(ranks) == 1 else (),
         )
 
     # -- J: read the samples again -----------------------------------------------------------
 
-    def _misread(self, case: Case, evidence: Evidence) -> Finding | None:
+    def _misread(self) -> Finding | None:
         """A finding if samples differ from those in the data set; None if they do not."""
-        plan = case.attempt.plan
-        fresh = self._read_until_stable(plan, evidence)
-        if fresh is None:
+        plan = self.case.plan
+        fresh = self._read_until_stable(plan)
+        wrong = [] if fresh is None else self.bench.differs(self.batches, fresh)
+        if fresh is None or not any(wrong):
             return None
-        wrong = self._bench.differs(evidence.batches, fresh)
-        if not any(wrong):
-            return None
-        evidence.batches = fresh
-        reading = evidence.note("J", self._bench.compute(fresh))
-        if not reading.is_good(case.limits):
-            evidence.not_tried.append("J: samples were read wrongly, but that is not all")
+        self.batches = fresh
+        if not self.is_good(self.again("J")):
+            self.not_tried.append("J: samples were read wrongly, but that is not all")
             return None
         self._reread(plan, fresh)
-        ranks = tuple(rank for rank, positions in enumerate(wrong) if positions)
-        positions = sorted(position for of_rank in wrong for position in of_rank)
-        return Finding(
-            cause=Cause.misread,
-            remedy=Remedy.redo,
-            why=f"{len(positions)} sample(s) (stream positions {listing(positions)}) had other "
+        positions = tuple(sorted(position for of_rank in wrong for position in of_rank))
+        return shown(
+            Cause.misread,
+            f"{len(positions)} sample(s) (stream positions {listing(positions)}) had other "
             "bits than the data set returns now, and with those the step is good: storage, loader "
             "or host memory",
-            refutation="the step is bad with the samples read again",
-            is_tried=True,
-            ranks=ranks,
-            positions=tuple(positions),
+            ranks=tuple(rank for rank, of_rank in enumerate(wrong) if of_rank),
+            positions=positions,
         )
 
-    def _read_until_stable(
-        self, plan: BatchPlan, evidence: Evidence
-    ) -> tuple[MicroBatch, ...] | None:
+    def _read_until_stable(self, plan: BatchPlan) -> tuple[MicroBatch, ...] | None:
         """The batch once two reads in a row are equal; None if they never are."""
-        previous = self._bench.read(plan)
+        previous = self.bench.read(plan)
         for _ in range(_MOST_READS - 1):
-            batches = self._bench.read(plan)
-            if not self._bench.all_readable([*previous, *batches]):
-                evidence.not_tried.append("J: samples could not be read again")
+            batches = self.bench.read(plan)
+            if not self.bench.all_readable([*previous, *batches]):
+                self.not_tried.append("J: samples could not be read again")
                 return None
-            if not any(self._bench.differs(previous, batches)):
+            if not any(self.bench.differs(previous, batches)):
                 return batches
             previous = batches
-        evidence.not_tried.append("J: the data set gives other samples each time")
+        self.not_tried.append("J: the data set gives other samples each time")
         return None
 
     # -- A is bad again -------------------------------------------------------------------------
 
-    def _bad_again(self, case: Case, evidence: Evidence, again: Reading) -> Finding:
+    def _bad_again(self, again: Reading) -> Finding:
         indices = self._known()
         if not len(indices):
-            return inconclusive(
-                Cause.unclear, "bad each time, and no samples are known to be good (data.held_out)"
-            )
-        known = evidence.note("known", self._bench.known(indices))
-        rotated = None
-        if self._bench.world_size > 1:
-            rotated = evidence.note("B", self._bench.rotated(case.attempt.plan, 1))
-            ranks = _sticky_ranks([again, rotated], known, self._bench.world_size)
-            ranks = ranks or _where_samples_turn_bad(again, rotated, known)
-            ranks = ranks or _where_all_are_worse(again, rotated, case.limits)
-            if ranks:
-                return _differing_copy(ranks) if self._bench.copies_differ() else sticky(ranks)
-            if rotated.is_good(case.limits):
-                return self._repeat(case, evidence, again, rotated)
+            why = "bad each time, and no samples are known to be good (data.held_out)"
+            return inconclusive(why)
+        known = self.note("known", self.bench.known(indices))
+        readings = [again]
+        if self.bench.world_size > 1:
+            rotated = self.note("B", self.bench.rotated(self.case.plan))
+            readings.append(rotated)
+            of_rank = self._of_a_rank(again, rotated, known)
+            if of_rank is not None:
+                return of_rank
         else:
-            evidence.not_tried.append("B: there is one rank only")
-        numerics = None if case.overflowed else self._numerics(case, evidence, again)
+            self.not_tried.append("B: there is one rank only")
+        numerics = None if self.case.overflowed else self._numerics(again)
         if numerics is not None:
             return numerics
-        if not known.is_good(case.limits):
-            later = self._later_is_good(case, known, evidence)
+        if not self.is_good(known):
+            later = self._later_is_good(known)
             if later is None:
-                return self._bad_on_known(case, indices, known, evidence)
+                return self._bad_on_known(indices, known)
             known = later
         level = usual(known)
         assert level is not None, "a good reading is finite"
-        readings = [reading for reading in (again, rotated) if reading is not None]
-        if not set.intersection(*(outstanding(reading, level) for reading in readings)):
-            unsteady = self._unsteady(case, evidence, again)
-            if unsteady is not None:
-                return unsteady
-        culprits = Culprits(self._bench, case, evidence, indices=indices, known=known, level=level)
-        finding = culprits.find(readings)
-        return doubt_culprits(self._bench, case, evidence, indices=indices, finding=finding)
+        culprits = Culprits(self, indices=indices, known=known, level=level)
+        if set.intersection(*(outstanding(reading, level) for reading in readings)):
+            return culprits.find(readings)
+        return self._unsteady(again) or culprits.find(readings)
 
-    def _repeat(self, case: Case, evidence: Evidence, again: Reading, rotated: Reading) -> Finding:
+    def _of_a_rank(self, again: Reading, rotated: Reading, known: Reading) -> Finding | None:
+        """The finding if ranks are at fault, or the step is good where they swap their samples."""
+        ranks = (
+            _sticky_ranks([again, rotated], known, self.bench.world_size)
+            or _where_samples_turn_bad(again, rotated, known)
+            or _where_all_are_worse(again, rotated, self.case.limits)
+        )
+        if ranks and self.bench.copies_differ():
+            return shown(
+                Cause.state,
+                f"all samples are bad on rank {', '.join(map(str, ranks))}, and its copy of the "
+                "weights differs from the others",
+                ranks=ranks,
+            )
+        if ranks:
+            return sticky(ranks, _ON_ALL_SAMPLES)
+        return self._repeat(again, rotated) if self.is_good(rotated) else None
+
+    def _repeat(self, again: Reading, rotated: Reading) -> Finding:
         """Repeat a step that was bad twice, but good when ranks swapped their samples."""
         good: list[Reading] = []
-        bad = [evidence.first, again]
+        bad = [self.first, again]
         for number in range(2, _MOST_AGAIN + 1):
-            if len(good) == 2 or not evidence.left(self._bench):
-                break
-            reading = evidence.note(f"A{number}", self._bench.compute(evidence.batches))
-            (good if reading.is_good(case.limits) else bad).append(reading)
+            if len(good) < 2 and self.left:
+                reading = self.again(f"A{number}")
+                (good if self.is_good(reading) else bad).append(reading)
         if good:
-            return self._intermittent(case, evidence, good, bad)
+            return self._intermittent(good, bad)
         # Bad each time on these ranks and good on others: the samples decide whether a device
         # fails, but they are not at fault.
-        ranks = _turning_ranks(again, rotated) or self._own_samples_alone(case, evidence)
+        ranks = _turning_ranks(again, rotated) or self._own_samples_alone()
         if not ranks:
             return inconclusive(
-                Cause.unclear,
                 f"bad {len(bad)} of {len(bad)} times, and good when ranks swapped their samples: a "
-                "device that fails on some samples; no rank can be named",
+                "device that fails on some samples; no rank can be named"
             )
-        return sticky(ranks, "samples are bad on {who} each time, and good on another rank")
+        return sticky(ranks)
 
-    def _own_samples_alone(self, case: Case, evidence: Evidence) -> set[int]:
+    def _own_samples_alone(self) -> Collection[int]:
         """The ranks that make the step bad while all others compute padding, in all tries.
 
         Empty if all do, none does, or there are too many ranks to try.
         """
         bad: set[int] = set()
-        world_size = self._bench.world_size
-        if world_size > _MOST_RANKS_ALONE:
-            return bad
-        while evidence.left(self._bench) >= world_size and not bad:
+        world_size = self.bench.world_size
+        while world_size <= _MOST_RANKS_ALONE and self.left >= world_size and not bad:
             for rank in range(world_size):
-                alone = self._bench.compute_of(evidence.batches, rank)
-                if not evidence.note(f"rank {rank} alone", alone).is_good(case.limits):
+                alone = self.bench.compute_of(self.batches, rank)
+                if not self.is_good(self.note(f"rank {rank} alone", alone)):
                     bad.add(rank)
         return bad if len(bad) < world_size else set()
 
-    def _intermittent(
-        self, case: Case, evidence: Evidence, good: Sequence[Reading], bad: Sequence[Reading]
-    ) -> Finding:
+    def _intermittent(self, good: Sequence[Reading], bad: Sequence[Reading]) -> Finding:
         """The finding for a step that is sometimes good and sometimes bad: samples are not at
         fault.
 
         A rank is named if only its own numbers differed each time the step was bad, or if it alone
         has made the step bad.
         """
-        rank = _differing_rank(good, bad)
-        ranks = self._own_samples_alone(case, evidence) if rank is None else {rank}
+        ranks = _differing_rank(good, bad) or self._own_samples_alone()
         if len(ranks) == 1:
-            (rank,) = ranks
-            return Finding(
-                cause=Cause.sticky,
-                remedy=Remedy.redo,
-                why=f"rank {rank} computes bad numbers intermittently (the step was bad {len(bad)} "
-                f"of {len(bad) + len(good)} times) from the same samples and weights; no other "
-                "rank does",
+            return replace(
+                sticky(
+                    ranks,
+                    f"{{who}} computes bad numbers intermittently (the step was bad {len(bad)} "
+                    f"of {len(bad) + len(good)} times) from the same samples and weights; no "
+                    "other rank does",
+                ),
                 refutation="another rank's numbers differ, or none",
-                is_tried=True,
-                ranks=(rank,),
             )
-        finding = inconclusive(
-            Cause.not_reproducible,
+        return inconclusive(
             f"the same step is sometimes good ({len(good)} times) and sometimes bad "
             f"({len(bad)} times): a device that fails intermittently, or a computation that is not "
             "deterministic",
+            Cause.not_reproducible,
+            Remedy.redo,
         )
-        return replace(finding, remedy=Remedy.redo)
 
     # -- C: in a wider precision ----------------------------------------------------------------
 
-    def _numerics(self, case: Case, evidence: Evidence, again: Reading) -> Finding | None:
+    def _numerics(self, again: Reading) -> Finding | None:
         """A finding if the step is bad only in the run's precision; None if also in a wider one."""
-        name = self._bench.wider
-        if not name or not evidence.left(self._bench):
-            evidence.not_tried.append("C: there is no wider precision here")
+        name = self.bench.wider
+        if not name or not self.left:
+            self.not_tried.append("C: there is no wider precision here")
             return None
-        wide = self._bench.compute_wider(evidence.batches)
+        wide = self.bench.compute_wider(self.batches)
         if isinstance(wide, Failure):
-            evidence.not_tried.append(f"C: this model cannot be computed in {name}: {wide.why}")
+            self.not_tried.append(f"C: this model cannot be computed in {name}: {wide.why}")
             return None
-        evidence.note(f"C {name}", wide)
-        if not wide.is_good(case.limits) or not _is_far(again, wide):
+        self.note(f"C {name}", wide)
+        if not self.is_good(wide) or not _is_far(again, wide):
             return None
-        strayed = self._bench.strayed_weights()
+        strayed = self.bench.strayed_weights()
         if strayed:
             # A wider precision can hold the number of a flipped bit: no operation is at fault.
-            evidence.numbers["strayed"] = strayed[:_MOST_NAMES]
+            self.numbers["strayed"] = strayed[:_MOST_NAMES]
             return None
-        unsteady = self._unsteady(case, evidence, again)
+        unsteady = self._unsteady(again)
         if unsteady is not None:
             return unsteady
-        module, evidence.layers = self._bench.first_bad_module()
+        module, self.layers = self.bench.first_bad_module()
         module_text = (
             f"the first bad number comes from {module}" if module else "no module is named"
         )
-        applies = self._bench.applies_wider
-        return Finding(
-            cause=Cause.numerics,
-            remedy=Remedy.widen if applies else Remedy.ladder,
-            why=f"in {name} the same step is good (loss {wide.loss:.4g}, norm "
+        finding = shown(
+            Cause.numerics,
+            f"in {name} the same step is good (loss {wide.loss:.4g}, norm "
             f"{wide.grad_norm:.4g}); {module_text}",
-            refutation=f"the step is bad in {name} as well",
-            is_tried=True,
             module=module,
-            not_tried=() if applies else (f"this engine makes no update in {name}: {_ADVICE}",),
         )
+        finding = replace(finding, refutation=finding.refutation.format(wider=name))
+        if self.bench.applies_wider:
+            return finding
+        why_not = f"this engine makes no update in {name}: {_ADVICE}"
+        return replace(finding, remedy=Remedy.ladder, not_tried=(why_not,))
 
-    def _unsteady(self, case: Case, evidence: Evidence, again: Reading) -> Finding | None:
+    def _unsteady(self, again: Reading) -> Finding | None:
         """The finding if the step does not repeat: then no comparison with it proves anything."""
-        bad = [evidence.first, again]
-        for number in range(min(_MOST_DOUBTS, evidence.left(self._bench))):
-            once_more = evidence.note(
-                f"A once more {number}", self._bench.compute(evidence.batches)
-            )
-            if once_more.is_good(case.limits):
-                return self._intermittent(case, evidence, [once_more], bad)
+        bad = [self.first, again]
+        for number in range(min(_MOST_DOUBTS, self.left)):
+            once_more = self.again(f"A once more {number}")
+            if self.is_good(once_more):
+                return self._intermittent([once_more], bad)
             if _is_far(again, once_more):
-                return self._intermittent(case, evidence, [], [*bad, once_more])
+                return self._intermittent([], [*bad, once_more])
         return None
 
-    def _later_is_good(self, case: Case, known: Reading, evidence: Evidence) -> Reading | None:
+    def _later_is_good(self, known: Reading) -> Reading | None:
         """The reading of samples far after the incident, if it shows that the weights are intact.
 
         The limits are those of training. A network that has memorised its samples may exceed them
@@ -367,61 +366,57 @@ class Replay:
         None if these are bad too, or the known ones are bad in another way.
         """
         rows = known.rows.values()
-        if not all(row.is_finite for row in rows):
+        above = sum(row.level > self.case.limits.loss for row in rows)
+        is_by_loss = all(row.is_finite for row in rows) and 2 * above > len(known.rows)
+        if not is_by_loss or not self.left:
             return None
-        above = sum(row.level > case.limits.loss for row in rows)
-        if 2 * above <= len(known.rows) or not evidence.left(self._bench):
-            return None
-        later = evidence.note("later", self._bench.compute(self._bench.read(case.later)))
-        is_usable = later.is_good(case.limits) and all(r.is_finite for r in later.rows.values())
+        later = self.note("later", self.bench.compute(self.bench.read(self.case.later)))
+        is_usable = self.is_good(later) and all(r.is_finite for r in later.rows.values())
         return later if is_usable else None
 
-    def _bad_on_known(
-        self, case: Case, indices: Indices, known: Reading, evidence: Evidence
-    ) -> Finding:
+    def _bad_on_known(self, indices: Indices, known: Reading) -> Finding:
         """The finding if known samples are bad as well: the data is not at fault."""
-        if evidence.left(self._bench):
-            once_more = evidence.note("known again", self._bench.known(indices))
-            if once_more.is_good(case.limits):
-                return self._intermittent(case, evidence, [once_more], [evidence.first, known])
-        known_level = usual(known)
-        is_gradient_alone = known_level is not None and known.loss <= case.limits.loss
-        few_ranks = 1 < self._bench.world_size <= _MOST_RANKS_ALONE
-        if is_gradient_alone and few_ranks and evidence.left(self._bench) > self._bench.world_size:
-            ranks = self._ranks_alone(case, indices, evidence)
+        if self.left:
+            once_more = self.note("known again", self.bench.known(indices))
+            if self.is_good(once_more):
+                return self._intermittent([once_more], [self.first, known])
+        is_gradient_alone = usual(known) is not None and known.loss <= self.case.limits.loss
+        few_ranks = 1 < self.bench.world_size <= _MOST_RANKS_ALONE
+        if is_gradient_alone and few_ranks and self.left > self.bench.world_size:
+            ranks = self._ranks_alone(indices)
             if ranks:
-                return sticky(ranks)
+                return sticky(ranks, _ON_ALL_SAMPLES)
         why = "samples that are known to be good are bad with these weights too"
-        if case.came_again:
+        if self.case.came_again:
             why += (
                 ", and every step from the clean checkpoint up to this one has come as it did the "
                 "first time: training itself has made them"
             )
         else:
-            evidence.not_tried += [NOT_RECOMPUTED]
+            self.not_tried.append(NOT_RECOMPUTED)
             why += ": the state is corrupted or the rate too high; it is not these samples"
-        return Finding(cause=Cause.unclear, remedy=Remedy.go_back, why=why)
+        return inconclusive(why, remedy=Remedy.go_back)
 
-    def _ranks_alone(self, case: Case, indices: Indices, evidence: Evidence) -> list[int]:
+    def _ranks_alone(self, indices: Indices) -> list[int]:
         """The ranks whose gradient is bad while all others compute padding; empty if all are.
 
         They must be bad with other samples too. Weights may be bad for a few samples, and one rank
         has them all by chance: its device is sound.
         """
         alone = [
-            evidence.note(f"rank {rank} alone", self._bench.known_of(indices, rank))
-            for rank in range(self._bench.world_size)
+            self.note(f"rank {rank} alone", self.bench.known(indices, rank=rank))
+            for rank in range(self.bench.world_size)
         ]
-        bad = [rank for rank, reading in enumerate(alone) if not reading.is_good(case.limits)]
-        if not bad or len(bad) == len(alone) or evidence.left(self._bench) < len(bad):
+        bad = [rank for rank, reading in enumerate(alone) if not self.is_good(reading)]
+        if not bad or len(bad) == len(alone) or self.left < len(bad):
             return []
-        others = max(one.grad_norm for rank, one in enumerate(alone) if rank not in bad)
+        most = max(reading.grad_norm for reading in alone if self.is_good(reading))
         for rank in bad:
-            with_others = self._bench.known_of(indices[::-1], rank)
-            evidence.note(f"rank {rank} alone, other samples", with_others)
-            for one in (alone[rank], with_others):
-                is_small = one.grad_norm <= _STANDS_ALONE * others  # NaN is not
-                if is_small or one.is_good(case.limits):
+            with_others = self.bench.known(indices[::-1], rank=rank)
+            self.note(f"rank {rank} alone, other samples", with_others)
+            for reading in (alone[rank], with_others):
+                is_small = reading.grad_norm <= _STANDS_ALONE * most  # NaN is not
+                if is_small or self.is_good(reading):
                     return []
         return bad
 
@@ -440,21 +435,19 @@ def _sticky_ranks(readings: Sequence[Reading], known: Reading, world_size: int) 
 
     Empty if there are none, or no rank is left to judge by.
     """
-    nonfinite = _nonfinite_ranks([*readings, known], world_size)
+    readings = [*readings, known]
+    nonfinite = _nonfinite_ranks(readings, world_size)
     if nonfinite:
         return nonfinite
     ranks = set(range(world_size))
-    levels = [usual(known, without=ranks - {rank}) for rank in range(world_size)]
-    levels_known = [level for level in levels if level is not None]
-    if not levels_known:
-        return ()
-    lowest = min(levels_known, key=lambda level: level.level)
-    suspects = ranks_of(known, outstanding(known, lowest))
+    levels = [usual(known, without=ranks - {rank}) for rank in ranks]
+    lowest = min((level for level in levels if level), key=lambda level: level.level, default=None)
+    suspects = ranks_of(known, outstanding(known, lowest)) if lowest else set()
     level = usual(known, without=suspects)
     if not suspects or level is None:
         return ()
-    bad = [ranks_of(one, outstanding(one, level)) for one in (*readings, known)]
-    return tuple(sorted(suspects)) if all(one == suspects for one in bad) else ()
+    is_same = all(ranks_of(r, outstanding(r, level)) == suspects for r in readings)
+    return tuple(sorted(suspects)) if is_same else ()
 
 
 def _where_samples_turn_bad(again: Reading, rotated: Reading, known: Reading) -> tuple[int, ...]:
@@ -465,14 +458,11 @@ def _where_samples_turn_bad(again: Reading, rotated: Reading, known: Reading) ->
     level = usual(known)
     if level is None:
         return ()
-    sets = [outstanding(reading, level) for reading in (again, rotated)]
-    ranks = [ranks_of(one, of_one) for one, of_one in zip((again, rotated), sets, strict=True)]
-    is_one = all(sets) and ranks[0] == ranks[1] and len(ranks[0]) == 1
-    moves = all(
-        _differs_far(again.rows[p], rotated.rows[p]) and again.rows[p].rank != rotated.rows[p].rank
-        for p in sets[0] | sets[1]
-    )
-    return tuple(ranks[0]) if is_one and moves and not sets[0] & sets[1] else ()
+    here, there = outstanding(again, level), outstanding(rotated, level)
+    ranks = ranks_of(again, here)
+    is_one = here and there and len(ranks) == 1 and ranks == ranks_of(rotated, there)
+    moves = all(_turns(again.rows[p], rotated.rows[p]) for p in here | there)
+    return tuple(ranks) if is_one and moves and not here & there else ()
 
 
 def _where_all_are_worse(again: Reading, rotated: Reading, limits: Limits) -> tuple[int, ...]:
@@ -481,25 +471,26 @@ def _where_all_are_worse(again: Reading, rotated: Reading, limits: Limits) -> tu
     A device may make all samples a little worse, so that none stands out by itself. Its peers must
     be good: else the weights may be bad, and a device makes samples better.
     """
-    on: dict[int, list[float]] = {}
+    levels: dict[int, list[float]] = {}
     worse: set[int] = set()
     for position, row in again.rows.items():
         other = rotated.rows.get(position)
         if other is None or not (row.is_finite and other.is_finite):
             return ()
-        for one in (row, other):
-            on.setdefault(one.rank, []).append(one.level)
+        for computed in (row, other):
+            levels.setdefault(computed.rank, []).append(computed.level)
         if relative_difference(row.loss, other.loss) > _FAR_LOSS:
             worse.add((row if row.loss > other.loss else other).rank)
     if len(worse) != 1:
         return ()
     (rank,) = worse
-    touching = [
-        (p, row) for p, row in again.rows.items() if rank in (row.rank, rotated.rows[p].rank)
-    ]
-    differ = all(_differs_far(row, rotated.rows[p]) for p, row in touching)
-    others = [statistics.mean(levels) for one, levels in on.items() if one != rank]
-    is_bad = statistics.mean(on[rank]) > limits.loss >= max(others)
+    differ = all(
+        _differs_far(row, rotated.rows[p])
+        for p, row in again.rows.items()
+        if rank in (row.rank, rotated.rows[p].rank)
+    )
+    means = {one: statistics.mean(of_rank) for one, of_rank in levels.items()}
+    is_bad = means.pop(rank) > limits.loss >= max(means.values())
     return (rank,) if differ and is_bad else ()
 
 
@@ -508,22 +499,20 @@ def _nonfinite_ranks(readings: Sequence[Reading], world_size: int) -> tuple[int,
 
     No level is needed to judge by. Where samples differ much, one of a sound rank may stand out.
     """
-    ranks_by_reading = [
-        ranks_of(one, (p for p, row in one.rows.items() if not row.is_finite)) for one in readings
+    ranks, *others = [
+        ranks_of(r, (p for p, row in r.rows.items() if not row.is_finite)) for r in readings
     ]
-    first = ranks_by_reading[0]
-    is_same = all(ranks == first for ranks in ranks_by_reading)
-    return tuple(sorted(first)) if is_same and len(first) < world_size else ()
+    is_same = all(other == ranks for other in others)
+    return tuple(sorted(ranks)) if is_same and len(ranks) < world_size else ()
 
 
-def _differing_rank(good: Sequence[Reading], bad: Sequence[Reading]) -> int | None:
+def _differing_rank(good: Sequence[Reading], bad: Sequence[Reading]) -> set[int]:
     """The only rank whose own numbers differed from the good ones each time the step was bad."""
     floor = noise_floor(good) if len(good) > 1 else 1.0
-    if floor > _MOST_NOISE:
-        return None
-    by_reading = [differing_ranks(one, good, floor) for one in bad]
-    is_one = len(by_reading[0]) == 1 and all(ranks == by_reading[0] for ranks in by_reading)
-    return next(iter(by_reading[0])) if is_one and len(by_reading) > 1 else None
+    if floor > _MOST_NOISE or len(bad) < 2:
+        return set()
+    ranks, *others = [differing_ranks(reading, good, floor) for reading in bad]
+    return ranks if len(ranks) == 1 and all(other == ranks for other in others) else set()
 
 
 def _turning_ranks(again: Reading, rotated: Reading) -> set[int]:
@@ -531,9 +520,13 @@ def _turning_ranks(again: Reading, rotated: Reading) -> set[int]:
     return {
         row.rank
         for position, row in again.rows.items()
-        for other in [rotated.rows.get(position)]
-        if other is not None and other.rank != row.rank and _differs_far(row, other)
+        if position in rotated.rows and _turns(row, rotated.rows[position])
     }
+
+
+def _turns(row: Row, other: Row) -> bool:
+    """Whether a sample has other numbers on another rank."""
+    return row.rank != other.rank and _differs_far(row, other)
 
 
 def _differs_far(row: Row, other: Row) -> bool:
@@ -543,26 +536,32 @@ def _differs_far(row: Row, other: Row) -> bool:
     )
 
 
-def _differing_copy(ranks: Sequence[int]) -> Finding:
-    """The finding if a rank's copy of the weights is wrong, rather than its device."""
-    who = ", ".join(map(str, ranks))
-    return Finding(
-        cause=Cause.state,
-        remedy=Remedy.go_back,
-        why=f"all samples are bad on rank {who}, and its copy of the weights differs from the "
-        "others",
-        refutation="the copies are equal",
-        is_tried=True,
-        ranks=tuple(ranks),
-    )
-
-
-def _rank_sentence(named: tuple[int, ...], differing: set[int]) -> str:
-    if named:
-        return f"only the numbers of rank {named[0]} had differed"
+def _rank_sentence(differing: Collection[int]) -> str:
+    if len(differing) == 1:
+        return f"only the numbers of rank {next(iter(differing))} had differed"
     if differing:
         return f"the numbers of {len(differing)} ranks had differed: no single rank can be named"
     return (
         "every rank's losses and activations' gradients were the same: a weight's gradient or the "
         "sum over ranks was wrong, and no rank can be named"
+    )
+
+
+def known_samples(run: EngineRun) -> Indices:
+    """Data set indices of samples that are known to be good, one step's worth.
+
+    Held-out samples, of a mixture as the stream mixes them now; repeated if there are too few. If
+    the corpus holds out none (``data.val_path``, ``data.held_out=0``), the samples of the newest
+    applied step; none before the first.
+    """
+    stream, state, size = run.corpus.stream, run.state, run.config.batch.global_size
+    order = run.corpus.mixture
+    if order is not None:
+        held_out = order.held_out_like(size, state.cursor)
+    else:
+        held_out = stream.held_out_indices(size)
+    if len(held_out):
+        return np.resize(held_out, size)
+    return (
+        stream.plan_before(state.cursor, run.history.ledger).indices if state.updates else held_out
     )

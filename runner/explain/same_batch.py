@@ -13,51 +13,33 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from runner.config.validate import is_zero
 from runner.data.cursor import BatchPlan
-from runner.data.feed import Feed, MicroBatch
-from runner.distributed.observers import ObservedRanks
-from runner.engine.protocol import Engine, MicroStep
-from runner.engine.randomness import same_randomness
-from runner.health.checks import sum_of_words
-from runner.health.preemption import StopLook
-from runner.policy.odd_ranks import ByRank
+from runner.data.feed import MicroBatch
+from runner.engine.modes import same_randomness
+from runner.engine.protocol import MicroStep
+from runner.health.checks import device_kind, sum_of_words
+from runner.policy.outlier_ranks import ByRank
 from runner.system.parsing import json_text
+from runner.train.run import EngineRun
 
 _DIGEST_BYTES = 6  # what a double holds exactly
 _FACTOR = 0x3F58476D1CE4E5B9  # odd: no micro-batch's checksum is lost
 
 
 class SameBatch:
-    """Computes a micro-batch on every rank.
+    """Computes a micro-batch on every rank."""
 
-    Args:
-        kind: of this rank's device; devices of one kind give equal bits.
-        seed: dropout seed.
-        takes_whole_step: whether the engine computes only whole steps.
-        repeats_bits: whether this machine gives the same bits for the same computation.
-    """
-
-    def __init__(
-        self,
-        *,
-        engine: Engine,
-        feed: Feed,
-        ranks: ObservedRanks,
-        kind: str,
-        seed: int,
-        takes_whole_step: bool,
-        repeats_bits: bool,
-        stop: StopLook,
-    ) -> None:
-        self._stop = stop
-        self._engine = engine
-        self._feed = feed
-        self._ranks = ranks
-        self._kind = kind
-        self._seed = seed
-        self._takes_whole_step = takes_whole_step
-        self.repeats_bits = repeats_bits
-        self._gradients = OwnGradients(engine.network)
+    def __init__(self, run: EngineRun) -> None:
+        self._ranks = run.observers.ranks
+        self._stop = run.group.stop_look.through(self._ranks)
+        self._engine = run.engine
+        self._feed = run.feed
+        self._kind = device_kind(run.group.device)  # devices of one kind give equal bits
+        self._seed = run.config.seed
+        self._takes_whole_step = is_zero(run.config.parallel.kind)
+        self.repeats_bits = run.repeats_bits
+        self._gradients = OwnGradients(run.engine.network)
 
     def batches(self, plan: BatchPlan, number: int) -> list[MicroBatch] | None:
         """One rank's micro-batch, the same on all ranks; None if a rank cannot read it.

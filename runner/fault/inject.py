@@ -58,7 +58,7 @@ class FaultInjector:
         markers: Path,
     ) -> None:
         self._faults = faults
-        self._rank = rank
+        self.rank = rank
         self._markers = markers
         self._step_faults: set[str] = set()
         self._step = 0
@@ -80,7 +80,7 @@ class FaultInjector:
         self._step_faults = set()
         self._step = step
         for fault in self._faults:
-            if fault.kind in ENDINGS or not fault.is_due(step, self._rank):
+            if fault.kind in ENDINGS or not fault.is_due(step, self.rank):
                 continue
             if fault.kind == "slow":
                 time.sleep(fault.seconds)
@@ -91,30 +91,38 @@ class FaultInjector:
 
     def at(self, point: str, step: int) -> None:
         """End or freeze this rank, when a fault says so at this point of this step."""
-        for fault in self._faults:
-            is_due = fault.kind in ENDINGS and fault.at == point and not fault.observer
-            if is_due and fault.is_due(step, self._rank) and self._fires_first_time(fault):
+        for fault in self._endings(point, step):
+            if self._fires_first_time(fault):
                 _end(fault)
+
+    def _endings(self, point: str, step: int) -> list[Fault]:
+        return [
+            fault
+            for fault in self._faults
+            if fault.kind in ENDINGS
+            and fault.at == point
+            and not fault.observer
+            and fault.is_due(step, self.rank)
+        ]
 
     def in_observer(self, name: str, call: int) -> None:
         """End or freeze this rank in what only looks, when a fault says so before this exchange."""
         for fault in self._faults:
             is_due = fault.observer == name and fault.call == call
-            if is_due and fault.is_due(self._step, self._rank) and self._fires_first_time(fault):
+            if is_due and fault.is_due(self._step, self.rank) and self._fires_first_time(fault):
                 _end(fault)
 
     def disturbance(self, positions: Sequence[int | None]) -> Disturbance | None:
         """What happens to the micro-batch of these stream positions (None: padding)."""
         if not self._faults:
             return None
-        nan_loss = "nan_loss" in self._step_faults or self._lasts("sticky", self._step)
-        nan_grad = "nan_grad" in self._step_faults
-        flip_grad = "flip_grad" in self._step_faults
-        # One micro-batch is enough; the marker kinds are consumed by the first.
-        self._step_faults -= {"nan_loss", "nan_grad", "flip_grad"}
-        usual = _WRONG if self._lasts("wrong", self._step) else 1.0
+        # One micro-batch is enough.
+        nan_loss, nan_grad, flip_grad = map(self.once, ("nan_loss", "nan_grad", "flip_grad"))
+        nan_loss |= self.lasts("sticky", self._step)
+        usual = _WRONG if self.lasts("wrong", self._step) else 1.0
         activation = tuple(math.nan if self._hit("poison", p) else usual for p in positions)
-        loss = tuple(math.nan if nan_loss else self._spike(p) for p in positions)
+        spikes = [self._hit("spike", p) for p in positions]
+        loss = tuple(math.nan if nan_loss else fault.scale if fault else 1.0 for fault in spikes)
         forward = self._out_of_memory(len(positions)) or self._ending_in("forward")
         backward = self._ending_in("backward")
         scales = (*activation, *loss)
@@ -135,7 +143,7 @@ class FaultInjector:
         due = any(
             fault.kind == "oom"
             and self._step >= fault.steps[0]
-            and fault.rank in (None, self._rank)
+            and fault.rank in (None, self.rank)
             and rows > fault.rows
             for fault in self._faults
         )
@@ -143,93 +151,48 @@ class FaultInjector:
 
     def _ending_in(self, point: str) -> Callable[[], None] | None:
         step = self._step
-        due = any(
-            fault.kind in ENDINGS
-            and fault.at == point
-            and not fault.observer
-            and fault.is_due(step, self._rank)
-            for fault in self._faults
-        )
-        return (lambda: self.at(point, step)) if due else None
+        return (lambda: self.at(point, step)) if self._endings(point, step) else None
 
-    def flips_bit(self) -> bool:
-        """Whether this rank's copy of the state is to be damaged before this step."""
-        is_due = "flip_bit" in self._step_faults
-        self._step_faults.discard("flip_bit")  # once, however often the step is computed
+    def in_step(self, kind: str) -> bool:
+        """Whether a fault of this kind falls due on this rank in this step."""
+        return kind in self._step_faults
+
+    def once(self, kind: str) -> bool:
+        """The same, the first time in this step, however often the step is computed."""
+        is_due = kind in self._step_faults
+        self._step_faults.discard(kind)
         return is_due
-
-    def damages_checkpoint(self) -> bool:
-        """Whether this rank is to damage the newest checkpoint on disk before this step."""
-        return self._rank == 0 and "corrupt_checkpoint" in self._step_faults
-
-    def damages_snapshots(self) -> bool:
-        """Whether this rank is to damage its snapshots in memory before this step."""
-        return "corrupt_snapshots" in self._step_faults
 
     def spoils_product(self, step: int) -> bool:
         """Whether the device check of a start at this step is to find a wrong product here."""
         return any(
             fault.kind == "wrong_product"
-            and fault.is_due(step, self._rank)
+            and fault.is_due(step, self.rank)
             and self._fires_first_time(fault)
             for fault in self._faults
         )
 
-    def spoils_state(self) -> bool:
-        """Whether a weight that this rank holds is to be wrong from this step on."""
-        is_due = "spoil_state" in self._step_faults
-        self._step_faults.discard("spoil_state")
-        return is_due
-
-    def never_breaks(self, step: int) -> bool:
-        """Whether this rank's collectives are to wait for ever where they would break."""
-        return self._lasts("no_break", step)
-
-    def misreads(self) -> bool:
-        """Whether this rank's samples of this step are to be wrong, the first time they come."""
-        is_due = "misread" in self._step_faults
-        self._step_faults.discard("misread")
-        return is_due
-
     def overflows(self) -> Sequence[ModuleFault]:
         """Modules whose output is to overflow at times."""
-        return [
-            ModuleFault(module=fault.module, is_due=partial(self._is_due_now, fault))
-            for fault in self._faults
-            if fault.kind == "overflow"
-        ]
+        return self._modules("overflow", lambda fault: fault.is_due(self._step, self.rank))
 
     def wrong_gradients(self) -> Sequence[ModuleFault]:
         """Modules the gradients of whose own weights are to be a little wrong on this rank."""
+        return self._modules("wrong_grad", lambda fault: self._step >= fault.steps[0])
+
+    def _modules(self, kind: str, is_due: Callable[[Fault], bool]) -> Sequence[ModuleFault]:
         return [
-            ModuleFault(module=fault.module, is_due=partial(self._lasts_now, fault))
+            ModuleFault(module=fault.module, is_due=partial(is_due, fault))
             for fault in self._faults
-            if fault.kind == "wrong_grad" and fault.rank in (None, self._rank)
+            if fault.kind == kind and fault.rank in (None, self.rank)
         ]
 
-    def _lasts_now(self, fault: Fault) -> bool:
-        return self._step >= fault.steps[0]
-
-    def _is_due_now(self, fault: Fault) -> bool:
-        return fault.is_due(self._step, self._rank)
-
-    def _lasts(self, kind: str, step: int) -> bool:
+    def lasts(self, kind: str, step: int) -> bool:
+        """Whether a fault of this kind has begun by this step, and goes on."""
         return any(
-            fault.kind == kind and step >= fault.steps[0] and fault.rank in (None, self._rank)
+            fault.kind == kind and step >= fault.steps[0] and fault.rank in (None, self.rank)
             for fault in self._faults
         )
-
-    def wrong_collective(self) -> str | None:
-        """The way in which this rank's collective is to go wrong in this step, if any.
-
-        ``skip_collective``, ``other_collective`` or ``other_shape``.
-        """
-        wrong = ("skip_collective", "other_collective", "other_shape")
-        return next((kind for kind in wrong if kind in self._step_faults), None)
-
-    def claims_other_identity(self) -> bool:
-        """Whether this rank's fingerprint is to be wrong in this step."""
-        return "mismatch" in self._step_faults
 
     def _hit(self, kind: str, position: int | None) -> Fault | None:
         for fault in self._faults:
@@ -238,13 +201,9 @@ class FaultInjector:
                 return fault
         return None
 
-    def _spike(self, position: int | None) -> float:
-        fault = self._hit("spike", position)
-        return fault.scale if fault else 1.0
-
     def _fires_first_time(self, fault: Fault) -> bool:
         name = hashlib.sha256(fault.text.encode()).hexdigest()[:16]
-        marker = self._markers / f"{fault.kind}-{name}-rank{self._rank}"
+        marker = self._markers / f"{fault.kind}-{name}-rank{self.rank}"
         self._markers.mkdir(parents=True, exist_ok=True)
         try:
             descriptor = os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)

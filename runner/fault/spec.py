@@ -49,34 +49,20 @@ from dataclasses import dataclass
 
 from runner.system.error import ConfigError
 
+KINDS = (
+    *("nan_grad", "nan_loss", "flip_grad", "misread", "spoil_state", "sticky", "wrong"),
+    *("wrong_grad", "overflow", "poison", "spike", "kill", "abort", "raise", "stop", "hang"),
+    *("skip_collective", "other_collective", "other_shape", "flip_bit", "mismatch"),
+    *("wrong_product", "slow", "no_break", "oom", "corrupt_checkpoint", "corrupt_snapshots"),
+)
+# The others need a step, and may name a rank.
 _REQUIRED = {
-    "nan_grad": {"step"},
-    "nan_loss": {"step"},
-    "flip_grad": {"step"},
-    "misread": {"step"},
-    "spoil_state": {"step"},
-    "sticky": {"step"},
-    "wrong": {"step"},
     "wrong_grad": {"step", "module"},
     "overflow": {"step", "module"},
     "poison": {"samples"},
     "spike": {"samples"},
-    "kill": {"step"},
-    "abort": {"step"},
-    "raise": {"step"},
-    "stop": {"step"},
-    "hang": {"step"},
-    "skip_collective": {"step"},
-    "other_collective": {"step"},
-    "other_shape": {"step"},
-    "flip_bit": {"step"},
-    "mismatch": {"step"},
-    "wrong_product": {"step"},
     "slow": {"step", "seconds"},
-    "no_break": {"step"},
     "oom": {"step", "rows"},
-    "corrupt_checkpoint": {"step"},
-    "corrupt_snapshots": {"step"},
 }
 # What ends or freezes a rank, and where in a step it may.
 ENDINGS = ("kill", "abort", "raise", "stop", "hang")
@@ -127,41 +113,36 @@ def parse_faults(texts: Sequence[str]) -> tuple[Fault, ...]:
 
 def _parse(text: str) -> Fault:
     kind, at, rest = text.partition("@")
-    if kind not in _REQUIRED or not at:
-        raise _refusal(text, f"a fault is KIND@key=value,...; kinds: {', '.join(_REQUIRED)}")
+    if kind not in KINDS or not at:
+        raise _refusal(text, f"a fault is KIND@key=value,...; kinds: {', '.join(KINDS)}")
     pairs = [_pair(text, part) for part in rest.split(",") if part]
     given = dict(pairs)
     if len(given) < len(pairs):
         raise _refusal(text, "a key is repeated")
-    allowed = _REQUIRED[kind] | _OPTIONAL.get(kind, {"rank"})
-    if missing := _REQUIRED[kind] - given.keys():
+    required = _REQUIRED.get(kind, {"step"})
+    allowed = sorted(required | _OPTIONAL.get(kind, {"rank"}))
+    if missing := required - given.keys():
         raise _refusal(text, f"{kind} needs {', '.join(sorted(missing))}")
-    if unknown := given.keys() - allowed:
-        raise _refusal(
-            text,
-            f"{kind} knows no {', '.join(sorted(unknown))}; it takes {', '.join(sorted(allowed))}",
-        )
+    if unknown := given.keys() - set(allowed):
+        unknown_keys = ", ".join(sorted(unknown))
+        raise _refusal(text, f"{kind} knows no {unknown_keys}; it takes {', '.join(allowed)}")
+    at = given.get("at", "fetch")
+    if at not in POINTS:
+        raise _refusal(text, f"at={at} is none of {', '.join(POINTS)}")
     return Fault(
         text=text,
         kind=kind,
         steps=_range(text, given, "step"),
         samples=_range(text, given, "samples"),
         rank=int(_number(text, given, "rank")) if "rank" in given else None,
-        scale=_number(text, given, "scale") if "scale" in given else _DEFAULT_SCALE,
-        seconds=_number(text, given, "seconds") if "seconds" in given else 0.0,
-        rows=int(_number(text, given, "rows")) if "rows" in given else 0,
-        at=_point(text, given),
+        scale=_number(text, given, "scale", _DEFAULT_SCALE),
+        seconds=_number(text, given, "seconds"),
+        rows=int(_number(text, given, "rows")),
+        at=at,
         module=given.get("module", ""),
         observer=given.get("observer", ""),
-        call=int(_number(text, given, "call")) if "call" in given else 0,
+        call=int(_number(text, given, "call")),
     )
-
-
-def _point(text: str, given: dict[str, str]) -> str:
-    point = given.get("at", "fetch")
-    if point not in POINTS:
-        raise _refusal(text, f"at={point} is none of {', '.join(POINTS)}")
-    return point
 
 
 def _refusal(text: str, why: str) -> ConfigError:
@@ -187,9 +168,9 @@ def _range(text: str, given: dict[str, str], name: str) -> tuple[int, int]:
     return first, last + 1
 
 
-def _number(text: str, given: dict[str, str], name: str) -> float:
+def _number(text: str, given: dict[str, str], name: str, default: float = 0.0) -> float:
     try:
-        value = float(given[name])
+        value = float(given.get(name, default))
     except ValueError:
         value = float("nan")
     if not 0 <= value < 1e9 or (name == "rank" and value != int(value)):

@@ -8,18 +8,19 @@ faults nothing is wrapped.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from runner.fault.damage import CheckpointFiles, damage_checkpoint, flip_bit
 from runner.fault.inject import Disturbance, FaultInjector, ModuleFault
 from runner.system.error import ConfigError
 
@@ -83,12 +84,12 @@ class FaultyHeart(_Wrapped):
     def begin_step(self, step: int) -> None:
         self._part.begin_step(step)
         self._step = step
-        if self._faults.never_breaks(step):
+        if self._faults.lasts("no_break", step):
             never_break()
         self._faults.before_step(step)
-        if self._faults.damages_checkpoint():
+        if self._faults.in_step("corrupt_checkpoint") and self._faults.rank == 0:
             damage_checkpoint(self._files.newest())
-        if self._faults.damages_snapshots():
+        if self._faults.in_step("corrupt_snapshots"):
             for file in self._files.snapshot_files():
                 flip_bit(file)
         self._faults.at("fetch", step)
@@ -127,7 +128,7 @@ class FaultyFeed(_Wrapped):
 
     def fetch(self, plan: Any, ledger: Any) -> Any:
         fetched = self._part.fetch(plan, ledger)
-        if not self._faults.misreads():
+        if not self._faults.once("misread"):
             return fetched
         wrong = tuple(_misread(batch) for batch in fetched.micro_batches)
         self._part.put(plan, wrong)  # as they lie in memory from here on
@@ -150,16 +151,17 @@ class FaultyGroup(_Wrapped):
         self._claimed: set[int] = set()  # steps for which this rank claims to be elsewhere
 
     def all_reduce(self, packed: torch.Tensor) -> None:
-        wrong = self._faults.wrong_collective()
-        if wrong == "other_shape":
-            packed = torch.cat([packed, packed])  # one longer, gloo may abort both ranks
-        if wrong == "other_collective":
+        if self._faults.in_step("skip_collective"):
+            return
+        if self._faults.in_step("other_collective"):
             dist.broadcast(packed, src=dist.get_rank())
-        elif wrong != "skip_collective":
-            self._part.all_reduce(packed)
+            return
+        if self._faults.in_step("other_shape"):
+            packed = torch.cat([packed, packed])  # one longer, gloo may abort both ranks
+        self._part.all_reduce(packed)
 
     def fingerprint(self, identity: Mapping[str, Any]) -> list[float]:
-        if self._faults.claims_other_identity():
+        if self._faults.in_step("mismatch"):
             self._claimed.add(identity["step"])
         numbers: list[float] = self._part.fingerprint(self._claim(identity))
         return numbers
@@ -184,9 +186,9 @@ class FaultyEngine(_Wrapped):
         self._inside = inside
 
     def accumulate(self, works: Sequence[Any]) -> Any:
-        if self._faults.flips_bit():
+        if self._faults.once("flip_bit"):
             _flip_bit(self._part.replicated()[1])
-        if self._faults.spoils_state():
+        if self._faults.once("spoil_state"):
             parameters = (s.local for s in self._part.shards() if s.name.startswith("param/"))
             _flip_highest(max(parameters, key=torch.numel))
         self._inside.begin(self._faults.disturbance(work.batch.positions) for work in works)
@@ -337,3 +339,31 @@ def _flip_bit(copies: list[torch.Tensor]) -> None:
     if copies:
         words = copies[0].view(-1).view(torch.int16)
         words[copies[0].element_size() // 2 - 1] ^= 1
+
+
+class CheckpointFiles(Protocol):
+    """Where the files to damage are; a ring implements it."""
+
+    def newest(self) -> Path | None:
+        """Folder of the newest committed checkpoint."""
+
+    def snapshot_files(self) -> list[Path]:
+        """This rank's files of the snapshots in memory."""
+
+
+def damage_checkpoint(folder: Path | None) -> None:
+    """Flip a bit in the first shard file; does nothing without a checkpoint."""
+    shards = sorted(folder.glob("*.bin")) if folder else []
+    if shards:
+        flip_bit(shards[0])
+
+
+def flip_bit(path: Path) -> None:
+    """Flip a bit in the middle of the file, and sync it."""
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 0x10]))
+        file.flush()
+        os.fsync(file.fileno())

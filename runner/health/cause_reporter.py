@@ -12,56 +12,56 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from runner.distributed.env import RankEnv
 from runner.distributed.rendezvous import Facts
 from runner.health.collective_trace import collectives, has_nccl
 from runner.health.heartbeat import Heartbeat
 from runner.health.leave import end_within, leave
-from runner.health.lost_peer import OWN, message_of, whose_fault
-from runner.health.node_reports import (
-    FROM_RANKS,
-    merge_node,
-    node_folder,
-    read_all_reports,
-    reported_nodes,
-)
 from runner.health.peer_processes import PeerProcesses
 from runner.health.rank_report import (
     CAUSE,
+    FROM_RANKS,
     Report,
-    has_reports,
-    now,
+    merge_node,
+    node_folder,
+    read_all_reports,
     read_fatal_log,
     read_reports,
     reported,
+    reported_nodes,
     stack_of,
     stacks,
     write_report,
 )
-from runner.health.root_cause import MEMORY, RootCause, find_root_cause
-from runner.run_dir.lease import RunLease
+from runner.health.root_cause import (
+    MEMORY,
+    OWN,
+    RootCause,
+    find_root_cause,
+    message_of,
+    whose_fault,
+)
+from runner.policy.decision.history import Incident
+from runner.run_dir.lease import RunLease, has_ended, oldest_number
 from runner.run_dir.paths import RunDir
 from runner.system.environment import variables
-from runner.system.error import Superseded
-from runner.system.exit_codes import EXIT_CRASH
+from runner.system.error import EXIT_CRASH, Superseded
 from runner.system.files import write_json
-from runner.system.process import (
-    host_name,
-    is_alive,
-    num_oom_kills,
-    pid_namespace,
-)
+from runner.system.json_lines import last_line, step_of
+from runner.system.process import host_name, is_alive, num_oom_kills, pid_namespace, signal_name
 
 _log = logging.getLogger(__name__)
 
 _JOURNAL_SECONDS = 5.0
 _SECONDS_A_RANK = 3e-4  # added to the wait for evidence, for each rank of a large job
-# To write and report the cause, beyond watchdog.settle_seconds: a disk may not answer.
+# A rank waits this long for the others' evidence before it ends: their reports are files.
+SETTLE_SECONDS = 3.0
+# To write and report the cause, beyond that: a disk may not answer.
 TELL_SECONDS = 10.0
 
 
@@ -69,7 +69,6 @@ class CauseReporter:
     """One rank's reports. One thread reports, the one that gets :attr:`turn`; it never returns it.
 
     Args:
-        settle_seconds: how long to wait for the other ranks' reports.
 
     Attributes:
         run_lease: of this start; nothing is reported before there is one.
@@ -77,13 +76,10 @@ class CauseReporter:
         journal: takes the cause and the start's number, on the rank that journals.
     """
 
-    def __init__(
-        self, place: RankEnv, run_dir: RunDir, heart: Heartbeat, settle_seconds: float
-    ) -> None:
+    def __init__(self, place: RankEnv, run_dir: RunDir, heart: Heartbeat) -> None:
         self._place = place
         self._dir = run_dir
         self._heart = heart
-        self._settle_base = settle_seconds
         self._oom_kills = num_oom_kills()
         self._peers: Sequence[Facts] = ()
         self.turn = threading.Lock()
@@ -187,7 +183,7 @@ class CauseReporter:
         """Whether another rank has reported."""
         # With many ranks the folder is not listed: the first rank that reports creates it.
         folder = self.folder()
-        return folder.exists() if self._is_by_node else has_reports(folder)
+        return folder.exists() if self._is_by_node else any(folder.glob("rank-*.json"))
 
     def end_soon(self, code: int) -> Callable[[], None]:
         """End this process within a limit, even if its last report is blocked."""
@@ -225,12 +221,16 @@ class CauseReporter:
         is_teller = own == min((rank for rank, is_own in by_rank.items() if is_own), default=own)
         # A rank with an exception of its own has reported it already.
         is_teller = is_teller and not (self.folder() / CAUSE).exists()
+        self._tell(read_reports, is_teller=is_teller)
+        self._end_silent_peers()
+
+    def _tell(self, read: Callable[[Path], list[Report]], *, is_teller: bool) -> None:
+        """Find the cause; the teller prints it, the first rank journals it."""
         if is_teller or self._place.is_first:
-            cause = find_root_cause(read_reports(self.folder()), self._place.world_size)
+            cause = find_root_cause(read(self.folder()), self._place.world_size)
             if is_teller:
                 self._say_cause(cause)
             self._write_down(cause)
-        self._end_silent_peers()
 
     def _tell_cause_of_many(self) -> None:
         """Merge each node's reports into one file; the lowest leader reports the cause."""
@@ -249,11 +249,7 @@ class CauseReporter:
                 time.sleep(0.1 + 1e-4 * num_nodes)
             is_told = (folder / CAUSE).exists()
             is_teller = not is_told and first == min(reported_nodes(folder), default=first)
-            if is_teller or self._place.is_first:
-                cause = find_root_cause(read_all_reports(folder), self._place.world_size)
-                if is_teller:
-                    self._say_cause(cause)
-                self._write_down(cause)
+            self._tell(read_all_reports, is_teller=is_teller)
         self._end_silent_peers()
 
     def report(self, kind: str, message: str, error: BaseException | None = None) -> Report:
@@ -261,28 +257,30 @@ class CauseReporter:
 
         The thread that asks may never release the interpreter's lock.
         """
-        early = self._without_collectives(kind, message, error)
+        early = replace(
+            self._about(self._place.rank, kind, message),
+            seconds=round(self._heart.seconds, 3),
+            traceback="".join(traceback.format_exception(error)) if error else "",
+            pid=os.getpid(),
+            stacks=[stack_of(error)] if error is not None else stacks(),
+        )
         if self.run_lease is not None and has_nccl():
             with contextlib.suppress(OSError):
                 write_report(self._own_folder(), early, early=True)
         entries, untold = collectives()
         return replace(early, collectives=entries, untold=untold)
 
-    def _without_collectives(self, kind: str, message: str, error: BaseException | None) -> Report:
-        heart = self._heart
+    def _about(self, rank: int, kind: str, message: str) -> Report:
+        """What this rank knows of itself or of another one."""
         return Report(
-            rank=self._place.rank,
+            rank=rank,
             world_size=self._place.world_size,
             kind=kind,
-            step=heart.step,
-            phase=heart.phase,
-            seconds=round(heart.seconds, 3),
+            step=self._heart.step,
+            phase=self._heart.phase,
             message=message,
-            traceback="".join(traceback.format_exception(error)) if error else "",
             host=host_name(),
-            pid=os.getpid(),
-            time=now(),
-            stacks=[stack_of(error)] if error is not None else stacks(),
+            time=time.time(),
         )
 
     def write(self, report: Report, *, for_other: bool = False) -> None:
@@ -307,16 +305,8 @@ class CauseReporter:
         for rank, status in list(self.neighbours.deaths.items()):
             if rank in by_rank:
                 continue
-            report = Report(
-                rank=rank,
-                world_size=self._place.world_size,
-                kind="signal" if status is not None and status < 0 else "exit",
-                step=self._heart.step,
-                phase=self._heart.phase,
-                message=self.death(status),
-                host=host_name(),
-                time=now(),
-            )
+            kind = "signal" if status is not None and status < 0 else "exit"
+            report = self._about(rank, kind, self.death(status))
             # Some signals leave a rank time for a fatal log.
             fatal = self._dir.fatal(self.run_lease.number, rank)
             self.write(read_fatal_log(fatal, report) or report, for_other=True)
@@ -328,7 +318,7 @@ class CauseReporter:
         if status >= 0:
             return f"ended with exit code {status} and without a report"
         oom = -status == signal.SIGKILL and num_oom_kills() > self._oom_kills
-        return f"killed by {_signal_name(-status)}" + (
+        return f"killed by {signal_name(-status)}" + (
             " by the kernel, out of memory" if oom else ""
         )
 
@@ -346,7 +336,9 @@ class CauseReporter:
         _log.info("evidence of each rank: %s", folder)
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / CAUSE, to_json(cause))
+            known = asdict(replace(cause, first=None))
+            del known["first"]  # has a file of its own
+            write_json(folder / CAUSE, known)
 
     def _write_down(self, cause: RootCause) -> None:
         journal, run_lease = self.journal, self.run_lease
@@ -388,25 +380,7 @@ class CauseReporter:
     def settle_seconds(self) -> float:
         """How long to wait for the others' reports; longer with more ranks."""
         more = _SECONDS_A_RANK * self._place.world_size if self._is_by_node else 0.0
-        return self._settle_base + more
-
-
-def to_json(cause: RootCause) -> dict[str, object]:
-    """The cause as JSON, without the report, which has a file of its own."""
-    return {
-        "kind": cause.kind,
-        "ranks": list(cause.ranks),
-        "step": cause.step,
-        "reason": cause.reason,
-        "signature": cause.signature,
-    }
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+        return SETTLE_SECONDS + more
 
 
 def _tell_torchrun(error: Exception) -> None:
@@ -416,3 +390,67 @@ def _tell_torchrun(error: Exception) -> None:
 
         with contextlib.suppress(OSError):
             get_error_handler().record_exception(error)
+
+
+# Journal lines for crashes, written by a survivor at once or by the next start from the disk.
+
+
+def crash_incident(cause: RootCause, number: int) -> Incident:
+    """The journal line for the crash of incarnation ``number``."""
+    first = cause.first
+    return Incident(
+        kind="crash",
+        step=cause.step,
+        decision="restart from the ring",
+        reason=cause.reason,
+        ranks=cause.ranks,
+        detail={
+            "incarnation": number,
+            "cause": cause.kind,
+            "signature": cause.signature,
+            "host": first.host if first else "",
+            "traceback": first.traceback if first else "",
+        },
+    )
+
+
+def unexplained(run_dir: RunDir, lines: list[dict[str, Any]], number: int) -> list[Incident]:
+    """Lines for incarnations before ``number`` that crashed and have no line yet."""
+    journalled = {line["detail"].get("incarnation") for line in lines if line["kind"] == "crash"}
+    starts = {line["detail"].get("incarnation"): line for line in lines if line["kind"] == "start"}
+    incidents = []
+    # Incarnations before the oldest claim wrote to another directory, which was lost.
+    for earlier in range(oldest_number(run_dir.incarnation), number):
+        if earlier in journalled or has_ended(run_dir.incarnation, earlier):
+            continue
+        start = starts.get(earlier)
+        world_size = int(start["detail"].get("world_size", 1)) if start else 1
+        reports = read_all_reports(run_dir.incident(earlier))
+        by_rank = {report.rank: report for report in reports}
+        # It died in the step after the last one journalled.
+        next_step = step_of(last_line(run_dir.metrics) or {}) + 1
+        for report in _fatal_reports(run_dir, earlier, world_size, next_step):
+            by_rank.setdefault(report.rank, report)
+        cause = find_root_cause(list(by_rank.values()), world_size)
+        incidents.append(crash_incident(replace(cause, step=cause.step or next_step), earlier))
+    return incidents
+
+
+def clear_fatal_logs(run_dir: RunDir, number: int) -> None:
+    """Remove the fatal logs of incarnations before ``number``: the journal has them by now."""
+    for path in run_dir.debug.glob("fatal-*.txt"):
+        if not path.name.startswith(f"fatal-{number:06d}-"):
+            path.unlink(missing_ok=True)
+
+
+def _fatal_reports(run_dir: RunDir, number: int, world_size: int, step: int) -> Iterable[Report]:
+    for path in sorted(run_dir.debug.glob(f"fatal-{number:06d}-rank-*.txt")):
+        rank = path.stem.rpartition("-")[2]
+        if not (rank.isascii() and rank.isdecimal()) or int(rank) >= world_size:
+            continue
+        seen = Report(
+            rank=int(rank), world_size=world_size, kind="fatal", step=step, phase="some phase"
+        )
+        report = read_fatal_log(path, seen)
+        if report is not None:
+            yield report

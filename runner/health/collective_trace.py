@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runner.health.trace_dump import entries_of
+from runner.health.flight_recorder import entries_of
 
 _SECONDS = 3.0
 _RECORDED_BY_HOOK = ("nccl2", "nccl-lazy")

@@ -10,12 +10,17 @@ full. So only NCCL's first number that is unfinished on any rank counts.
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from runner.distributed.debug import is_nccl
+from runner.distributed.env import is_nccl
+from runner.health.rank_report import own_line
+from runner.system.files import read_bounded
 
 Entry = Mapping[str, Any]
 _LEGACY = "nccl"  # the only one whose recorder may know that a device has begun
@@ -53,14 +58,9 @@ class Divergence:
     message: str
 
 
-def backend_of(group: str) -> str:
-    """The backend in a group's name, such as ``nccl`` in ``0/nccl``; "" if there is none."""
-    return group.partition("/")[2]
-
-
 def is_launched(group: str) -> bool:
-    """Whether the hosts only launch the collectives of this group, and run on."""
-    return is_nccl(backend_of(group))
+    """Whether the hosts only launch the collectives of this group (``0/nccl``), and run on."""
+    return is_nccl(group.partition("/")[2])
 
 
 def waits_in(entries: Sequence[Entry]) -> Entry | None:
@@ -136,58 +136,37 @@ def _in_group(group: str, members: Mapping[int, Mapping[int, Entry]]) -> Diverge
         absent = tuple(rank for rank in members if rank not in entered)
         divergence = _at(group, seq, entered, absent)
         if divergence is not None:
-            return divergence
-        if is_launched(group) and _waiting(entered):
-            return _on_devices(group, seq, entered)
+            kind, ranks, message = divergence
+            return Divergence(kind=kind, ranks=ranks, group=group, seq=seq, message=message)
     return None
 
 
 def _at(
     group: str, seq: int, entered: Mapping[int, Entry], absent: tuple[int, ...]
-) -> Divergence | None:
+) -> tuple[str, tuple[int, ...], str] | None:
+    """Kind, ranks and message of a divergence in one collective."""
     ops = {rank: str(entry["op"]) for rank, entry in entered.items()}
     if len(set(ops.values())) > 1:
-        return Divergence(
-            kind="operation", ranks=_odd(ops), group=group, seq=seq, message=_each(seq, entered)
-        )
+        return "operation", _odd(ops), _each(seq, entered)
     shapes = {rank: f"{entry['sizes']} {entry['dtypes']}" for rank, entry in entered.items()}
     if len(set(shapes.values())) > 1 and next(iter(ops.values())).lstrip("_") in _SAME_SIZES:
-        return Divergence(
-            kind="shape", ranks=_odd(shapes), group=group, seq=seq, message=_each(seq, entered)
-        )
-    waiting = _waiting(entered)
-    if absent and waiting:
-        return _absent(group, seq, waiting, absent)
-    return None
-
-
-def _waiting(entered: Mapping[int, Entry]) -> dict[int, Entry]:
-    return {rank: entry for rank, entry in entered.items() if not entry["finished"]}
-
-
-def _absent(
-    group: str, seq: int, waiting: Mapping[int, Entry], absent: tuple[int, ...]
-) -> Divergence:
+        return "shape", _odd(shapes), _each(seq, entered)
+    waiting = {rank: entry for rank, entry in entered.items() if not entry["finished"]}
+    if not waiting:
+        return None
     where = _each(seq, waiting)
+    if not absent:
+        return _on_devices(group, entered, where) if is_launched(group) else None
     if is_launched(group) and len(absent) > len(waiting):
-        return Divergence(
-            kind="absent",
-            ranks=(),
-            group=group,
-            seq=seq,
-            message=f"rank {named(waiting)} waits in what the others never entered, and which of "
-            f"them diverged is unknown: {where}",
-        )
-    return Divergence(
-        kind="absent",
-        ranks=absent,
-        group=group,
-        seq=seq,
-        message=f"rank {named(absent)} never entered what the others wait in: {where}",
-    )
+        unknown = "waits in what the others never entered, and which of them diverged is unknown"
+        return "absent", (), f"rank {named(waiting)} {unknown}: {where}"
+    missing = f"rank {named(absent)} never entered what the others wait in: {where}"
+    return "absent", absent, missing
 
 
-def _on_devices(group: str, seq: int, inside: Mapping[int, Entry]) -> Divergence:
+def _on_devices(
+    group: str, inside: Mapping[int, Entry], waiting: str
+) -> tuple[str, tuple[int, ...], str]:
     """Find the device that is behind, where all hosts launched the same.
 
     Whether a device has begun is recorded only with TORCH_NCCL_ENABLE_TIMING=1, which
@@ -196,42 +175,32 @@ def _on_devices(group: str, seq: int, inside: Mapping[int, Entry]) -> Divergence
     over = [rank for rank, entry in inside.items() if entry["finished"]]
     begun = [rank for rank, entry in inside.items() if entry["state"] == "started"]
     not_begun = tuple(r for r, e in inside.items() if not e["finished"] and e["state"] != "started")
-    waiting = _each(seq, _waiting(inside))
     done = f"; on rank {named(over)} it is done" if over else ""
-
-    def divergence(kind: str, ranks: Iterable[int], message: str) -> Divergence:
-        return Divergence(kind=kind, ranks=tuple(ranks), group=group, seq=seq, message=message)
-
-    if not not_begun:
-        return divergence(
-            "network",
-            (),
-            f"the devices are in one collective and none makes progress: the network between them, "
-            f"or a peer's device: {waiting}{done}",
-        )
-    if begun and len(not_begun) <= len(begun) + len(over):
-        return divergence(
-            "device",
-            not_begun,
+    if begun and not_begun and len(not_begun) <= len(begun) + len(over):
+        behind = (
             f"the device of rank {named(not_begun)} has not reached what the others wait in: it "
-            f"hangs in a kernel before it, or is slow: {waiting}",
+            f"hangs in a kernel before it, or is slow: {waiting}"
         )
-    if begun:
-        return divergence(
-            "network",
-            (),
+        return "device", not_begun, behind
+    if not not_begun:
+        why = (
+            "the devices are in one collective and none makes progress: the network between them, "
+            "or a peer's device"
+        )
+    elif begun:
+        why = (
             f"the device of rank {named(begun)} waits in what most have not reached; whose device "
-            f"blocks them is unknown: {waiting}{done}",
+            "blocks them is unknown"
         )
-    timing = "TORCH_NCCL_ENABLE_TIMING=1 (debug=nccl sets it)"
-    if backend_of(group) != _LEGACY:
-        timing = f"TORCH_DIST_USE_NCCL2=0 and {timing}"
-    return divergence(
-        "network",
-        (),
-        "every host has launched it, the devices do not get through: a device that hangs before it "
-        f"and a network that is down cannot be distinguished without {timing}: {waiting}{done}",
-    )
+    else:
+        timing = "TORCH_NCCL_ENABLE_TIMING=1 (debug=nccl sets it)"
+        if group.partition("/")[2] != _LEGACY:
+            timing = f"TORCH_DIST_USE_NCCL2=0 and {timing}"
+        why = (
+            "every host has launched it, the devices do not get through: a device that hangs "
+            f"before it and a network that is down cannot be distinguished without {timing}"
+        )
+    return "network", (), f"{why}: {waiting}{done}"
 
 
 def _odd(values: Mapping[int, str]) -> tuple[int, ...]:
@@ -260,3 +229,75 @@ def named(ranks: Collection[int]) -> str:
     shown = ", ".join(map(str, sorted(ranks)[:_MOST_NAMED]))
     more = len(ranks) - _MOST_NAMED
     return f"{shown} and {more} more" if more > 0 else shown
+
+
+# Reads the dumps of torch's flight recorders, which are pickles; accepts plain values only.
+
+
+MOST_ENTRIES = 400  # entries of each recorder
+_BEFORE = 50  # how many of these are from before the first unfinished one
+_DUMP_BYTES = 1 << 28
+
+
+class _PlainValues(pickle.Unpickler):
+    """Unpickles plain values only: torch returns its own dump as a pickle, in memory."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} in a flight recorder dump")
+
+
+def entries_of(dumped: bytes) -> list[dict[str, Any]]:
+    """The entries that matter, oldest first; see :mod:`runner.health.collective_trace`.
+
+    Raises:
+        Exception: of any kind; the dump is damaged, or holds something else.
+    """
+    dump = _PlainValues(io.BytesIO(dumped)).load()
+    return _that_matter([plain_entry(e) for e in dump.get("entries", []) if not e["is_p2p"]])
+
+
+def read_dumps(folder: Path, prefix: str) -> dict[int, list[dict[str, Any]]]:
+    """Read the entries of each rank from the files ``prefix`` + rank that are readable."""
+    by_rank = {}
+    for path in sorted(folder.glob(f"{prefix}*")):
+        rank = path.name.removeprefix(prefix)
+        if rank.isdecimal():
+            try:
+                by_rank[int(rank)] = entries_of(read_bounded(path, _DUMP_BYTES))
+            except Exception:  # half written by a process that died; the other ranks' dumps suffice
+                continue
+    return by_rank
+
+
+def _that_matter(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Keep the newest entries, and all from the first unfinished one on.
+
+    The host launches NCCL's collectives far ahead of a device that hangs in one of them.
+    """
+    newest = max(0, len(entries) - MOST_ENTRIES)
+    unfinished = (n for n, entry in enumerate(entries) if not entry["finished"])
+    first = min(newest, max(0, next(unfinished, newest) - _BEFORE))
+    return list(entries[first : first + MOST_ENTRIES])
+
+
+def plain_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """One entry of a dump in the form of :func:`collectives`."""
+    frames = [
+        {"file": f["filename"], "line": f["line"], "function": f["name"]}
+        for f in reversed(entry.get("frames", []))
+    ]
+    name = str(entry["profiling_name"])  # nccl:all_reduce
+    backend, _, op = name.rpartition(":")
+    group = str(entry["process_group"][0])
+    is_over = bool(entry["retired"]) or entry["state"] == "completed"
+    return {
+        # A group with a backend for each device numbers each backend from one.
+        "group": f"{group}/{backend}" if backend else group,
+        "seq": int(entry["collective_seq_id"]),
+        "op": op,
+        "sizes": [list(size) for size in entry["input_sizes"]],
+        "dtypes": list(entry["input_dtypes"]),
+        "state": "completed" if is_over else str(entry["state"]),
+        "finished": is_over,
+        "line": own_line(frames),
+    }

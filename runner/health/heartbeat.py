@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable
+
+from runner.config.schema import WatchdogConfig
 
 # Phases that may take long although all is well.
 SLOW = frozenset({"start", "save", "evaluate", "explain", "roll back", "finish"})
@@ -48,3 +51,28 @@ class Heartbeat:
     def step_durations(self) -> list[float]:
         """Seconds of the last steps, oldest first; each until the next step began."""
         return list(self._step_seconds)
+
+
+# Decides whether a rank hangs, from how long its own steps took.
+
+
+# A step that checkpoints, compiles anew or reads a slow disk takes several times the median.
+_FACTOR = 20.0
+
+
+def hang_limit(heart: Heartbeat, watchdog: WatchdogConfig) -> float:
+    """How many seconds the present phase may take.
+
+    That is 20 times the median of the last steps, and never less than ``floor_seconds``.
+    Slow phases and the first steps, which compile, allocate and connect, have ``slow_seconds``.
+    """
+    durations = heart.step_durations()
+    if heart.phase in SLOW or len(durations) < 2:
+        return max(watchdog.slow_seconds, watchdog.floor_seconds)
+    return max(watchdog.floor_seconds, _FACTOR * statistics.median(durations))
+
+
+def hang_message(heart: Heartbeat, watchdog: WatchdogConfig) -> str | None:
+    """A sentence that says since when a rank hangs; None if it does not hang."""
+    limit, seconds = hang_limit(heart, watchdog), heart.seconds
+    return f"no progress for {seconds:.1f} s (limit {limit:.1f} s)" if seconds > limit else None

@@ -5,8 +5,9 @@ Needs the extra ``nvml``; without it, or without its driver, nothing is reported
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,13 +32,23 @@ class GpuHealth:
 
 def gpu_health(uuid: str) -> GpuHealth | None:
     """Health of the GPU with this UUID (with or without ``GPU-``); None where it is unknown."""
+    with _library() as nvml:
+        if nvml is None:
+            return None
+        return _health(nvml, uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+
+
+@contextlib.contextmanager
+def _library() -> Iterator[Any]:
+    """NVML until it is closed; None where it is not installed, or there is no driver."""
     try:
         nvml: Any = importlib.import_module("pynvml")
         nvml.nvmlInit()
-    except Exception:  # not installed, or no driver: NVML's error classes are its own
-        return None
+    except Exception:  # NVML's error classes are its own
+        yield None
+        return
     try:
-        return _health(nvml, uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+        yield nvml
     finally:
         nvml.nvmlShutdown()
 
@@ -93,20 +104,14 @@ def at_work(visible: str | None) -> bool:
     Returns:
         False also if that is unknown.
     """
-    try:
-        nvml: Any = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-    except Exception:  # not installed, or no driver: NVML's error classes are its own
-        return False
-    try:
-        return any(
-            nvml.nvmlDeviceGetUtilizationRates(handle).gpu >= _AT_WORK
-            for handle in _handles(nvml, visible)
-        )
-    except nvml.NVMLError:
-        return False
-    finally:
-        nvml.nvmlShutdown()
+    with _library() as nvml:
+        if nvml is None:
+            return False
+        try:
+            handles = _handles(nvml, visible)
+            return any(nvml.nvmlDeviceGetUtilizationRates(h).gpu >= _AT_WORK for h in handles)
+        except nvml.NVMLError:
+            return False
 
 
 def _handles(nvml: Any, visible: str | None) -> list[Any]:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from runner.distributed.env import rank_name, recorded_exit
 from runner.system.environment import variables
-from runner.system.exit_codes import (
+from runner.system.error import (
     EXIT_CONFIG,
     EXIT_DONE,
     EXIT_HALTED,

@@ -18,7 +18,7 @@ from typing import NoReturn, TypeVar
 
 from runner.distributed.agreement import Ranks
 from runner.health.leave import leave
-from runner.system.exit_codes import EXIT_PREEMPTED
+from runner.system.error import EXIT_PREEMPTED
 from runner.system.process import answer_hangup
 
 _log = logging.getLogger(__name__)

@@ -8,8 +8,10 @@ the stop request from a thread of its own. :mod:`runner.health.start_watch` watc
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,20 +23,97 @@ from runner.config.schema import WatchdogConfig
 from runner.distributed.env import JobEnv, RankEnv, tell_begun
 from runner.distributed.rendezvous import Facts
 from runner.health.cause_reporter import TELL_SECONDS, CauseReporter
-from runner.health.hang import hang_message, is_moving
-from runner.health.heartbeat import Heartbeat
+from runner.health.heartbeat import Heartbeat, hang_message
 from runner.health.preemption import StopRequest
 from runner.health.root_cause import RootCause
 from runner.health.start_watch import StartMonitor
-from runner.health.watchdog import Watchdog
 from runner.run_dir.lease import BEAT_SECONDS, RunLease
 from runner.run_dir.paths import RunDir
 from runner.system.environment import variables
 from runner.system.error import Superseded
-from runner.system.process import (
-    first_parent,
-    own_process,
-)
+from runner.system.process import first_parent, own_process
+
+# A thread that runs checks while the training thread may be stuck.
+#
+# It does not know the checks: :mod:`runner.health.rank_monitor` has those of a run, and
+# :mod:`runner.health.heartbeat` decides that a rank hangs.
+
+
+Look = Callable[[], None]
+
+_log = logging.getLogger(__name__)
+
+# A tick that comes later than this was not slow: the whole process had been stopped.
+_STOPPED_SECONDS = 5.0
+_LAST_LOOK_SECONDS = 10.0
+
+
+class Watchdog:
+    """Calls every check once a tick, in a daemon thread. A check may end the process."""
+
+    def __init__(self, looks: Sequence[Look], *, tick_seconds: float) -> None:
+        self._looks = list(looks)
+        self._tick_seconds = tick_seconds
+        self._last_resort: tuple[IO[str], float] | None = None
+        self._is_armed = False
+        self._said: set[str] = set()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def add(self, looks: Sequence[Look]) -> None:
+        """Add checks; from any thread."""
+        self._looks.extend(looks)
+
+    def resort_to(self, last_resort: tuple[IO[str], float] | None) -> None:
+        """Set or remove the last resort, from any thread: the file for the stacks, and the seconds
+        after which faulthandler ends the process if not even this thread can run (an extension
+        holds the GIL)."""
+        self._last_resort = last_resort
+
+    def stop(self) -> None:
+        """Stop, and wait for the last check for a limited time."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join(_LAST_LOOK_SECONDS)
+        if self._is_armed:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._over.wait(self._tick_seconds):
+            now = time.monotonic()
+            was_stopped = now - last > self._tick_seconds + _STOPPED_SECONDS
+            last = now
+            self._arm()
+            if was_stopped:
+                continue  # let the training thread run before it is judged
+            for look in list(self._looks):
+                self._call(look)
+
+    def _call(self, look: Look) -> None:
+        """Call one check; an error in it stops neither the others nor its next turn."""
+        try:
+            look()
+        except OSError:
+            return  # a shared file system that stutters
+        except Exception as error:
+            name = getattr(look, "__name__", "a look")
+            if name not in self._said:
+                self._said.add(name)
+                _log.error("watchdog: %s raised %s: %s", name, type(error).__name__, error)
+
+    def _arm(self) -> None:
+        wanted = self._last_resort
+        if wanted is not None:
+            self._is_armed = True
+            faulthandler.dump_traceback_later(wanted[1], exit=True, file=wanted[0])
+        elif self._is_armed:
+            self._is_armed = False
+            faulthandler.cancel_dump_traceback_later()
+
 
 _TICK_SECONDS = 0.5
 _SHARED_SECONDS = 1.0  # between looks at a folder that all ranks share
@@ -63,7 +142,7 @@ class RankMonitor:
         self._settings = watchdog
         self._stop = stop
         self._parent = first_parent()
-        self._causes = CauseReporter(place, run_dir, self.heart, watchdog.settle_seconds)
+        self._causes = CauseReporter(place, run_dir, self.heart)
         self._start = StartMonitor(place, self._causes)
         # Failures of the others are checked before the request to stop: torchrun makes one
         # when a rank has died, which is not a preemption.
@@ -116,8 +195,8 @@ class RankMonitor:
             looks.append(self._look_at_heart)
             if self._fatal is not None:
                 last_resort = (self._fatal[1], 2 * self._settings.slow_seconds + 60)
-        self._watchdog.resort_to(None)
-        self._watchdog.add(looks, last_resort=last_resort)
+        self._watchdog.resort_to(last_resort)
+        self._watchdog.add(looks)
         facts = {
             "process": own_process(),
             "world_size": self._place.world_size,
@@ -209,7 +288,7 @@ class RankMonitor:
         try:
             self._run_lease.check()
             # Without progress a run must not look alive, also where the watchdog is disabled.
-            if self._place.is_first and is_moving(self.heart, self._settings):
+            if self._place.is_first and not hang_message(self.heart, self._settings):
                 self._run_lease.beat()
         except Superseded as error:
             self._causes.give_way(error)

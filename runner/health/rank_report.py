@@ -12,16 +12,15 @@ import json
 import re
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from runner.system.files import read_bounded, write_json
-from runner.system.parsing import whole
-from runner.system.redact import redacted
+from runner.system.environment import redacted
+from runner.system.files import read_bounded, write_durably, write_json
+from runner.system.parsing import json_text, whole
 
 _REPORT_BYTES = 1 << 26
 _FATAL_BYTES = 1 << 24
@@ -64,9 +63,6 @@ class Report:
     collectives: list[dict[str, Any]] = field(default_factory=list)
     untold: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Report:
         """
@@ -107,28 +103,22 @@ def _frame(frame: Any) -> Frame:
     return {"file": str(frame["file"]), "line": line, "function": str(frame["function"])}
 
 
-def _told_entry(entry: Any) -> dict[str, Any]:
-    """Read one of a report's collectives from a file."""
-    is_over = bool(entry["finished"])
-    return {
-        "group": str(entry["group"]),
-        "seq": whole(entry["seq"], "seq"),
-        "op": str(entry["op"]),
-        "sizes": [[whole(length, "size") for length in size] for size in entry["sizes"]],
-        "dtypes": [str(dtype) for dtype in entry["dtypes"]],
-        "state": str(entry.get("state", "completed" if is_over else "scheduled")),
-        "finished": is_over,
-        "line": str(entry["line"]),
-    }
-
-
 def stored_entries(entries: Any) -> list[dict[str, Any]]:
     """Read a report's collectives from a file.
 
     Raises:
         TypeError, ValueError, KeyError: they are not valid.
     """
-    return [_told_entry(entry) for entry in entries]
+    return [
+        {
+            **{name: str(entry[name]) for name in ("group", "op", "state", "line")},
+            "seq": whole(entry["seq"], "seq"),
+            "sizes": [[whole(length, "size") for length in size] for size in entry["sizes"]],
+            "dtypes": [str(dtype) for dtype in entry["dtypes"]],
+            "finished": bool(entry["finished"]),
+        }
+        for entry in entries
+    ]
 
 
 _HANDS_ON = ("runner/distributed/agreement.py", "runner/fault/wrap.py")
@@ -160,12 +150,7 @@ def write_report(
     """
     folder.mkdir(parents=True, exist_ok=True)
     ending = _SEEN if for_other else _EARLY if early else "json"
-    write_json(folder / f"rank-{report.rank:05d}.{ending}", redacted(report.to_json()))
-
-
-def has_reports(folder: Path) -> bool:
-    """Whether any rank has written a report."""
-    return any(True for _ in folder.glob("rank-*.json"))
+    write_json(folder / f"rank-{report.rank:05d}.{ending}", redacted(asdict(report)))
 
 
 def reported(folder: Path) -> dict[int, bool]:
@@ -199,24 +184,19 @@ def stacks() -> list[dict[str, Any]]:
     """The Python stack of every thread of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return [
-        {
-            "thread": names.get(ident, str(ident)),
-            "frames": [
-                {"file": f.filename, "line": f.lineno, "function": f.name}
-                for f in traceback.extract_stack(frame)
-            ],
-        }
+        {"thread": names.get(ident, str(ident)), "frames": _listed(traceback.extract_stack(frame))}
         for ident, frame in sys._current_frames().items()
     ]
 
 
 def stack_of(error: BaseException) -> dict[str, Any]:
     """The frames that an exception passed through, as the training thread's stack."""
-    frames = [
-        {"file": f.filename, "line": f.lineno, "function": f.name}
-        for f in traceback.extract_tb(error.__traceback__)
-    ]
+    frames = _listed(traceback.extract_tb(error.__traceback__))
     return {"thread": "MainThread", "frames": frames}
+
+
+def _listed(frames: traceback.StackSummary) -> list[Frame]:
+    return [{"file": f.filename, "line": f.lineno, "function": f.name} for f in frames]
 
 
 def read_fatal_log(path: Path, seen: Report) -> Report | None:
@@ -227,37 +207,133 @@ def read_fatal_log(path: Path, seen: Report) -> Report | None:
         return None
     if not text.strip():
         return None
-    first, _, _ = text.partition("\n")
-    return Report(
-        rank=seen.rank,
-        world_size=seen.world_size,
+    # The log begins with the thread that died, which may be another than the training thread.
+    threads = thread_frames(text)
+    own = [t for t in threads if any("__main__" in str(frame["file"]) for frame in t)]
+    training = next(iter(own or threads), [])
+    return replace(
+        seen,
         kind="fatal",
-        step=seen.step,
-        phase=seen.phase,
-        message=first.strip(),
+        message=text.partition("\n")[0].strip(),
         traceback=text,
-        host=seen.host,
-        pid=seen.pid,
-        time=seen.time,
-        stacks=[{"thread": "MainThread", "frames": _frames(text)}],
+        stacks=[{"thread": "MainThread", "frames": training}],
     )
 
 
-def _frames(text: str) -> list[Frame]:
-    """The training thread's frames in what faulthandler wrote, outermost first.
+def thread_frames(text: str) -> list[list[Frame]]:
+    """The Python frames of each thread in what faulthandler wrote, outermost first."""
+    blocks = re.split(r"(?:Current t|T)hread 0x", text)[1:]
+    found = [re.findall(r'File "([^"]+)", line ([0-9]{1,9}) in (\S+)', block) for block in blocks]
+    return [
+        [{"file": f, "line": int(n), "function": name} for f, n, name in reversed(frames)]
+        for frames in found
+        if frames
+    ]
 
-    The log begins with the thread that died, which may be a C++ thread without Python frames.
+
+# Reports of many ranks: a folder for each node, and one file that combines them.
+#
+#     out/incidents/000003/node-00096/rank-00097.json   as among few ranks
+#     out/incidents/000003/node-00096.json              all reports of that node, shortened
+#
+# A node is named after its first rank. Its leader, the lowest rank that has a report, writes the
+# file. So only the ranks of one node list or read a file for each rank; the cause comes from one
+# file a node. In it stand the training thread's stack and the collectives from shortly before the
+# first unfinished one on, and what several ranks have in common stands once.
+
+
+FROM_RANKS = 65  # with fewer ranks each report stays in a file of its own
+_FILE_BYTES = 1 << 27
+_BEFORE = 16  # collectives kept before the first unfinished one, in each group
+_MOST_ENTRIES = 64  # of one rank
+
+
+def node_folder(folder: Path, first_rank: int) -> Path:
+    return folder / f"node-{first_rank:05d}"
+
+
+def node_file(folder: Path, first_rank: int) -> Path:
+    return folder / f"node-{first_rank:05d}.json"
+
+
+def reported_nodes(folder: Path) -> list[int]:
+    """First ranks of the nodes whose file exists. Reads file names only."""
+    stems = [path.stem.removeprefix("node-") for path in folder.glob("node-*.json")]
+    return sorted(int(stem) for stem in stems if stem.isdigit())
+
+
+def merge_node(folder: Path, first_rank: int) -> None:
+    """Write the file of a node out of the reports in its folder."""
+    write_node(folder, first_rank, read_reports(node_folder(folder, first_rank)))
+
+
+def write_node(folder: Path, first_rank: int, reports: Sequence[Report]) -> None:
+    """Write the file of a node: these reports, shortened."""
+    stacks, lists = dict[str, int](), dict[str, int]()
+    listed = []
+    for report in reports:
+        frames = [stack for stack in report.stacks if stack["thread"] == "MainThread"]
+        tree = redacted(asdict(replace(report, stacks=[], collectives=[])))
+        about = {
+            "stacks": _place(stacks, redacted({"of": frames})["of"]),
+            "collectives": _place(lists, _shortened(report)),
+        }
+        listed.append({"report": tree, **about})
+    merged = {
+        "reports": listed,
+        "stacks": [json.loads(text) for text in stacks],
+        "collectives": [json.loads(text) for text in lists],
+    }
+    data = json_text(merged, is_compact=True).encode() + b"\n"
+    write_durably(node_file(folder, first_rank), data)
+
+
+def read_all_reports(folder: Path) -> list[Report]:
+    """The readable reports of an incident, one a rank, however many ranks there were."""
+    by_rank = {report.rank: report for report in read_reports(folder)}
+    merged = set(reported_nodes(folder))
+    for path in sorted(folder.glob("node-*.json")):
+        for report in _read_node(path):
+            by_rank.setdefault(report.rank, report)
+    for path in folder.glob("node-*/"):
+        stem = path.name.removeprefix("node-")
+        if path.is_dir() and not (stem.isdigit() and int(stem) in merged):
+            for report in read_reports(path):  # its leader did not come to it
+                by_rank.setdefault(report.rank, report)
+    return [by_rank[rank] for rank in sorted(by_rank)]
+
+
+def _place(texts: dict[str, int], value: Any) -> int:
+    """The number of a value in a table of distinct ones."""
+    return texts.setdefault(json.dumps(value, sort_keys=True), len(texts))
+
+
+def _shortened(report: Report) -> list[dict[str, Any]]:
+    """The report with collectives from shortly before the first unfinished one of each group on.
+
+    It begins earlier because another rank's first unfinished one may be earlier.
     """
-    blocks = [_block(block) for block in re.split(r"(?:Current t|T)hread 0x", text)[1:]]
-    blocks = [block for block in blocks if block]
-    training = [b for b in blocks if any("__main__" in str(frame["file"]) for frame in b)]
-    return next(iter(training or blocks), [])
+    groups: dict[str, list[int]] = {}
+    for at, entry in enumerate(report.collectives):
+        groups.setdefault(str(entry["group"]), []).append(at)
+    lengths: list[int] = []
+    for places in groups.values():
+        unfinished = (n for n, at in enumerate(places) if not report.collectives[at]["finished"])
+        first = max(0, next(unfinished, len(places)) - _BEFORE)
+        lengths += places[first : first + _MOST_ENTRIES]
+    return [dict(report.collectives[at]) for at in sorted(lengths)]
 
 
-def _block(text: str) -> list[Frame]:
-    frames = re.findall(r'File "([^"]+)", line ([0-9]{1,9}) in (\S+)', text)
-    return [{"file": f, "line": int(n), "function": name} for f, n, name in reversed(frames)]
-
-
-def now() -> float:
-    return time.time()
+def _read_node(path: Path) -> Sequence[Report]:
+    try:
+        tree = json.loads(read_bounded(path, _FILE_BYTES))
+        lists = [stored_entries(entries) for entries in tree["collectives"]]
+        return [
+            replace(
+                Report.from_json({**one["report"], "stacks": tree["stacks"][one["stacks"]]}),
+                collectives=lists[one["collectives"]],
+            )
+            for one in tree["reports"]
+        ]
+    except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
+        return []  # torn

@@ -46,10 +46,15 @@ class GuardedBatches:
             self.guard.note(self._loss)
         self._loss = loss.detach()
 
-    def may_step(self) -> bool:
-        """Whether the optimizer may step; also False if no batch was trained on."""
+    def may_step(self, optimizer: Any) -> bool:
+        """Whether the optimizer may step; if not, there are no gradients, as where no batch was
+        trained on."""
         loss, self._loss = self._loss, None
-        return loss is not None and self.guard.ok(loss)
+        is_allowed = loss is not None and self.guard.ok(loss)
+        for group in [] if is_allowed else optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        return is_allowed
 
 
 class HasBatches:

@@ -79,13 +79,8 @@ class GuardedTrainer(HasBatches):
         )
 
     def before_step(self) -> None:
-        """Call after the backward passes; drops the gradients if the step is not allowed."""
-        is_allowed = self.batches.may_step()
-        if not is_allowed:
-            for group in self._optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
-        self._optimizer._is_overflow = not is_allowed
+        """Call after the backward passes; a step that is not allowed is one that overflowed."""
+        self._optimizer._is_overflow = not self.batches.may_step(self._optimizer)
 
     def _step(self, model: Any, inputs: Any, *rest: Any, **kwargs: Any) -> torch.Tensor:
         """Replaces ``Trainer.training_step``: forward and backward of one batch."""

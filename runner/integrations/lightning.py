@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
+from runner.embed.loop.device_gate import HostSide
 from runner.embed.loop.guard import Guard
 from runner.integrations.batches import GuardedBatches, HasBatches
 from runner.system.error import ConfigError
@@ -33,7 +34,7 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
     def __init__(self, out: str | Path, **settings: Any) -> None:
         self._out = out
         self._settings = settings
-        self._schedules: list[dict[str, Any]] | None = None
+        self._before: HostSide | None = None  # a refused step
         self._is_passed_over = False  # the current batch is not trained on
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -100,32 +101,19 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """After the backward passes: drop the gradients if the step is not allowed."""
-        self._schedules = None
-        if not self.batches.may_step():
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
+        self._before = None
+        if not self.batches.may_step(optimizer):
             # Lightning steps the schedulers even so.
-            self._schedules = [
-                dict(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs
-            ]
-            self._options = [
-                {key: value for key, value in group.items() if key != "params"}
-                for group in optimizer.param_groups
-            ]
+            schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+            self._before = HostSide([optimizer], schedulers)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """After the schedulers stepped: undo that for a refused step, or count the step."""
-        if self._schedules is not None:
-            for config, state in zip(trainer.lr_scheduler_configs, self._schedules, strict=True):
-                config.scheduler.load_state_dict(state)
-            for group, options in zip(
-                trainer.optimizers[0].param_groups, self._options, strict=True
-            ):
-                group.update(options)
-            self._schedules = None
+        if self._before is not None:
+            self._before.restore()
+            self._before = None
         else:
             self.guard.settle()
 

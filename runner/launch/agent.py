@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,9 +24,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.run import main
 
 from runner.health.leave import leave_after_exit_functions
-from runner.launch import command_line, torchrun
+from runner.launch import torchrun
 from runner.launch.crash_evidence import evidence, has_to_leave, journal_lines
-from runner.system.exit_codes import EXIT_CRASH
+from runner.system.error import EXIT_CRASH
+from runner.system.process import signal_name
 
 _MOST_NAMED = 8  # failed ranks of this node
 _NODES = "--nnodes="
@@ -46,9 +46,10 @@ def shutdown(self: DynamicRendezvousHandler) -> bool:
 
 def run(arguments: Sequence[str]) -> int:
     """Run torchrun with ``arguments``; returns its exit code."""
-    nodes = _nodes(arguments)
+    given = [word.removeprefix(_NODES) for word in arguments if word.startswith(_NODES)]
+    nodes = torchrun.parse_nodes(given[0] if given else "1")
     if nodes.is_elastic:
-        out = command_line.out_of(arguments, None)
+        out = torchrun.out_of(arguments, None)
         DynamicRendezvousHandler.shutdown = shutdown  # type: ignore[method-assign]
         SimpleElasticAgent._restart_workers = restart_or_leave(out, nodes.least)  # type: ignore[method-assign]
     try:
@@ -95,16 +96,7 @@ def summary(error: ChildFailedError) -> str:
 def _end(failure: ProcessFailure) -> str:
     if failure.exitcode >= 0:
         return f"(pid {failure.pid}) ended with exit code {failure.exitcode}"
-    try:
-        name = signal.Signals(-failure.exitcode).name
-    except ValueError:
-        name = f"signal {-failure.exitcode}"
-    return f"(pid {failure.pid}) was killed by {name}"
-
-
-def _nodes(arguments: Sequence[str]) -> torchrun.Nodes:
-    given = [word.removeprefix(_NODES) for word in arguments if word.startswith(_NODES)]
-    return torchrun.parse_nodes(given[0] if given else "1")
+    return f"(pid {failure.pid}) was killed by {signal_name(-failure.exitcode)}"
 
 
 if __name__ == "__main__":

@@ -10,17 +10,179 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from runner.distributed.env import EXIT_DIR
+from runner.distributed.env import EXIT_DIR, rank_name, read_begun
+from runner.health.rank_report import CAUSE, Report, read_fatal_log, reported, write_report
 from runner.launch import process_tree, torchrun
-from runner.launch.local_ranks import BegunRanks
-from runner.launch.outcome import final_code, outcome, read_exits
 from runner.launch.prepared import Preparation
-from runner.system.process import answer_hangup, parent
+from runner.policy.restart import ExitCodes
+from runner.system.error import (
+    EXIT_CONFIG,
+    EXIT_CRASH,
+    EXIT_DONE,
+    EXIT_HALTED,
+    EXIT_NO_CHECKPOINT,
+    EXIT_PREEMPTED,
+)
+from runner.system.process import answer_hangup, exit_status, host_name, is_alive, parent
+
+# The ranks of this node, seen by their supervisor: have they begun, did one die unnoticed.
+#
+# The other ranks of a node report a rank that dies. If it was alone on its node, or all of them
+# died, no other node would notice: over NCCL no collective fails there.
+
+
+# Seconds: other ranks of the node notice a death at once, and know more about it.
+_NEIGHBOURS_SECONDS = 3.0
+_SCAN_SECONDS = 1.0  # between looks for processes: every process of the machine is asked
+
+
+class BegunRanks:
+    """The ranks of one attempt.
+
+    Args:
+        exits: the folder in which ranks note that they have begun, and how they ended.
+        mark: the mark of the attempt's processes.
+        limit_seconds: how long ranks may take to begin; None: no limit.
+    """
+
+    def __init__(self, exits: Path, mark: str, limit_seconds: float | None) -> None:
+        self._exits = exits
+        self._mark = mark
+        self._limit = limit_seconds
+        self._have_begun = limit_seconds is None
+        self._there_since: float | None = None
+        self._scanned = float("-inf")
+        self._dead: dict[tuple[int, str], tuple[float, int | None]] = {}  # since when, and how
+
+    def late(self) -> str:
+        """A message when ranks exist and have not begun in time; empty while all is well."""
+        if self._have_begun:
+            return ""
+        if read_begun(self._exits):
+            self._have_begun = True
+            return ""
+        clock = time.monotonic()
+        if self._there_since is None and clock > self._scanned + _SCAN_SECONDS:
+            self._scanned = clock
+            self._there_since = clock if process_tree.ranks(self._mark) else None
+        assert self._limit is not None
+        if self._there_since is None or clock - self._there_since < self._limit:
+            return ""
+        return (
+            f"{host_name()}: its ranks have existed for {self._limit:g} s and none has begun "
+            "(parallel.start_seconds + parallel.timeout_seconds + watchdog.slow_seconds)"
+        )
+
+    def look(self, *, is_over: bool = False) -> None:
+        """Report dead ranks to the other nodes, unless they or the cause are reported already.
+
+        The other nodes wait some seconds for a report after their collective broke.
+
+        Args:
+            is_over: whether what started them has ended, so that nobody else can report them.
+        """
+        begun = read_begun(self._exits)
+        ended = read_exits(self._exits) if begun else {}
+        clock = time.monotonic()
+        for rank, facts in begun.items():
+            name = (rank, str(facts.get("incident")))
+            are_all_here = int(facts["world_size"]) <= int(facts["local_world_size"])
+            if rank_name(rank) in ended or are_all_here:
+                continue
+            if name not in self._dead:
+                if is_alive(facts["process"]) is not False:
+                    continue
+                self._dead[name] = clock, exit_status(int(facts["process"]["pid"]))
+            since, status = self._dead[name]
+            is_due = clock - since > _NEIGHBOURS_SECONDS
+            if is_over or is_due or not any(is_alive(one["process"]) for one in begun.values()):
+                self._tell(rank, facts, status)
+
+    def _tell(self, rank: int, facts: dict[str, Any], status: int | None) -> None:
+        folder = Path(facts["incident"])
+        if rank in reported(folder) or (folder / CAUSE).exists():
+            return
+        message = "gone without a report: SIGKILL, out of memory, or ended by its launcher"
+        if status is not None:
+            message = f"killed by signal {-status}" if status < 0 else f"ended with {status}"
+        report = Report(
+            rank=rank,
+            world_size=int(facts["world_size"]),
+            kind="exit" if status is None or status >= 0 else "signal",
+            step=0,
+            phase="some phase",
+            message=f"{message} (seen by the supervisor of {host_name()})",
+            host=host_name(),
+            time=time.time(),
+        )
+        # Some signals leave a rank time for a fatal log.
+        own = read_fatal_log(Path(facts["fatal"]), report) if facts.get("fatal") else None
+        with contextlib.suppress(OSError):
+            write_report(folder, own or report, for_other=True)
+
+
+# How a job ended, from the exit codes of its ranks: torchrun itself always ends with 1.
+#
+# Every rank writes its exit code into the folder that ``HOLDFAST_EXIT_DIR`` names, and a
+# supervisor that is itself a part of a larger job (a node of a Slurm job) writes its own there.
+
+
+# A restart would not help after these. The first of them that a process ended with is the job's.
+FINAL = {
+    EXIT_HALTED: "halted by the guard",
+    EXIT_CONFIG: "settings or data",
+    EXIT_NO_CHECKPOINT: "no loadable checkpoint",
+}
+EXIT_CODES = ExitCodes(
+    done=EXIT_DONE,
+    crash=EXIT_CRASH,
+    halted=EXIT_HALTED,
+    preempted=EXIT_PREEMPTED,
+    final=FINAL,
+)
+
+
+def read_exits(folder: Path) -> dict[str, int]:
+    """Read the exit code of each process that ended by itself, by its name."""
+    exits: dict[str, int] = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        with contextlib.suppress(OSError, ValueError):
+            if not path.name.startswith("."):
+                exits[path.name] = int(path.read_text())
+    return exits
+
+
+def final_code(exits: Mapping[str, int]) -> int | None:
+    """The exit code that forbids a restart, if any process ended with one."""
+    return next((code for code in FINAL if code in exits.values()), None)
+
+
+def outcome(exits: Mapping[str, int], returncode: int, *, was_killed: bool = False) -> int:
+    """The job's exit code.
+
+    Args:
+        exits: as :func:`read_exits` gives them.
+        returncode: exit code of the started command; negative for a signal.
+        was_killed: the command died of a signal that was not ours, and its ranks ended after it.
+    """
+    codes = set(exits.values())
+    final = final_code(exits)
+    if returncode == EXIT_DONE and final is None:
+        return EXIT_DONE  # ranks that crashed before torchrun started them again count no more
+    if final is not None:
+        return final
+    if codes == {EXIT_PREEMPTED}:
+        return EXIT_PREEMPTED
+    if codes and not was_killed:
+        return EXIT_CRASH
+    return 128 - returncode if returncode < 0 else returncode
+
 
 _POLL_SECONDS = 0.1
 # From the first process that reported how it ended: when the others are asked to stop, when they
@@ -83,7 +245,6 @@ class Ended:
 
     code: int
     missing: frozenset[str]
-    left_behind: Sequence[int]
     reason: str = ""
     stuck: Sequence[int] = ()
 
@@ -147,148 +308,127 @@ def run_once(job: Job, stop: Stop) -> Ended:
                 stderr=job.output,
             )
         missing = frozenset[str]()
-        begun = BegunRanks(exits, mark, job.begin_seconds)
-        watch = _Watch(job, child, mark, exits, stop, begun)
+        watch = _Watch(job, child, mark, exits, stop)
         try:
             if not watch.wait():
                 missing = job.expected - read_exits(exits).keys()
             was_killed = (child.poll() or 0) < 0
-            _end_step(job, child)
+            if job.forward is StopTarget.srun and child.poll() is None:
+                child.terminate()  # srun ends its step on all nodes before it is killed
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(_SRUN_SECONDS)
         finally:
-            left = process_tree.end_all(mark)
+            process_tree.end_all(mark)
             child.wait()
         code = outcome(read_exits(exits), child.returncode, was_killed=was_killed)
         return Ended(
             code=code,
             missing=missing,
-            left_behind=left,
             reason=watch.reason,
             stuck=process_tree.marked(mark),
         )
 
 
-def _end_step(job: Job, child: subprocess.Popen[bytes]) -> None:
-    """Let srun end its step on all nodes before it is killed."""
-    if job.forward is StopTarget.srun and child.poll() is None:
-        child.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(_SRUN_SECONDS)
-
-
+@dataclass(eq=False)
 class _Watch:
     """Waits for a command and forwards requests to it."""
 
-    def __init__(
-        self,
-        job: Job,
-        child: subprocess.Popen[bytes],
-        mark: str,
-        exits: Path,
-        stop: Stop,
-        begun: BegunRanks,
-    ) -> None:
-        self.reason = ""
-        self._begun = begun
-        self._job = job
-        self._child = child
-        self._mark = mark
-        self._exits = exits
-        self._stop = stop
-        self._told: set[int] | None = None
-        self._alive = time.monotonic()
-        self._patience = _Patience(exits, job.expected)
+    job: Job
+    child: subprocess.Popen[bytes]
+    mark: str
+    exits: Path
+    stop: Stop
+    reason: str = ""
+    _told: set[int] | None = None
+    _alive: float = field(default_factory=time.monotonic)
+    _first_exit: float | None = None
+    _final_exit: float | None = None
+    _num_requests: int = 0
+
+    def __post_init__(self) -> None:
+        self._begun = BegunRanks(self.exits, self.mark, self.job.begin_seconds)
 
     def wait(self) -> bool:
         """Wait until the command ends or must be ended; False when some are taken for dead."""
-        while self._child.poll() is None:
-            self.reason = self._begun.late() or self._job.late(self._mark)
+        while self.child.poll() is None:
+            self.reason = self._begun.late() or self.job.late(self.mark)
             if self.reason:
                 return True
             self._look_for_deaths(is_over=False)
-            requests = self._patience.requests(time.monotonic())
+            exits, now = read_exits(self.exits), time.monotonic()
+            requests = self._requests_due(exits, now)
             if requests is None:
                 return False
-            if self._stop.is_repeated or self._patience.is_final or self._is_over():
+            if self.stop.is_repeated or self._has_final_code(exits, now) or self._is_over():
                 return True
             for _ in range(requests):
-                process_tree.send(self._child.pid, signal.SIGUSR1)
-            if self._is_told_by_file():
+                process_tree.send(self.child.pid, signal.SIGUSR1)
+            part_of = self.job.part_of
+            if not self.stop.is_set and part_of and (part_of / _STOP_FILE).exists():
                 self._told = set()
-                self._stop.ask(signal.SIGUSR1)
-            if self._stop.number is not None:
-                self._tell(self._stop.number)
+                self.stop.ask(signal.SIGUSR1)
+            if self.stop.number is not None:
+                self._tell(self.stop.number)
             time.sleep(_POLL_SECONDS)
         self._look_for_deaths(is_over=True)
         return True
 
+    def _has_final_code(self, exits: Mapping[str, int], now: float) -> bool:
+        """Whether a process has for some time ended with a code that forbids a restart.
+
+        A torchrun that has restarts left would start a finished group again.
+        """
+        if self._final_exit is None and final_code(exits) is not None:
+            self._final_exit = now
+        return self._final_exit is not None and now - self._final_exit > _LEAVE_SECONDS
+
+    def _requests_due(self, exits: Mapping[str, int], now: float) -> int | None:
+        """How many stop requests are due to processes that have not reported how they ended.
+
+        None: while others have reported, they are taken for dead.
+        """
+        if not exits or not self.job.expected - exits.keys():
+            return 0
+        self._first_exit = now if self._first_exit is None else self._first_exit
+        waited = now - self._first_exit
+        if waited > _DEAD_SECONDS:
+            return None
+        due = (waited > _ASK_SECONDS) + (waited > _INSIST_SECONDS) - self._num_requests
+        self._num_requests += due
+        return due
+
     def _look_for_deaths(self, *, is_over: bool) -> None:
         """Note dead ranks. Of a Slurm step the supervisor of each node does that."""
-        if not self._stop.is_set and self._job.forward is not StopTarget.srun:
+        if not self.stop.is_set and self.job.forward is not StopTarget.srun:
             self._begun.look(is_over=is_over)
 
     def _is_over(self) -> bool:
         """Whether the ranks that were told to stop did: torchrun with restarts left would go on."""
-        if self._job.forward is StopTarget.srun or not self._told or self._child.pid in self._told:
+        if self.job.forward is StopTarget.srun or not self._told or self.child.pid in self._told:
             return False
         if any(parent(pid) is not None for pid in self._told):
             self._alive = time.monotonic()
         return time.monotonic() - self._alive > _TORCHRUN_SECONDS
 
-    def _is_told_by_file(self) -> bool:
-        if self._stop.is_set or self._job.part_of is None:
-            return False
-        return (self._job.part_of / _STOP_FILE).exists()
-
     def _tell(self, number: int) -> None:
         number = signal.SIGTERM if number in (signal.SIGINT, signal.SIGHUP) else number
         if self._told is None:
-            self._told = self._told_already(number)
+            if self.job.forward is StopTarget.srun and number == signal.SIGUSR1:
+                (self.exits / _STOP_FILE).touch()
+            by_slurm = self.job.forward is StopTarget.step
+            self._told = set(self._listening(number)) if by_slurm else set()
         for pid in self._whom(number):
             if pid not in self._told:
                 self._told.add(pid)
                 process_tree.send(pid, number)
 
-    def _told_already(self, number: int) -> set[int]:
-        if self._job.forward is StopTarget.srun and number == signal.SIGUSR1:
-            (self._exits / _STOP_FILE).touch()
-        return set(self._listening(number)) if self._job.forward is StopTarget.step else set()
-
     def _whom(self, number: int) -> Sequence[int]:
-        if self._job.forward is StopTarget.srun:
-            return [self._child.pid] if number == signal.SIGUSR1 else []
-        if not self._told and not self._job.shielded and not process_tree.ranks(self._mark):
-            return [self._child.pid]  # it has no ranks, and may be one itself
+        if self.job.forward is StopTarget.srun:
+            return [self.child.pid] if number == signal.SIGUSR1 else []
+        if not self._told and not self.job.shielded and not process_tree.ranks(self.mark):
+            return [self.child.pid]  # it has no ranks, and may be one itself
         return self._listening(number)
 
     def _listening(self, number: int) -> list[int]:
         """Ranks that already handle the signal; one that is still starting would die of it."""
-        return [pid for pid in process_tree.ranks(self._mark) if process_tree.catches(pid, number)]
-
-
-class _Patience:
-    """When to end processes that have not reported how they ended, while others have."""
-
-    def __init__(self, exits: Path, expected: frozenset[str]) -> None:
-        self._exits = exits
-        self._expected = expected
-        self._first_told: float | None = None
-        self._final_told: float | None = None
-        self._requests = 0
-        self.is_final = False
-
-    def requests(self, now: float) -> int | None:
-        """How many stop requests are due by now; None: some processes are taken for dead."""
-        exits = read_exits(self._exits)
-        # A torchrun that has restarts left would start a finished group again.
-        if final_code(exits) is not None and self._final_told is None:
-            self._final_told = now
-        self.is_final = self._final_told is not None and now - self._final_told > _LEAVE_SECONDS
-        if not exits or not self._expected - exits.keys():
-            return 0
-        self._first_told = now if self._first_told is None else self._first_told
-        waited = now - self._first_told
-        if waited > _DEAD_SECONDS:
-            return None
-        due = (waited > _ASK_SECONDS) + (waited > _INSIST_SECONDS) - self._requests
-        self._requests += due
-        return due
+        return [pid for pid in process_tree.ranks(self.mark) if process_tree.catches(pid, number)]

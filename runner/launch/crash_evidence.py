@@ -2,18 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
-from runner.launch.bad_nodes import short_name
 from runner.policy.restart import HARDWARE
 from runner.policy.retention.records import State
 from runner.run_dir.paths import RunDir
+from runner.system.error import ConfigError
 from runner.system.json_lines import iter_lines, read_lines, step_of
+
+# The list of nodes that failed (``out/bad_nodes``), and the choice of nodes to train on.
+
+
+class BadNodes:
+    """``out/bad_nodes``: a node a line, with the time and the reason. A person may edit it."""
+
+    def __init__(self, out: Path) -> None:
+        self.path = out / "bad_nodes"
+
+    def read(self) -> dict[str, str]:
+        """Each listed node, with the time and reason of its newest line."""
+        if not self.path.exists():
+            return {}
+        lines = (line.split(maxsplit=1) for line in self.path.read_text().splitlines())
+        return {row[0]: " ".join(row[1:]) for row in lines if row and row[0][0] != "#"}
+
+    def add(self, nodes: Iterable[str], reason: str) -> None:
+        """Append those that are not listed yet."""
+        known = self.read()
+        when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        text = "".join(f"{node} {when} {reason}\n" for node in nodes if node not in known)
+        if text:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a") as file:
+                file.write(text)
+
+
+def choose(
+    nodes: Sequence[str], *, count: int, bad: Collection[str], lost: Collection[str]
+) -> list[str] | None:
+    """Choose ``count`` of ``nodes``, in their order: no lost ones, and bad ones only if needed.
+
+    Returns None if too few nodes are left.
+    """
+    usable = [node for node in nodes if node not in lost]
+    if len(usable) < count:
+        return None
+    good_first = sorted(usable, key=lambda node: node in bad)
+    chosen = set(good_first[:count])
+    return [node for node in usable if node in chosen]
+
+
+def refuse_listed(out: Path, node: str) -> None:
+    """
+    Raises:
+        ConfigError: this node is listed in ``out/bad_nodes``.
+    """
+    bad = BadNodes(out)
+    reason = bad.read().get(short_name(node))
+    if reason is not None:
+        raise ConfigError(
+            f"{node} is listed in {bad.path} ({reason}), and the run can go on without it: delete "
+            "its line when it is mended, or start on another node"
+        )
+
+
+def short_name(host: str) -> str:
+    """The name by which ``out/bad_nodes`` lists a host."""
+    return host.partition(".")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +97,11 @@ class Evidence:
 
     took_up: bool
     step: int
-    cause: str | None
-    signature: str | None
-    reason: str | None
-    ranks: tuple[int, ...]
     hardware: tuple[HardwareFault, ...]
+    cause: str | None = None
+    signature: str | None = None
+    reason: str | None = None
+    ranks: tuple[int, ...] = ()
     host: str = ""
 
 
@@ -80,15 +141,7 @@ def evidence(out: Path, *, since: int) -> Evidence:
     for line in iter_lines(RunDir(out).metrics):
         done = step_of(line) if line.get("action") == "apply" else done
     begun = step_of(starts[-1]) if starts else 0
-    return Evidence(
-        took_up=bool(starts),
-        step=max(done, begun) + 1,
-        cause=None,
-        signature=None,
-        reason=None,
-        ranks=(),
-        hardware=hardware,
-    )
+    return Evidence(took_up=bool(starts), step=max(done, begun) + 1, hardware=hardware)
 
 
 def has_to_leave(crash: Evidence, *, node: str, least: int) -> bool:

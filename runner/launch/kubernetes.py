@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from runner.launch.torchrun import DEFAULT_PORT
-from runner.system.exit_codes import EXIT_CONFIG, EXIT_HALTED, EXIT_NO_CHECKPOINT, EXIT_PREEMPTED
+import yaml
 
-# Kubeflow asks for this name of the replicated job and of its container.
-_NODE = "node"
-_CONTAINER = "node"
-_TRAINER_STEP = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+from runner.launch.torchrun import DEFAULT_PORT
+
+_SPEC = Path(__file__).with_name("jobset.yaml")
 _SHARED = "run"
 
 Manifest = dict[str, Any]
@@ -62,7 +61,8 @@ def train_job(pods: Pods, overrides: Sequence[str]) -> list[Manifest]:
 
     The rules for exit codes can stand in a runtime only, so the job brings its own.
     """
-    version = "trainer.kubeflow.org/v1alpha1"
+    group = "trainer.kubeflow.org"
+    version = f"{group}/v1alpha1"
     runtime = {
         "apiVersion": version,
         "kind": "TrainingRuntime",
@@ -77,11 +77,7 @@ def train_job(pods: Pods, overrides: Sequence[str]) -> list[Manifest]:
         "kind": "TrainJob",
         "metadata": _metadata(pods),
         "spec": {
-            "runtimeRef": {
-                "apiGroup": "trainer.kubeflow.org",
-                "kind": "TrainingRuntime",
-                "name": pods.name,
-            },
+            "runtimeRef": {"apiGroup": group, "kind": "TrainingRuntime", "name": pods.name},
             "trainer": {"numNodes": pods.nodes, "numProcPerNode": pods.num_ranks},
         },
     }
@@ -93,107 +89,33 @@ def _metadata(pods: Pods) -> Manifest:
 
 
 def _set_spec(pods: Pods, overrides: Sequence[str]) -> Manifest:
-    return {
-        "failurePolicy": {
-            "maxRestarts": pods.restarts,
-            # The message of a failed Job names the rule that matched the pod.
-            "rules": [
-                {
-                    "name": "preempted",
-                    "action": "RestartJobSetAndIgnoreMaxRestarts",
-                    "onJobFailureReasons": ["PodFailurePolicy"],
-                    "onJobFailureMessagePatterns": [
-                        f"exit code {EXIT_PREEMPTED} ",
-                        "condition DisruptionTarget ",
-                    ],
-                },
-                {
-                    "name": "a_restart_would_not_help",
-                    "action": "FailJobSet",
-                    "onJobFailureReasons": ["PodFailurePolicy"],
-                },
-            ],
-        },
-        "network": {"enableDNSHostnames": True, "subdomain": pods.name},
-        "replicatedJobs": [
-            {"name": _NODE, "replicas": 1, "template": _job_template(pods, overrides)}
-        ],
-    }
-
-
-def _job_template(pods: Pods, overrides: Sequence[str]) -> Manifest:
-    return {
-        "metadata": {"labels": dict(_TRAINER_STEP)},
-        "spec": {
-            "completionMode": "Indexed",
-            "completions": pods.nodes,
-            "parallelism": pods.nodes,
-            # One pod alone cannot be replaced: the set starts all again.
-            "backoffLimit": 0,
-            "podFailurePolicy": {
-                "rules": [
-                    _on_exit(EXIT_CONFIG, EXIT_HALTED, EXIT_NO_CHECKPOINT),
-                    _on_exit(EXIT_PREEMPTED),
-                    {
-                        "action": "FailJob",
-                        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
-                    },
-                ]
-            },
-            "template": {"spec": _pod(pods, overrides)},
-        },
-    }
-
-
-def _on_exit(*codes: int) -> Manifest:
-    matched = {"containerName": _CONTAINER, "operator": "In", "values": sorted(codes)}
-    return {"action": "FailJob", "onExitCodes": matched}
-
-
-def _pod(pods: Pods, overrides: Sequence[str]) -> Manifest:
-    memory = {"name": "shm", "emptyDir": {"medium": "Memory"}}
-    volumes: list[Manifest] = [memory]
-    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
+    spec: Manifest = yaml.safe_load(_SPEC.read_text())
+    spec["failurePolicy"]["maxRestarts"] = pods.restarts
+    spec["network"]["subdomain"] = pods.name
+    job = spec["replicatedJobs"][0]["template"]["spec"]
+    job["completions"] = job["parallelism"] = pods.nodes
+    pod = job["template"]["spec"]
+    pod["terminationGracePeriodSeconds"] = pods.grace_seconds
+    (container,) = pod["containers"]
+    container |= {"image": pods.image, "command": _command(pods, overrides)}
     if pods.claim:
-        volumes.append({"name": _SHARED, "persistentVolumeClaim": {"claimName": pods.claim}})
-        mounts.append({"name": _SHARED, "mountPath": pods.mount})
-    container = {
-        "name": _CONTAINER,
-        "image": pods.image,
-        "command": _command(pods, overrides),
-        "volumeMounts": mounts,
-        **({"resources": _resources(pods)} if _resources(pods) else {}),
-    }
-    return {
-        # A container that the kubelet starts again hides how it ended.
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": pods.grace_seconds,
-        "containers": [container],
-        "volumes": volumes,
-    }
-
-
-def _resources(pods: Pods) -> Manifest:
-    resources = dict(pods.resources) | (
-        {"nvidia.com/gpu": str(pods.num_ranks)} if pods.gpus else {}
-    )
-    return {"limits": resources} if resources else {}
+        claim = {"claimName": pods.claim}
+        pod["volumes"].append({"name": _SHARED, "persistentVolumeClaim": claim})
+        container["volumeMounts"].append({"name": _SHARED, "mountPath": pods.mount})
+    limits = dict(pods.resources)
+    if pods.gpus:
+        limits["nvidia.com/gpu"] = str(pods.num_ranks)
+    if limits:
+        container["resources"] = {"limits": limits}
+    return spec
 
 
 def _command(pods: Pods, overrides: Sequence[str]) -> list[str]:
     """Starts one agent a pod; it ends with the runner's own exit code."""
-    command = [
-        "python",
-        "-m",
-        "runner",
-        "launch",
-        "--restarts",
-        "0",
-        "--nproc",
-        str(pods.num_ranks),
-    ]
+    command = ["python", "-m", "runner", "launch", "--restarts", "0"]
+    command += ["--nproc", str(pods.num_ranks)]
     if pods.nodes > 1:
         # The first pod's name, which a JobSet keeps from one start to the next.
-        head = f"{pods.name}-{_NODE}-0-0.{pods.name}:{DEFAULT_PORT}"
+        head = f"{pods.name}-node-0-0.{pods.name}:{DEFAULT_PORT}"
         command += ["--nodes", str(pods.nodes), "--head", head, "--name", pods.name]
     return [*command, *overrides]

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> None:
         arguments: the run's directory; host and port of the place.
     """
     # Not above: the supervisor only needs the command, and nothing of torch.
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore
 
     out, host, port = Path(arguments[0]), arguments[1], int(arguments[2])
     began = time.time()

@@ -62,13 +62,6 @@ class Preparation:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SHIELDED)
 
 
-def split(command: Sequence[str]) -> tuple[Preparation | None, list[str]]:
-    """Split a prefixed command into its preparation, if it has one, and the command itself."""
-    if list(command[1:3]) != ["-m", __name__]:
-        return None, list(command)
-    return Preparation(**json.loads(command[3])), list(command[4:])
-
-
 def main(arguments: Sequence[str]) -> None:
     """Become the command; never returns. If that fails, exits with 127 as a shell does."""
     Preparation(**json.loads(arguments[0])).apply()

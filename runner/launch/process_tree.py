@@ -21,19 +21,20 @@ MARK = "HOLDFAST_MARK"
 def marked(mark: str) -> list[int]:
     """Ids of this user's processes that carry the mark, without zombies."""
     wanted = f"{MARK}={mark}"
-    return [pid for pid in _pids() if wanted in _environment(pid)]
+    pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    return [pid for pid in pids if wanted in _environment(pid)]
 
 
 def ranks(mark: str) -> list[int]:
     """Ids of the marked processes that are ranks, without those that ranks started."""
-    pids = [pid for pid in marked(mark) if _has_rank(pid)]
+    pids = [pid for pid in marked(mark) if _rank(pid) is not None]
     return [pid for pid in pids if parent_of(pid) not in pids]
 
 
 def rank_of(pid: int) -> int:
     """The rank that a process is, or belongs to; 0 without a launcher."""
-    values = [e[5:] for e in _environment(pid) if e.startswith("RANK=")]
-    return int(values[0]) if values and values[0].isdecimal() else 0
+    rank = _rank(pid) or ""
+    return int(rank) if rank.isdecimal() else 0
 
 
 def is_there(pid: int) -> bool:
@@ -57,28 +58,21 @@ def send(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def end_all(mark: str, *, timeout_seconds: float = 10.0, stuck_seconds: float = 120.0) -> list[int]:
-    """Send SIGKILL until no marked process is left; returns the ids of those it met.
+def end_all(mark: str, *, timeout_seconds: float = 10.0, stuck_seconds: float = 120.0) -> None:
+    """Send SIGKILL until no marked process is left.
 
     Args:
         stuck_seconds: how long to wait for processes that sleep in the kernel (state D), as in a
             GPU's driver: they die when it lets them, and hold the GPU's memory until then.
     """
     began = time.monotonic()
-    seen: set[int] = set()
     while pids := marked(mark):
         waited = time.monotonic() - began
         if waited > (stuck_seconds if any(map(is_in_kernel, pids)) else timeout_seconds):
             break
-        seen.update(pids)
         for pid in pids:
             send(pid, signal.SIGKILL)
         time.sleep(0.02)
-    return sorted(seen)
-
-
-def _pids() -> list[int]:
-    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
 
 
 def _environment(pid: int) -> list[str]:
@@ -88,5 +82,5 @@ def _environment(pid: int) -> list[str]:
         return []
 
 
-def _has_rank(pid: int) -> bool:
-    return any(entry.startswith("RANK=") for entry in _environment(pid))
+def _rank(pid: int) -> str | None:
+    return next((entry[5:] for entry in _environment(pid) if entry.startswith("RANK=")), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -9,31 +10,155 @@ import re
 import shutil
 import signal
 import subprocess
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from runner.health.lost_peer import by_text
+from runner.health.flight_recorder import read_dumps
 from runner.health.nvml import at_work
-from runner.health.rank_report import Report, own_line
-from runner.health.root_cause import RootCause, find_root_cause
-from runner.health.trace_dump import read_dumps
+from runner.health.rank_report import Frame, Report, own_line, thread_frames
+from runner.health.root_cause import RootCause, by_text, find_root_cause
 from runner.launch import process_tree
 from runner.launch.attempt import Ended, Job, run_once
-from runner.launch.script_output import Printed, Said, failures, tracebacks
 from runner.launch.supervisor import Supervisor
 from runner.policy.restart import Attempt, RestartRules
-from runner.system.process import parent
+from runner.system.output import Sink
+from runner.system.process import parent, signal_name
+
+# Copies a script's output, and finds progress and fatal errors in it.
+
+
+# "step 12", "iter: 12", "global_step=12", "12/500 [" as progress bars have it.
+PROGRESS = r"(?i)\b(?:global_)?(?:step|iter|iteration)s?\b\D{0,3}(\d+)|\b(\d+)/\d+ \["
+_MOST_LINES = 5000
+_MOST_LINE = 1 << 14
+_RANK = re.compile(r"^\[(?:rank)?(\d+)\]:\s?")
+_FRAME = re.compile(r'^\s+File "([^"]+)", line (\d+), in (\S+)')
+_ERROR = re.compile(r"^([A-Za-z_][\w.]*)(?:: (.*))?$")
+_FAILED = re.compile(
+    r"rank\s+: (\d+) \(local_rank: \d+\)[^\n]*\n[^\n]*exitcode\s+: (-?\d+) \(pid: \d+\)"
+)
+_TRACEBACK = "Traceback (most recent call last):"
+
+
+class Said:
+    """Reads a pipe in a thread and copies it to standard output.
+
+    Args:
+        descriptor: the pipe's reading end; closed when the pipe ends.
+        progress: a pattern whose first matching group is the step.
+    """
+
+    def __init__(self, descriptor: int, progress: str) -> None:
+        self.step = -1  # the highest seen so far
+        self.heard = time.monotonic()
+        self.lines: deque[str] = deque(maxlen=_MOST_LINES)
+        self.num_lines = 0
+        self._progress = re.compile(progress)
+        self._descriptor = descriptor
+        self._sink = Sink(1, "standard output")
+        self._rest = b""
+        self._thread = threading.Thread(target=self._read, name="said", daemon=True)
+        self._thread.start()
+
+    def finish(self, seconds: float = 2.0) -> None:
+        """Read what is still in the pipe."""
+        self._thread.join(seconds)
+        self._sink.drain(seconds)
+
+    def since(self, number: int) -> list[str]:
+        """The lines from ``number`` on."""
+        have = list(self.lines)
+        return have[max(0, len(have) - (self.num_lines - number)) :]
+
+    def _read(self) -> None:
+        while True:
+            try:
+                data = os.read(self._descriptor, 1 << 16)
+            except OSError:
+                break
+            if not data:
+                break
+            self.heard = time.monotonic()
+            self._sink.put(data)
+            self._take(data)
+        self._take(b"\n")
+        os.close(self._descriptor)
+
+    def _take(self, data: bytes) -> None:
+        # A progress bar goes back to the line's beginning.
+        *lines, self._rest = (self._rest + data).replace(b"\r", b"\n").split(b"\n")
+        if len(self._rest) > _MOST_LINE:
+            lines, self._rest = [*lines, self._rest], b""
+        for raw in lines:
+            line = raw[:_MOST_LINE].decode(errors="replace")
+            if not line.strip():
+                continue
+            self.lines.append(line)
+            self.num_lines += 1
+            for match in self._progress.finditer(line):
+                number = next((group for group in match.groups() if group), "")
+                if number.isdecimal() and len(number) < 16:
+                    self.step = max(self.step, int(number))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Printed:
+    """An exception that was printed; ``rank`` is None where nothing says whose it is.
+
+    ``frames`` are (file, line, function), outermost first.
+    """
+
+    rank: int | None
+    kind: str
+    message: str
+    frames: tuple[tuple[str, int, str], ...]
+
+    @property
+    def is_launchers(self) -> bool:
+        """Whether it is torchrun's own exception, which says only that a rank failed."""
+        return self.kind.endswith("ChildFailedError")
+
+
+def tracebacks(lines: Sequence[str]) -> list[Printed]:
+    """The exceptions in these lines, in order."""
+    printed: list[Printed] = []
+    open_: dict[int | None, list[tuple[str, int, str]]] = {}
+    for line in lines:
+        mark = _RANK.match(line)
+        rank = int(mark[1]) if mark else None
+        text = line[mark.end() :] if mark else line
+        if _TRACEBACK in text:
+            open_[rank] = []
+        elif rank in open_:
+            frame = _FRAME.match(text)
+            if frame:
+                open_[rank].append((frame[1], int(frame[2]), frame[3]))
+            elif text[:1].strip() and (error := _ERROR.match(text)):
+                frames = tuple(open_.pop(rank))
+                message = error[2] or ""
+                printed.append(Printed(rank=rank, kind=error[1], message=message, frames=frames))
+    return printed
+
+
+def failures(lines: Sequence[str]) -> list[tuple[int, int]]:
+    """(rank, exit code) of torchrun's own summary; the first observed failure comes first."""
+    text = "\n".join(lines)
+    rest, _, root = text.rpartition("Root Cause (first observed failure)")
+    codes = [(int(rank), int(code)) for rank, code in _FAILED.findall(root)]
+    codes += [(int(rank), int(code)) for rank, code in _FAILED.findall(rest)]
+    return list(dict.fromkeys(codes))
+
 
 _DUMPS = "flight-recorder-rank"
 _ERROR_FILE = "error.json"
 _ABORT_SECONDS, _SPY_SECONDS = 2.0, 10.0
 _LOOK_SECONDS = 1.0  # seconds between two readings of the GPUs
 _TAIL = 400  # lines that are kept as evidence
-_STACK = re.compile(r'^\s+File "([^"]+)", line (\d+) in (\S+)')
-_THREAD = re.compile(r"^(?:Current thread|Thread) .*most recent call first")
 _WAITS = ("torch/distributed/", "torch/autograd/")  # places in which a rank waits for others
 
 
@@ -129,6 +254,7 @@ def settings(folder: Path) -> dict[str, str]:
     }
 
 
+@dataclass(eq=False)
 class _Watchdog:
     """Ends a script that made no progress for too long; records its ranks' stacks first.
 
@@ -136,15 +262,13 @@ class _Watchdog:
         gpus_work: whether a GPU of the script runs a kernel at this moment.
     """
 
-    def __init__(
-        self, said: Said, watched: Watched, folder: Path, gpus_work: Callable[[], bool]
-    ) -> None:
-        self._said = said
-        self._watched = watched
-        self._folder = folder
-        self._gpus_work = gpus_work
-        self._looked = self._worked = -math.inf
-        self.stacks: dict[int, list[dict[str, object]]] = {}
+    said: Said
+    watched: Watched
+    folder: Path
+    gpus_work: Callable[[], bool]
+    stacks: dict[int, list[Frame]] = field(default_factory=dict)
+    _looked: float = -math.inf
+    _worked: float = -math.inf
 
     def late(self, mark: str) -> str:
         """Why the script must be ended; empty while it need not."""
@@ -164,66 +288,46 @@ class _Watchdog:
 
     def _why(self) -> str:
         """Why the script counts as hung; empty while it makes progress."""
-        is_starting = self._said.step < 0
-        quiet = self._watched.start_seconds if is_starting else self._watched.quiet_seconds
+        is_starting = self.said.step < 0
+        quiet = self.watched.start_seconds if is_starting else self.watched.quiet_seconds
         if not quiet:
             return ""
         now = time.monotonic()
         if now - self._looked >= _LOOK_SECONDS:
             self._looked = now
-            if self._gpus_work():
+            if self.gpus_work():
                 self._worked = now
-        silent, idle = now - self._said.heard, now - self._worked
-        busy = max(quiet, self._watched.busy_seconds)
-        words = self._before_first_step() if is_starting else ""
+        silent, idle = now - self.said.heard, now - self._worked
+        busy = max(quiet, self.watched.busy_seconds)
+        printed = "printed no step" if self.said.num_lines else "printed nothing"
+        words = f" (it had {printed} yet: a larger --quiet-start?)" if is_starting else ""
         if min(silent, idle) >= quiet:
             return f"no output for {quiet:g} s{words}"
         if silent >= busy:
             return f"no output for {busy:g} s, though its GPUs are at work{words}"
         return ""
 
-    def _before_first_step(self) -> str:
-        printed = "printed no step" if self._said.num_lines else "printed nothing"
-        return f" (it had {printed} yet: a larger --quiet-start?)"
-
-    def _ask(self, pid: int) -> list[dict[str, object]]:
+    def _ask(self, pid: int) -> list[Frame]:
         """The frames of one process, outermost first; empty if it does not answer."""
         if spy := shutil.which("py-spy"):
             self._spy(spy, pid)
         if not process_tree.catches(pid, signal.SIGABRT):
             return []
-        before = self._said.num_lines
+        before = self.said.num_lines
         process_tree.send(pid, signal.SIGABRT)
         limit = time.monotonic() + _ABORT_SECONDS
         while process_tree.is_there(pid) and time.monotonic() < limit:
             time.sleep(0.02)
         time.sleep(0.1)  # its last output is in the pipe
-        return _frames(self._said.since(before))
+        threads = thread_frames("\n".join(self.said.since(before)))
+        return threads[-1] if threads else []  # the main thread is the last
 
     def _spy(self, spy: str, pid: int) -> None:
-        path = self._folder / f"py-spy-{process_tree.rank_of(pid)}.txt"
-        try:
-            with path.open("wb") as file:
-                subprocess.run(
-                    [spy, "dump", "--pid", str(pid)],
-                    stdout=file,
-                    stderr=file,
-                    timeout=_SPY_SECONDS,
-                    check=False,
-                )
-        except (OSError, subprocess.SubprocessError):
-            return  # no permission to read it, and the like
-
-
-def _frames(lines: Sequence[str]) -> list[dict[str, object]]:
-    """Frames of the thread that faulthandler lists last: the main thread."""
-    frames: list[dict[str, object]] = []
-    for line in lines:
-        if _THREAD.match(line):
-            frames = []
-        elif frame := _STACK.match(line):
-            frames.insert(0, {"file": frame[1], "line": int(frame[2]), "function": frame[3]})
-    return frames
+        path = self.folder / f"py-spy-{process_tree.rank_of(pid)}.txt"
+        command = [spy, "dump", "--pid", str(pid)]
+        # It may have no permission to read it, and the like.
+        with contextlib.suppress(OSError, subprocess.SubprocessError), path.open("wb") as file:
+            subprocess.run(command, stdout=file, stderr=file, timeout=_SPY_SECONDS, check=False)
 
 
 def _cause(said: Said, watchdog: _Watchdog, folder: Path, ended: Ended) -> RootCause | None:
@@ -235,20 +339,11 @@ def _cause(said: Said, watchdog: _Watchdog, folder: Path, ended: Ended) -> RootC
     dumps = read_dumps(folder, _DUMPS)
     failed = failures(lines)
     world_size = max([*dumps, *(rank for rank, _ in failed)], default=0) + 1
-    reports = _reports(lines, _recorded(folder), failed, step, world_size)
-    known = {report.rank for report in reports}
+    report = partial(Report, world_size=world_size, step=step, phase="training")
+    by_rank = _reports(lines, _recorded(folder), failed, report)
     for rank, entries in dumps.items():
-        if rank not in known:
-            reports.append(
-                Report(
-                    rank=rank,
-                    world_size=world_size,
-                    kind="called",
-                    step=step,
-                    phase="training",
-                    collectives=entries,
-                )
-            )
+        by_rank.setdefault(rank, report(rank=rank, kind="called", collectives=entries))
+    reports = list(by_rank.values())
     if not reports:
         message = f"ended with {ended.code}"
         return RootCause(kind="exit", ranks=(), step=step, reason=message, signature=message)
@@ -272,9 +367,8 @@ def _reports(
     lines: Sequence[str],
     recorded: Sequence[Printed],
     failed: Sequence[tuple[int, int]],
-    step: int,
-    world_size: int,
-) -> list[Report]:
+    report: Callable[..., Report],
+) -> dict[int, Report]:
     """One report for each rank, in the order of deaths: what it printed, else how it ended."""
     reports: dict[int, Report] = {}
     order = [rank for rank, _ in failed]
@@ -287,45 +381,34 @@ def _reports(
             rank = next((r for r, code in failed if code > 0 and r not in reports), 0)
         if rank not in reports:
             frames = [{"file": f, "line": n, "function": name} for f, n, name in printed.frames]
-            reports[rank] = Report(
+            reports[rank] = report(
                 rank=rank,
-                world_size=world_size,
                 kind=by_text(printed.kind, printed.message),
-                step=step,
-                phase="training",
-                message=_message(printed),
+                message=": ".join(filter(None, (printed.kind, printed.message))),
                 time=float(order.index(rank) if rank in order else len(order)),
                 stacks=[{"thread": "MainThread", "frames": frames}],
             )
     for place, (rank, code) in enumerate(failed):
         # With SIGTERM the launcher ends those who live on.
         if rank not in reports and code != -signal.SIGTERM:
-            reports[rank] = Report(
+            reports[rank] = report(
                 rank=rank,
-                world_size=world_size,
                 kind="signal" if code < 0 else "exit",
-                step=step,
-                phase="training",
-                message=f"killed by {_signal(-code)}" if code < 0 else f"ended with {code}",
+                message=f"killed by signal {-code} ({signal_name(-code)})"
+                if code < 0
+                else f"ended with {code}",
                 time=float(place),
             )
-    return list(reports.values())
+    return reports
 
 
-def _message(printed: Printed) -> str:
-    return f"{printed.kind}: {printed.message}" if printed.message else printed.kind
-
-
-def _signal(number: int) -> str:
-    try:
-        return f"signal {number} ({signal.Signals(number).name})"
-    except ValueError:
-        return f"signal {number}"
-
-
-def _hang(stacks: Mapping[int, list[dict[str, object]]], message: str, step: int) -> RootCause:
+def _hang(stacks: Mapping[int, list[Frame]], message: str, step: int) -> RootCause:
     """Name the ranks that hang: those that do not wait for others, if there are any."""
-    waiting = {r: f for r, f in stacks.items() if any(_is_waiting(frame) for frame in f)}
+    waiting = {
+        r: f
+        for r, f in stacks.items()
+        if any(place in str(frame["file"]) for frame in f for place in _WAITS)
+    }
     busy = {r: f for r, f in stacks.items() if r not in waiting and f}
     chosen = busy or waiting
     places = {rank: own_line(frames) for rank, frames in chosen.items()}
@@ -340,7 +423,3 @@ def _hang(stacks: Mapping[int, list[dict[str, object]]], message: str, step: int
         reason=f"hung at step {step}: {message}; {at or 'no rank answers where it is'}{rest}",
         signature=f"hang {re.sub(r'[0-9]+', 'N', first)}",
     )
-
-
-def _is_waiting(frame: Mapping[str, object]) -> bool:
-    return any(place in str(frame["file"]) for place in _WAITS)

@@ -10,19 +10,18 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from runner.distributed.env import END_TIME
-from runner.launch import command_line, slurm
-from runner.launch.attempt import Ended, Job, Stop, StopTarget
-from runner.launch.bad_nodes import BadNodes, choose
-from runner.launch.node_rendezvous import MOST_BYTES, announce
-from runner.launch.outcome import FINAL
+from runner.launch import slurm, torchrun
+from runner.launch.attempt import FINAL, Ended, Job, Stop, StopTarget
+from runner.launch.crash_evidence import BadNodes, choose
+from runner.launch.slurm import MOST_BYTES, announce
 from runner.launch.supervisor import JobSupervisor
 from runner.policy.restart import RestartRules, without_progress
 from runner.system.environment import variables
-from runner.system.error import RunnerError
-from runner.system.exit_codes import EXIT_DONE, EXIT_PREEMPTED
+from runner.system.error import EXIT_DONE, EXIT_PREEMPTED, RunnerError
 
 _FIRST_PORT, _NUM_PORTS = 20000, 10000
 _NODES_FILE, _ADDRESSES_FILE = ".nodes", ".addresses"
@@ -33,6 +32,7 @@ class TooFewNodes(RunnerError):
     """The allocation has lost more nodes than it had spares."""
 
 
+@dataclass(eq=False)
 class SlurmJob:
     """One incarnation of a batch job.
 
@@ -42,32 +42,24 @@ class SlurmJob:
         launch_options: for ``runner launch`` on each node.
     """
 
-    def __init__(
-        self,
-        environment: Mapping[str, str],
-        *,
-        out: Path,
-        spares: int,
-        requeues: bool,
-        overrides: Sequence[str],
-        launch_options: Sequence[str],
-        rules: RestartRules,
-        say: Callable[[str], None],
-    ) -> None:
-        self._environment = environment
-        self._out = out.absolute()
-        self._overrides = overrides
-        self._launch_options = launch_options
-        self._rules = rules
-        self._say = say
-        self._job_id = environment["SLURM_JOB_ID"]
-        self._nodes = slurm.hostnames(environment["SLURM_JOB_NODELIST"])
-        self._requeues = requeues
-        self._count = len(self._nodes) - spares
-        self._restart = int(environment.get("SLURM_RESTART_COUNT", "0"))
+    environment: Mapping[str, str]
+    out: Path
+    spares: int
+    requeues: bool
+    overrides: Sequence[str]
+    launch_options: Sequence[str]
+    rules: RestartRules
+    say: Callable[[str], None]
+    _lost: set[str] = field(default_factory=set)
+    _chosen: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        self._out = self.out.absolute()
+        self._job_id = self.environment["SLURM_JOB_ID"]
+        self._nodes = slurm.hostnames(self.environment["SLURM_JOB_NODELIST"])
+        self._count = len(self._nodes) - self.spares
+        self._restart = int(self.environment.get("SLURM_RESTART_COUNT", "0"))
         self._bad = BadNodes(self._out)
-        self._lost: set[str] = set()
-        self._chosen: list[str] = []
         self._exits = self._out / "exits"
 
     def run(self) -> int:
@@ -76,22 +68,22 @@ class SlurmJob:
         supervisor = JobSupervisor(
             out=self._out,
             launch_id=f"slurm-{self._job_id}",
-            rules=self._rules,
+            rules=self.rules,
             make_job=self._make_job,
-            say=self._say,
+            say=self.say,
             ended=self._note_failed,
         )
         try:
             end = supervisor.run()
         except TooFewNodes as error:
-            self._say(str(error))
+            self.say(str(error))
             return self._requeue()
-        self._say(end.reason)
+        self.say(end.reason)
         if not self._goes_on(end.code, supervisor.stop):
             return end.code
         vain = without_progress(supervisor.attempts)
-        if vain > self._rules.restarts:
-            self._say(f"{vain} attempts without a new clean checkpoint: not put back in the queue")
+        if vain > self.rules.restarts:
+            self.say(f"{vain} attempts without a new clean checkpoint: not put back in the queue")
             return end.code
         return self._requeue()
 
@@ -116,14 +108,14 @@ class SlurmJob:
             )
         self._chosen = chosen
         left_out = [node for node in self._nodes if node not in chosen]
-        self._say(
+        self.say(
             f"attempt {number} on {', '.join(chosen)}"
             + (f", left out: {', '.join(left_out)}" if left_out else "")
         )
         exits = self._exits / f"{self._job_id}-{self._restart}-{number}"
         exits.mkdir(parents=True, exist_ok=True)
         (exits / _NODES_FILE).write_text("\n".join(chosen) + "\n")
-        overrides = command_line.diagnosing(self._overrides) if diagnose else self._overrides
+        overrides = torchrun.diagnosing(self.overrides) if diagnose else self.overrides
         return Job(
             command=self._srun(chosen, exits / _NODES_FILE, overrides),
             environment=self._step_environment(chosen, number, exits / _ADDRESSES_FILE),
@@ -148,7 +140,7 @@ class SlurmJob:
             "--wait=0",
             "--input=none",
             *(sys.executable, "-m", "runner", "launch", "--restarts", "0"),
-            *self._launch_options,
+            *self.launch_options,
             *overrides,
         ]
 
@@ -156,7 +148,7 @@ class SlurmJob:
         known = slurm.addresses(chosen)
         # Another port each time: the one before may not be free yet.
         shift = int(self._job_id) * 64 + self._restart * 8 + number
-        variables = dict(self._environment)
+        variables = dict(self.environment)
         pairs = [(node, known.get(node, node)) for node in chosen]
         variables |= announce(pairs, _FIRST_PORT + shift % _NUM_PORTS, file=file)
         limit = slurm.end_time(self._job_id)
@@ -172,7 +164,7 @@ class SlurmJob:
             self._lost |= ended.missing | dead
             failed = sorted(ended.missing | dead)
             if failed:
-                self._say(f"failed: {', '.join(failed)} (listed in {self._out / 'bad_nodes'})")
+                self.say(f"failed: {', '.join(failed)} (listed in {self._out / 'bad_nodes'})")
         shutil.rmtree(self._exits / f"{self._job_id}-{self._restart}-{number}")
 
     def _blame_the_dead(self) -> None:
@@ -185,7 +177,7 @@ class SlurmJob:
             shutil.rmtree(folder)
 
     def _requeue(self) -> int:
-        if self._requeues and slurm.requeue(self._job_id):
+        if self.requeues and slurm.requeue(self._job_id):
             # Slurm ends this process; leaving first would look like the job's own end.
             time.sleep(_KILLED_SECONDS)
         return EXIT_PREEMPTED

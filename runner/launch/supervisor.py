@@ -11,10 +11,16 @@ from pathlib import Path
 
 from runner.distributed.env import ATTEMPT, LAUNCH_ID
 from runner.launch.attempt import Ended, Job, Stop, run_once
-from runner.launch.bad_nodes import BadNodes, short_name
-from runner.launch.crash_evidence import evidence, has_to_leave, journal_lines, newest_clean
+from runner.launch.crash_evidence import (
+    BadNodes,
+    evidence,
+    has_to_leave,
+    journal_lines,
+    newest_clean,
+    short_name,
+)
 from runner.policy.restart import Attempt, End, RestartRules, after
-from runner.system.exit_codes import EXIT_CRASH, EXIT_DONE
+from runner.system.error import EXIT_CRASH, EXIT_DONE
 from runner.system.json_lines import append_line, sound_lines
 
 _REASON = 300  # characters of a reason in out/bad_nodes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import itertools
 import math
@@ -13,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from runner.config.compose import compose
+from runner.config.schema import RunConfig
 from runner.distributed.env import gpus_asked_for, gpus_on_node
 from runner.system.error import ConfigError
 
@@ -37,13 +40,6 @@ _RENDEZVOUS = {
 STATIC_FROM_NODES = 64
 _TURN_SECONDS, _SECONDS_A_NODE = 2e-3, 1e-5  # seconds of such a turn
 _MOST_BUSY = 0.25  # share of the time; above it, nodes lose their turns to others
-
-
-def _rendezvous_settings(num_nodes: int) -> dict[str, int]:
-    """Send keep-alives as often as the number of nodes allows."""
-    busy = num_nodes * (_TURN_SECONDS + _SECONDS_A_NODE * num_nodes)
-    interval = max(_RENDEZVOUS["keep_alive_interval"], math.ceil(busy / _MOST_BUSY))
-    return _RENDEZVOUS | {"keep_alive_interval": interval}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,11 +101,14 @@ def command(agent: Agent, overrides: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: several nodes without a head.
     """
+    restarts = agent.torchrun_restarts
+    if restarts is None:
+        restarts = _ELASTIC_RESTARTS if agent.nodes.is_elastic else 0
     return [
         # As -m: the torchrun script may belong to another Python.
         *(sys.executable, "-m", _AGENT),
         f"--nproc-per-node={agent.num_ranks}",
-        f"--max-restarts={_torchrun_restarts(agent)}",
+        f"--max-restarts={restarts}",
         # Not SIGTERM and SIGUSR1: torchrun would kill its workers 30 s after, in the midst of
         # a save, and tell them twice where a scheduler signals every process.
         "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT",
@@ -121,20 +120,14 @@ def command(agent: Agent, overrides: Sequence[str]) -> list[str]:
 
 def is_started_by(command: Sequence[str]) -> bool:
     """Whether this is a torchrun command, ours or another."""
-    names = {Path(word).name for word in command[: _args_before_module(command)]}
+    names = {Path(word).name for word in command[: _num_before_runner(command)]}
     return bool(names & {"torchrun", _TORCHRUN, _AGENT})
 
 
-def _args_before_module(command: Sequence[str]) -> int:
-    """The words before ``-m runner``."""
+def _num_before_runner(command: Sequence[str]) -> int | None:
+    """How many words stand before ``-m runner``; None if it is not there."""
     pairs = list(itertools.pairwise(command))
-    return pairs.index(("-m", "runner")) if ("-m", "runner") in pairs else len(command)
-
-
-def _torchrun_restarts(agent: Agent) -> int:
-    if agent.torchrun_restarts is not None:
-        return agent.torchrun_restarts
-    return _ELASTIC_RESTARTS if agent.nodes.is_elastic else 0
+    return pairs.index(("-m", "runner")) if ("-m", "runner") in pairs else None
 
 
 def _where(agent: Agent) -> list[str]:
@@ -148,23 +141,25 @@ def _where(agent: Agent) -> list[str]:
     host, port = agent.head
     if agent.number is not None and agent.nodes.least == agent.nodes.most >= STATIC_FROM_NODES:
         where = [
-            f"--nnodes={agent.nodes.text}",
             f"--node-rank={agent.number}",
             "--rdzv-backend=static",
             f"--master-addr={host}",
             f"--master-port={port}",
-            f"--rdzv-id={agent.name}",
         ]
-        return [*where, *([f"--local-addr={agent.local_address}"] if agent.local_address else [])]
-    settings = _rendezvous_settings(agent.nodes.most) | {"is_host": int(is_head(agent))}
-    where = [
-        f"--nnodes={agent.nodes.text}",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={host}:{port}",
-        f"--rdzv-id={agent.name}",
-        "--rdzv-conf=" + ",".join(f"{name}={value}" for name, value in settings.items()),
-    ]
-    return [*where, *([f"--local-addr={agent.local_address}"] if agent.local_address else [])]
+    else:
+        # Keep-alives as often as the number of nodes allows.
+        most = agent.nodes.most
+        busy = math.ceil(most * (_TURN_SECONDS + _SECONDS_A_NODE * most) / _MOST_BUSY)
+        interval = max(_RENDEZVOUS["keep_alive_interval"], busy)
+        settings = _RENDEZVOUS | {"keep_alive_interval": interval, "is_host": int(is_head(agent))}
+        where = [
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={host}:{port}",
+            "--rdzv-conf=" + ",".join(f"{name}={value}" for name, value in settings.items()),
+        ]
+    if agent.local_address:
+        where.append(f"--local-addr={agent.local_address}")
+    return [f"--nnodes={agent.nodes.text}", *where, f"--rdzv-id={agent.name}"]
 
 
 def is_head(agent: Agent) -> bool:
@@ -248,3 +243,50 @@ def num_ranks_here(environment: Mapping[str, str]) -> int:
 def default_name(out: Path) -> str:
     """A rendezvous id that is the same on every node that sees this run directory."""
     return "holdfast-" + hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:12]
+
+
+# Reads a command that trains: which overrides it gives, and so which run it is.
+
+
+_DIAGNOSE = "debug=collectives"
+
+
+def overrides_of(command: Sequence[str]) -> list[str]:
+    """The overrides of a command: what follows ``-m runner``.
+
+    Raises:
+        ConfigError: the command does not start the runner.
+    """
+    place = _num_before_runner(command)
+    if place is None:
+        raise ConfigError(
+            f"{' '.join(command) or 'no command'}: no '-m runner' in it; name the run's directory "
+            "with --out DIR"
+        )
+    return list(command[place + 2 :])
+
+
+def settings(overrides: Sequence[str]) -> RunConfig:
+    """The run's settings.
+
+    Raises:
+        ConfigError: they are wrong.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir")
+    known, rest = parser.parse_known_args(list(overrides))
+    return compose(rest, config_dir=known.config_dir)
+
+
+def out_of(command: Sequence[str], given: str | None) -> Path:
+    """The run's directory: the given one, or that of the command.
+
+    Raises:
+        ConfigError: neither names one.
+    """
+    return Path(given) if given else Path(settings(overrides_of(command)).out)
+
+
+def diagnosing(overrides: Sequence[str]) -> list[str]:
+    """Add the override that checks every collective."""
+    return [*(word for word in overrides if not word.startswith("debug=")), _DIAGNOSE]

@@ -7,21 +7,22 @@ what is the same on every engine; must not know how parameters are sharded.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from runner.model.decoder import Decoder, DecoderShape, flops_per_token, num_parameters
-from runner.model.frozen import freeze, num_frozen_multiplied
-from runner.model.initial import initial_range, initial_rule
+from runner.model.decoder import Decoder, DecoderShape, flops_per_token
+from runner.model.initial import initial_range, initial_std
 from runner.model.loss import HeadLosses
-from runner.model.meta_shapes import AnswersYes
 from runner.model.objective import (
     INPUT,
     LABELS,
@@ -49,57 +50,65 @@ class Parameter:
     is_trained: bool
 
 
-class Blueprint(Protocol):
+class Blueprint(ABC):
     """See the module."""
 
-    def num_parameters(self) -> int:
-        """Learned elements."""
-        ...
+    @property
+    @abstractmethod
+    def twin_network(self) -> nn.Module:
+        """A copy on the meta device that is never trained."""
 
     def parameters(self) -> dict[str, Parameter]:
         """The parameters by name; a tied one once."""
-        ...
+        return {
+            name: Parameter(shape=tuple(parameter.shape), is_trained=parameter.requires_grad)
+            for name, parameter in self.twin_network.named_parameters()
+        }
 
+    def num_parameters(self) -> int:
+        """Learned elements."""
+        return sum(parameter.numel() for parameter in self.twin_network.parameters())
+
+    @abstractmethod
     def on_meta(self) -> nn.Module:
         """The network on the meta device."""
-        ...
 
+    @abstractmethod
     def made(self) -> nn.Module:
         """The network on torch's default device, with frozen parameters set."""
-        ...
 
+    @abstractmethod
     def finish(self, network: nn.Module, device: torch.device) -> None:
         """Make buffers and other untrained tensors on ``device``."""
-        ...
 
+    @abstractmethod
     def objective(self, network: nn.Module, *, bf16: bool) -> nn.Module:
         """The network under its loss, see :mod:`runner.model.objective`."""
-        ...
 
+    @abstractmethod
     def units(self, network: nn.Module) -> Sequence[nn.Module]:
         """The modules to shard and compile one by one."""
-        ...
 
+    @abstractmethod
     def probe(self, network: nn.Module) -> nn.Module:
         """The module whose output is the first activation of each sample."""
-        ...
 
+    @abstractmethod
     def initial(self, seed: int, name: str, shape: Sequence[int], start: int, count: int) -> Tensor:
         """Elements ``[start, start + count)`` of a fresh parameter, FP32 on the CPU."""
-        ...
 
+    @abstractmethod
     def flops_per_token(self) -> float:
         """FLOPs of forward and backward; 0 if unknown."""
-        ...
 
     @property
+    @abstractmethod
     def untrained_loss(self) -> float:
         """The loss of a uniform guess, in nats; 0 if that has no meaning."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderBlueprint:
+class DecoderBlueprint(Blueprint):
     """The decoder of this package.
 
     Args:
@@ -114,59 +123,43 @@ class DecoderBlueprint:
     def untrained_loss(self) -> float:
         return math.log(self.shape.vocab_size)
 
-    def parameters(self) -> dict[str, Parameter]:
-        return _parameters(self.on_meta())
+    @cached_property
+    def twin_network(self) -> Decoder:
+        return self.on_meta()
 
-    def num_parameters(self) -> int:
-        """Learned elements."""
-        return num_parameters(self.shape)
-
-    def on_meta(self) -> nn.Module:
+    def on_meta(self) -> Decoder:
         with torch.device("meta"):
             return self.made()
 
-    def made(self) -> nn.Module:
+    def made(self) -> Decoder:
         network = Decoder(self.shape, self.head_losses)
         freeze(network, self.frozen)
         return network
 
-    def finish(self, network: nn.Module, device: torch.device) -> None:
-        _decoder(network).reset_buffers(device)
+    def finish(self, network: Any, device: torch.device) -> None:
+        network.reset_buffers(device)
 
-    def objective(self, network: nn.Module, *, bf16: bool) -> nn.Module:
+    def objective(self, network: Any, *, bf16: bool) -> nn.Module:
         losses = self.head_losses
-        return DecoderObjective(_decoder(network), fp32=losses.fp32, z_loss=losses.z_loss)
+        return DecoderObjective(network, fp32=losses.fp32, z_loss=losses.z_loss)
 
-    def units(self, network: nn.Module) -> Sequence[nn.Module]:
-        return list(_decoder(network).blocks)
+    def units(self, network: Any) -> Sequence[nn.Module]:
+        return list(network.blocks)
 
-    def probe(self, network: nn.Module) -> nn.Module:
-        return _decoder(network).embedding
+    def probe(self, network: Any) -> nn.Module:
+        embedding: nn.Module = network.embedding
+        return embedding
 
     def initial(self, seed: int, name: str, shape: Sequence[int], start: int, count: int) -> Tensor:
-        rule = initial_rule(name, self.shape)
-        return initial_range(
-            name=name,
-            shape=tuple(shape),
-            std=rule.std,
-            ones=rule.ones,
-            seed=seed,
-            start=start,
-            count=count,
-        )
+        std = initial_std(name, self.shape)
+        return initial_range(name, shape, std, seed=seed, start=start, count=count)
 
     def flops_per_token(self) -> float:
-        frozen = num_frozen_multiplied(_decoder(self.on_meta()))
-        return flops_per_token(self.shape, num_frozen=frozen)
-
-
-def _decoder(network: nn.Module) -> Decoder:
-    assert isinstance(network, Decoder)
-    return network
+        return flops_per_token(self.twin_network)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GuestBlueprint:
+class GuestBlueprint(Blueprint):
     """A user's network, with the initial values from its constructor.
 
     Args:
@@ -197,36 +190,25 @@ class GuestBlueprint:
         """A digest of all that decides the initial weights; equal on all ranks."""
         return self.twin.signature()
 
-    @cached_property
-    def _first(self) -> tuple[Recording, str]:
-        """The twin, and why it had to be made in memory, if so."""
+    def again(self) -> Recording:
+        """Build it on the meta device, like the twin."""
         try:
-            recording, why = record(self._checked), ""
+            recording = record(self._checked)
         except Exception as error:  # from the user's constructor; any other error comes again
             cause = error.__cause__ or error
-            why = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
-            recording = self._in_memory()
-        self._settle(recording.network)
-        return recording, why
-
-    @property
-    def twin(self) -> Recording:
-        """A copy that is never trained, and knows the initial value of each tensor."""
-        return self._first[0]
-
-    @property
-    def why_in_memory(self) -> str:
-        """Why it must be made whole on each rank; empty if it need not."""
-        return self._first[1]
-
-    def _in_memory(self) -> Recording:
-        return record_in_memory(self._checked, f"{self.seed}/{self.name}")
-
-    def again(self) -> Recording:
-        """Build it again, like the twin."""
-        recording = self._in_memory() if self.why_in_memory else record(self._checked)
+            recording = record_in_memory(self._checked, f"{self.seed}/{self.name}")
+            recording.why = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
         self._settle(recording.network)
         return recording
+
+    @cached_property
+    def twin(self) -> Recording:
+        """A copy that is never trained, and knows the initial value of each tensor."""
+        return self.again()
+
+    @property
+    def twin_network(self) -> nn.Module:
+        return self.twin.network
 
     def _checked(self) -> nn.Module:
         network = self.make()
@@ -270,15 +252,8 @@ class GuestBlueprint:
 
     @property
     def untrained_loss(self) -> float:
-        has_logits = self.vocab_size > 1 and not has_own_losses(self.twin.network)
+        has_logits = self.vocab_size > 1 and not has_own_losses(self.twin_network)
         return math.log(self.vocab_size) if has_logits else 0.0
-
-    def parameters(self) -> dict[str, Parameter]:
-        return _parameters(self.twin.network)
-
-    def num_parameters(self) -> int:
-        """Learned elements."""
-        return sum(math.prod(parameter.shape) for parameter in self.parameters().values())
 
     def on_meta(self) -> nn.Module:
         network = self.again().network
@@ -341,19 +316,24 @@ class GuestBlueprint:
     def probe(self, network: nn.Module) -> nn.Module:
         method = getattr(network, "probe", None)
         if callable(method) and not isinstance(method, nn.Module):
-            return _module(self.setting, "probe()", method())
+            module = method()
+            if isinstance(module, nn.Module):
+                return module
+            raise ConfigError(
+                f"{self.setting}: probe() gives {type(module).__name__}; it must give a module"
+            )
         first_module = _input_embeddings(network)
         leaves = [m for m in network.modules() if any(True for _ in m.parameters(recurse=False))]
         embeddings = [module for module in leaves if isinstance(module, nn.Embedding)]
         return first_module or next(iter(embeddings), leaves[0])
 
     def initial(self, seed: int, name: str, shape: Sequence[int], start: int, count: int) -> Tensor:
-        twin = dict(self.twin.network.named_parameters())[name]
+        twin = dict(self.twin_network.named_parameters())[name]
         whole = self.twin.made(twin, f"{seed}/{name}")
         return whole.detach().float().reshape(-1)[start : start + count]
 
     def flops_per_token(self) -> float:
-        network = self.twin.network
+        network = self.twin_network
         if has_own_losses(network) or not self.seq_len:
             return 0.0
         tokens = torch.zeros((1, self.seq_len), dtype=torch.int64, device="meta")
@@ -366,7 +346,7 @@ class GuestBlueprint:
 
     def takes_segments(self) -> bool:
         """Whether it accepts document segments."""
-        network = self.twin.network
+        network = self.twin_network
         return has_own_losses(network) or "segments" in accepted_by(network.forward)
 
 
@@ -389,13 +369,6 @@ def retie(network: nn.Module, places: Places) -> None:
         parameter = network.get_submodule(owner)._parameters[owned]
         for prefix, name in others:
             setattr(network.get_submodule(prefix), name, parameter)
-
-
-def _parameters(network: nn.Module) -> dict[str, Parameter]:
-    return {
-        name: Parameter(shape=tuple(parameter.shape), is_trained=parameter.requires_grad)
-        for name, parameter in network.named_parameters()
-    }
 
 
 def _size(modules: Sequence[nn.Module]) -> int:
@@ -443,7 +416,55 @@ def _input_embeddings(network: nn.Module) -> nn.Module | None:
     return module if isinstance(module, nn.Module) else None
 
 
-def _module(name: str, what: str, module: Any) -> nn.Module:
-    if not isinstance(module, nn.Module):
-        raise ConfigError(f"{name}: {what} gives {type(module).__name__}; it must give a module")
-    return module
+class AnswersYes(TorchFunctionMode):
+    """While it is entered, a tensor without values is true in a condition.
+
+    Models test whether nothing is padded or packed (transformers: a mask's ``all()``), which is
+    true of the usual batch.
+    """
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is Tensor.__bool__ and args[0].is_meta:
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+def frozen_names(names: Collection[str], patterns: Sequence[str]) -> set[str]:
+    """The names that match one of the regular expressions (``re.search``).
+
+    Raises:
+        ConfigError: a pattern is invalid or matches no name, or nothing is left to train.
+    """
+    frozen: set[str] = set()
+    for pattern in patterns:
+        try:
+            matching = {name for name in names if re.search(pattern, name)}
+        except re.error as error:
+            raise ConfigError(
+                f"compute.frozen: {pattern!r} is no regular expression: {error}"
+            ) from None
+        if not matching:
+            raise ConfigError(
+                f"compute.frozen: {pattern!r} is found in no parameter's name. There are: "
+                + ", ".join(sorted(names))
+            )
+        frozen |= matching
+    if frozen and len(frozen) == len(names):
+        raise ConfigError(
+            f"compute.frozen={list(patterns)}: freezes all {len(names)} parameters; leave some to "
+            "train"
+        )
+    return frozen
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Switch off gradients of the parameters from :func:`frozen_names`; raises as it does."""
+    parameters = dict(model.named_parameters())
+    for name in frozen_names(parameters, patterns):
+        parameters[name].requires_grad_(False)

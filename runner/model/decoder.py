@@ -81,30 +81,14 @@ class DecoderShape:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        for key in ("dim", "layers", "heads", "kv_heads", "ffn_dim", "vocab_size"):
-            _require(getattr(self, key) >= 1, f"model.{key}", getattr(self, key), "at least 1")
-        _require(self.seq_len >= 1, "data.seq_len", self.seq_len, "at least 1")
-        _require(
-            self.dim % self.heads == 0,
-            "model.heads",
-            self.heads,
-            f"a divisor of model.dim={self.dim}",
-        )
-        _require(
-            self.head_dim % 2 == 0,
-            "model.heads",
-            self.heads,
-            f"one that leaves an even model.dim / model.heads; it is {self.head_dim}",
-        )
-        _require(
-            self.heads % self.kv_heads == 0,
-            "model.kv_heads",
-            self.kv_heads,
-            f"a divisor of model.heads={self.heads}",
-        )
-        _require(0.0 <= self.dropout < 1.0, "model.dropout", self.dropout, "in [0, 1)")
-        for key in ("norm_eps", "rope_theta", "init_std"):
-            _require(getattr(self, key) > 0, f"model.{key}", getattr(self, key), "above 0")
+        # What a setting alone must be, the schema says.
+        heads, kv_heads = self.heads, self.kv_heads
+        whole = f"a divisor of model.dim={self.dim}"
+        _require(self.dim % heads == 0, "model.heads", heads, whole)
+        even = f"one that leaves an even model.dim / model.heads; it is {self.head_dim}"
+        _require(self.head_dim % 2 == 0, "model.heads", heads, even)
+        shared = f"a divisor of model.heads={heads}"
+        _require(heads % kv_heads == 0, "model.kv_heads", kv_heads, shared)
 
     @property
     def head_dim(self) -> int:
@@ -123,31 +107,26 @@ def default_ffn_dim(dim: int) -> int:
     return -(-8 * dim // (3 * _FFN_MULTIPLE)) * _FFN_MULTIPLE
 
 
-def _num_block_matrix_elements(shape: DecoderShape) -> int:
-    attention = 2 * shape.dim * (shape.heads + shape.kv_heads) * shape.head_dim
-    return attention + 3 * shape.dim * shape.ffn_dim
-
-
 def num_parameters(shape: DecoderShape) -> int:
     """Learned elements of a :class:`Decoder`, a tied head counted once."""
-    norms = 2 * shape.dim + (2 * shape.head_dim if shape.qk_norm else 0)
-    vocabulary = shape.vocab_size * shape.dim * (1 if shape.tied_head else 2)
-    blocks = shape.layers * (_num_block_matrix_elements(shape) + norms)
-    return vocabulary + blocks + shape.dim
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Decoder(shape).parameters())
 
 
-def flops_per_token(shape: DecoderShape, *, num_frozen: int = 0) -> float:
+def flops_per_token(network: Decoder) -> float:
     """Training FLOPs (forward and backward) a token needs at full ``seq_len``.
 
     PaLM (Chowdhery et al. 2022), appendix B: ``6 N + 12 L H Q T``. ``N`` are the elements of the
     matrices multiplied by, the head included (tied or not), the embedding look-up not. Unlike
     PaLM the attention term is halved, ``6 L H Q T``: a causal decoder needs no more. What
-    activation checkpointing computes twice is not counted. ``num_frozen`` of ``N`` are not
-    trained and take 4 instead of 6: the gradient passes through them, theirs is not computed.
+    activation checkpointing computes twice is not counted. Elements of ``N`` that are not
+    trained take 4 instead of 6: the gradient passes through them, theirs is not computed.
     """
-    matrices = shape.layers * _num_block_matrix_elements(shape) + shape.vocab_size * shape.dim
-    attention = 6.0 * shape.layers * shape.dim * shape.seq_len
-    return 6.0 * matrices - 2.0 * num_frozen + attention
+    shape = network.shape
+    looked_up = None if network.head is None else network.embedding.weight
+    matrices = [p for p in network.parameters() if p.dim() >= 2 and p is not looked_up]
+    flops = sum((6.0 if p.requires_grad else 4.0) * p.numel() for p in matrices)
+    return flops + 6.0 * shape.layers * shape.dim * shape.seq_len
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

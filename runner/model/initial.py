@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,65 +25,44 @@ _NORMS = ("norm", "attention_norm", "ffn_norm", "query_norm", "key_norm")
 _MATRICES = ("embedding", "head", "query", "key", "value", "gate", "up")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """A parameter's initial values: all ones, or normal with mean 0 and deviation ``std``."""
-
-    std: float
-    ones: bool = False
-
-
-def initial_rule(name: str, shape: DecoderShape) -> Rule:
-    """The rule for the :class:`Decoder` parameter ``name``.
+def initial_std(name: str, shape: DecoderShape) -> float | None:
+    """The deviation of the :class:`Decoder` parameter ``name``, whose mean is 0; None: all ones.
 
     What writes into the residual stream has ``init_std / sqrt(2 * layers)``, so the stream's
     variance does not grow with depth (Radford et al. 2019, GPT-2, section 2.3). Raises ValueError
     for a name that the decoder does not have.
     """
     if name.endswith(_RESIDUAL_OUTPUTS):
-        return Rule(std=shape.init_std / math.sqrt(2 * shape.layers))
+        return shape.init_std / math.sqrt(2 * shape.layers)
     owner, _, kind = name.rpartition(".")
     part = owner.rpartition(".")[2]
-    if kind == "weight" and part in _NORMS:
-        return Rule(std=0.0, ones=True)
-    if kind == "weight" and part in _MATRICES:
-        return Rule(std=shape.init_std)
-    raise ValueError(f"no initial weights are defined for a parameter called {name!r}")
+    if kind != "weight" or part not in (*_NORMS, *_MATRICES):
+        raise ValueError(f"no initial weights are defined for a parameter called {name!r}")
+    return None if part in _NORMS else shape.init_std
 
 
 def initial_range(
-    *,
-    name: str,
-    shape: tuple[int, ...],
-    std: float,
-    ones: bool,
-    seed: int,
-    start: int,
-    count: int,
+    name: str, shape: Sequence[int], std: float | None, *, seed: int, start: int, count: int
 ) -> Tensor:
     """Elements ``[start, start + count)`` of the flattened parameter: FP32 ``[count]`` on the CPU.
 
-    ``shape`` is the whole parameter's. Any partition of the flat range gives the same bytes;
-    only the blocks touched are generated. Raises ValueError when the range leaves the parameter.
+    ``shape`` is the whole parameter's, ``std`` from :func:`initial_std`. Any partition of the flat
+    range gives the same bytes; only the blocks touched are generated. Raises ValueError when the
+    range leaves the parameter.
     """
     stop = start + count
     if start < 0 or count < 0 or stop > math.prod(shape):
         raise ValueError(f"[{start}, {stop}) leaves {name}, which has {math.prod(shape)} elements")
-    if ones:
+    if std is None:
         return torch.ones(count, dtype=torch.float32, device="cpu")
     values = torch.empty(count, dtype=torch.float32, device="cpu")
-    first_seed = _first_block_seed(name, seed)
+    first_seed = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:4], "little")
     for block in range(start // BLOCK_ELEMENTS, -(-stop // BLOCK_ELEMENTS)):
         origin = block * BLOCK_ELEMENTS
         low, high = max(start, origin), min(stop, origin + BLOCK_ELEMENTS)
         normal = _normal_block(first_seed + block)
         values[low - start : high - start] = normal[low - origin : high - origin]
     return values.mul_(std)
-
-
-def _first_block_seed(name: str, seed: int) -> int:
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return int.from_bytes(digest[:4], "little")
 
 
 def _normal_block(seed: int) -> Tensor:

@@ -85,12 +85,14 @@ class _Operation:
 class Recording:
     """What the constructor of ``network`` did; its tensors are on the meta device.
 
-    Values from elsewhere (numpy, a file) are stored as they were.
+    Values from elsewhere (numpy, a file) are stored as they were. ``why``: why it had to be made
+    whole in memory, if so.
     """
 
     network: nn.Module
     _operations: list[_Operation] = field(default_factory=list)
     _origins: dict[int, Tensor] = field(default_factory=dict)
+    why: str = ""
 
     def made(self, tensor: Tensor, seed: str) -> Tensor:
         """Make a tensor of the network as its constructor would have, on the CPU.

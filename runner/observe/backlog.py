@@ -6,12 +6,14 @@ Rank 0 writes the files, so it alone has lines to keep; the step's agreement tel
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from runner.system.json_lines import Kept, LineFile
 
 _MOST_BYTES = 64 << 20  # some hundred thousand lines
 
 
+@dataclass(eq=False)
 class Backlog:
     """The files of one run; empty on ranks that write none.
 
@@ -22,21 +24,13 @@ class Backlog:
         say: prints one line for a person.
     """
 
-    def __init__(
-        self,
-        *,
-        patience_seconds: float,
-        ask_to_stop: Callable[[str], None],
-        from_first: Callable[[str], str],
-        say: Callable[[str], None],
-    ) -> None:
-        self._patience_seconds = patience_seconds
-        self._ask_to_stop = ask_to_stop
-        self._from_first = from_first
-        self._say = say
-        self._files: list[LineFile] = []
-        self._has_asked = False
-        self._message = ""
+    patience_seconds: float
+    ask_to_stop: Callable[[str], None]
+    from_first: Callable[[str], str]
+    say: Callable[[str], None]
+    _files: list[LineFile] = field(default_factory=list)
+    _has_asked: bool = False
+    _message: str = ""
 
     def add(self, file: LineFile | None) -> None:
         """Track this file as well."""
@@ -47,31 +41,27 @@ class Backlog:
         """Whether this rank keeps lines in memory. Called once a step."""
         for file in self._files:
             file.retry()
-        waiting = self._kept()
+        waiting = [kept for _, kept in self._kept()]
         if not waiting:
             return False
-        self._message = "; ".join(one.error for _, one in waiting)
-        seconds = max(one.seconds for _, one in waiting)
-        is_full = sum(one.num_bytes for _, one in waiting) > _MOST_BYTES
-        if (seconds > self._patience_seconds or is_full) and not self._has_asked:
+        self._message = "; ".join(kept.error for kept in waiting)
+        seconds = max(kept.seconds for kept in waiting)
+        is_full = sum(kept.num_bytes for kept in waiting) > _MOST_BYTES
+        if (seconds > self.patience_seconds or is_full) and not self._has_asked:
             self._has_asked = True
-            self._ask_to_stop(
+            self.ask_to_stop(
                 f"lines are kept in memory for {seconds:.0f} s "
-                f"(track.unwritten_seconds={self._patience_seconds:g}): {self._message}"
+                f"(track.unwritten_seconds={self.patience_seconds:g}): {self._message}"
             )
         return True
 
     def message(self) -> str:
         """The system's last error on rank 0. Collective."""
-        return self._from_first(self._message)
+        return self.from_first(self._message)
 
     def standing(self) -> str:
         """That error if rank 0 keeps lines now; else empty. Collective."""
-        return self._from_first(self._message if self.look() else "")
-
-    @property
-    def patience_seconds(self) -> float:
-        return self._patience_seconds
+        return self.from_first(self._message if self.look() else "")
 
     def require_written(self) -> None:
         """Check that all lines are written: a checkpoint must not be published without them.
@@ -89,7 +79,7 @@ class Backlog:
         for file in self._files:
             file.sync()
         for file, one in self._kept():
-            self._say(f"warning: {one.num_lines} lines of {file.path} are lost: {one.error}")
+            self.say(f"warning: {one.num_lines} lines of {file.path} are lost: {one.error}")
 
     def _kept(self) -> list[tuple[LineFile, Kept]]:
         return [(file, kept) for file in self._files if (kept := file.kept) is not None]

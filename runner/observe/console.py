@@ -170,7 +170,9 @@ class Console:
         ]
         message = f"{' '.join(parts)}: {incident.reason} -> {incident.decision}"
         level = level_of({"kind": incident.kind, "detail": incident.detail})
-        _log.log(level, "%s", message, extra=_about(incident))
+        names = ("step", "ranks", "samples", "reason", "decision")
+        fields = {name: getattr(incident, name) for name in names}
+        _log.log(level, "%s", message, extra={"incident": incident.kind, "fields": fields})
 
     def progress(self, progress: Progress) -> None:
         """Update the live line; without a terminal print a plain line when it is due."""
@@ -246,15 +248,3 @@ def level_of(line: Mapping[str, Any]) -> int:
     if line["kind"] in _GRAVE:
         return logging.ERROR
     return logging.INFO if is_calm(line) else logging.WARNING
-
-
-def _about(incident: Incident) -> dict[str, Any]:
-    """The fields of an incident for a log pipeline."""
-    fields = {
-        "step": incident.step,
-        "ranks": list(incident.ranks),
-        "samples": list(incident.samples) if incident.samples else None,
-        "reason": incident.reason,
-        "decision": incident.decision,
-    }
-    return {"incident": incident.kind, "fields": fields}

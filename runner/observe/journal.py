@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from runner.policy.decision.history import History, Incident, discarded_signals
+from runner.system.environment import redacted
 from runner.system.error import ConfigError
 from runner.system.json_lines import LineFile, lines_after, read_lines
 from runner.system.parsing import whole
-from runner.system.redact import redacted
 
 _LIMIT = 1 << 63
 _LAST_SAMPLE = 1 << 60  # ranges from data.skip
@@ -155,17 +155,13 @@ class Journal:
     ) -> None:
         self._tell = tell
         self.history = History(told_to_skip)
-        self._file = file
+        self.file = file
         self._clock = clock
         self._lock = threading.Lock()  # another thread writes a crash
         known = list(lines)
         self.began = float(known[0].get("time", clock())) if known else clock()
         for line in known:
             self.history.add(Incident.from_json(line))
-
-    @property
-    def file(self) -> LineFile | None:
-        return self._file
 
     @property
     def num_lines(self) -> int:
@@ -179,11 +175,11 @@ class Journal:
     def add(self, incident: Incident) -> None:
         """Write, sync, then add to the history: an incident counts only once it is written."""
         with self._lock:
-            if self._file is not None:
+            if self.file is not None:
                 starts = self.attempt + int(incident.kind == "start")
                 head = {"seq": self.num_lines, "time": self._clock(), "attempt": starts}
                 line = head | redacted(incident.to_json())
-                self._file.append(line, durably=True)
+                self.file.append(line, durably=True)
                 self._tell(line)
             self.history.add(incident)
 

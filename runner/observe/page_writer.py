@@ -6,14 +6,15 @@ ends with the run; at the end one that the run waits for only some seconds.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from runner.system.beside import run_beside
 from runner.system.output import Loss
+from runner.system.process import run_beside
 
 NAME = OUTLET = "report.html"
 _LONGEST_SECONDS = 900.0  # a page that takes longer is abandoned
@@ -55,11 +56,8 @@ class PageWriter:
         if self._thread is not None:
             self._thread.join(seconds)  # it has to end its process
 
-        def write() -> None:
-            self._guarded(lambda: self._write(seconds, "0", lambda: False))
-
         # A thread: the file system may hang, and the run must end all the same.
-        last = threading.Thread(target=write, daemon=True)
+        last = threading.Thread(target=self._write, args=(seconds, "0", lambda: False), daemon=True)
         last.start()
         last.join(seconds + _GRACE_SECONDS)
         if last.is_alive():
@@ -67,14 +65,7 @@ class PageWriter:
 
     def _run(self) -> None:
         while not self._end.wait(self._every_seconds):
-            self._guarded(lambda: self._write(_LONGEST_SECONDS, "10", self._end.is_set))
-
-    def _guarded(self, write: Callable[[], None]) -> None:
-        """Call ``write``; an exception must not reach the run."""
-        try:
-            write()
-        except Exception as error:
-            self._note(f"{type(error).__name__}: {error}")
+            self._write(_LONGEST_SECONDS, "10", self._end.is_set)
 
     def _note(self, reason: str) -> None:
         if self.loss is None:
@@ -89,6 +80,8 @@ class PageWriter:
             if run_beside(command, seconds=seconds, is_over=is_over) is not None:
                 self._check()
                 new_page.rename(target)
-        finally:
-            for leftover in (new_page, Path(f"{new_page}.tmp")):
+        except Exception as error:  # it must not reach the run
+            self._note(f"{type(error).__name__}: {error}")
+        for leftover in (new_page, Path(f"{new_page}.tmp")):
+            with contextlib.suppress(OSError):
                 leftover.unlink(missing_ok=True)

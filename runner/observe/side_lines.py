@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from runner.policy.outlier_ranks import RankPace
 from runner.policy.retention.records import Record, State, Tier
-from runner.policy.straggler import RankPace
 from runner.system.json_lines import LineFile, iter_lines, tail
 
 _MOST_KEPT_BYTES = 1 << 20  # while the disk accepts no writes
@@ -78,7 +78,7 @@ class RankTimes:
         self._lines = lines
         self._every = every
         self._next = 0
-        self._highest: list[list[float]] = []
+        self._highest: dict[str, list[float]] = {}
 
     def close(self) -> None:
         self._lines.close()
@@ -86,32 +86,22 @@ class RankTimes:
     def note(self, step: int, paces: Sequence[RankPace]) -> None:
         """Take the measurements after ``step``, by rank."""
         size = math.ceil(len(paces) / _MOST_RANKS)
-        highest = [
-            _highest([pace.host for pace in paces], size),
-            _highest([pace.device for pace in paces], size),
-            _highest([pace.step for pace in paces], size),
-        ]
-        if self._highest:
-            highest = [
-                [max(pair) for pair in zip(*two, strict=True)]
-                for two in zip(highest, self._highest, strict=True)
-            ]
-        self._highest = highest
+        for name, seconds in {
+            "own_seconds": [pace.host for pace in paces],
+            "device_seconds": [pace.device for pace in paces],
+            "step_seconds": [pace.step for pace in paces],
+        }.items():
+            highest = [max(seconds[at : at + size]) for at in range(0, len(seconds), size)]
+            before = self._highest.get(name, highest)
+            self._highest[name] = [max(pair) for pair in zip(highest, before, strict=True)]
         if step < self._next:
             return
         self._next = step + max(self._every, step // _LINES_A_FOLD)
-        own, device, whole = ([_short(one) for one in row] for row in self._highest)
-        self._highest = []
-        self._lines.write(
-            {
-                "step": step,
-                "ranks": len(paces),
-                "ranks_a_value": size,
-                "own_seconds": own,
-                "device_seconds": device,
-                "step_seconds": whole,
-            }
-        )
+        short = {
+            name: [float(f"{value:.4g}") for value in row] for name, row in self._highest.items()
+        }
+        self._highest = {}
+        self._lines.write({"step": step, "ranks": len(paces), "ranks_a_value": size, **short})
 
 
 class RingLines:
@@ -191,11 +181,3 @@ def fold(lines: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], str]:
             else:
                 states[tier, serial] = state
     return states
-
-
-def _highest(values: Sequence[float], size: int) -> list[float]:
-    return [max(values[at : at + size]) for at in range(0, len(values), size)]
-
-
-def _short(seconds: float) -> float:
-    return float(f"{seconds:.4g}")

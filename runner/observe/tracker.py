@@ -6,17 +6,28 @@ hangs is dropped.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from runner.config.schema import TrackConfig
+from runner.observe.console import is_calm, level_of
 from runner.observe.metrics import MetricsLine
 from runner.system import output
-from runner.system.files import read_bounded, write_json
-from runner.system.output import Loss, Outlet
-from runner.system.parsing import parse_json
+from runner.system.files import make_folder, naming, read_bounded, replace_for_writing, write_json
+from runner.system.output import Outlet
+from runner.system.parsing import json_text, parse_json
+from runner.system.process import host_name
+from runner.system.user_code import bound_target
 
 _MOST_WAITING = 10_000  # steps and incidents
 _CLOSE_SECONDS, _CLOSE_SECONDS_LATE = 10.0, 1.0
@@ -26,22 +37,20 @@ _AHEAD = 100  # attempts reserved at a time: a crash leaves a gap of at most thi
 _MOST_BYTES = 4096
 
 
-class Tracker(Protocol):
+class Tracker:
     """The interface of a tracker. ``attempt`` counts attempted steps and never goes back."""
 
     def numbers(self, attempt: int, numbers: Mapping[str, float]) -> None:
         """Take the finite numbers of one attempted step, by name."""
-        ...
 
     def incident(self, attempt: int, line: Mapping[str, Any]) -> None:
         """Take one line of ``journal.jsonl``."""
-        ...
 
     def summary(self, summary: Mapping[str, Any]) -> None:
         """Take the contents of ``summary.json``."""
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Send what is left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +80,10 @@ def numbers_of(line: MetricsLine) -> dict[str, float]:
         "train/tokens_per_second": line.tokens_per_second,
         "eval/loss": line.eval_loss,
         "guard/discarded": float(line.action != "apply"),
-        **{_name(column): value for column, value in line.columns.items()},
     }
+    for column, value in line.columns.items():  # those of the layers have a group of their own
+        numbers[column if column.startswith("layers/") else f"sources/{column}"] = value
     return {k: float(v) for k, v in numbers.items() if v is not None and math.isfinite(v)}
-
-
-def _name(column: str) -> str:
-    """A column's name in trackers; those of the layers have a group of their own."""
-    return column if column.startswith("layers/") else f"sources/{column}"
 
 
 class Attempts:
@@ -135,7 +140,7 @@ def _read(path: Path) -> int:
     return number if type(number) is int and number >= 0 else 0
 
 
-class BackgroundTracker:
+class BackgroundTracker(Outlet[Callable[[Tracker], None]]):
     """Calls a :class:`Tracker` from a thread.
 
     Args:
@@ -149,25 +154,22 @@ class BackgroundTracker:
         self._attempts = attempts
         self._tracker: Tracker | None = None
         self._has_failed = False
-        self._outlet: Outlet[tuple[str, Any]] = Outlet(
+        super().__init__(
             name,
-            self._deliver,
+            self._call,
             most=_MOST_WAITING,
             patience=lambda: _START_SECONDS if self._tracker is None else output.STALL_SECONDS,
         )
 
-    @property
-    def loss(self) -> Loss | None:
-        """See :attr:`runner.system.output.Outlet.loss`."""
-        return self._outlet.loss
-
     def write(self, line: MetricsLine) -> None:
         """Take the numbers of one attempted step."""
-        self._outlet.put(("numbers", numbers_of(line)))
+        numbers = numbers_of(line)
+        self.put(lambda tracker: tracker.numbers(self._attempts.next(), numbers))
 
     def tell(self, line: Mapping[str, Any]) -> None:
         """Take one journal line."""
-        self._outlet.put(("incident", dict(line)))
+        copied = dict(line)
+        self.put(lambda tracker: tracker.incident(self._attempts.newest, copied))
 
     def finish(self, summary: Mapping[str, Any], *, in_time: bool) -> str:
         """Take the summary. What is not sent within some seconds is lost.
@@ -175,14 +177,16 @@ class BackgroundTracker:
         Returns:
             A sentence about what was lost; empty if all was sent.
         """
-        self._outlet.put(("summary", dict(summary)))
-        self._outlet.put(("close", None))
+        self.put(lambda tracker: tracker.summary(dict(summary)))
+        self.put(self._close)
         seconds = _CLOSE_SECONDS if in_time and self.loss is None else _CLOSE_SECONDS_LATE
-        is_sent = self._outlet.drain(seconds)
-        if not is_sent and self._may_start(summary, in_time=in_time):
-            is_sent = self._outlet.drain(_START_SECONDS)
-        loss, name = self.loss, self._outlet.name
-        if loss is not None and self._outlet.num_lost:
+        is_sent = self.drain(seconds)
+        has_time = in_time and summary.get("status") != "preempted"
+        if not is_sent and has_time and self._tracker is None and self.loss is None:
+            # A short run, whose tracker is still being connected.
+            is_sent = self.drain(_START_SECONDS)
+        loss, name = self.loss, self.name
+        if loss is not None and self.num_lost:
             return f"{name}: {loss.reason}"
         if is_sent:
             return ""
@@ -190,27 +194,288 @@ class BackgroundTracker:
             return f"{name}: the run was not sent; it was still being connected"
         return f"{name}: the end of the run was not sent; it takes too long"
 
-    def _may_start(self, summary: Mapping[str, Any], *, in_time: bool) -> bool:
-        """Whether this is a short run with time for a tracker that is still being connected."""
-        is_stopped = summary.get("status") == "preempted"
-        return in_time and not is_stopped and self._tracker is None and self.loss is None
+    def _close(self, tracker: Tracker) -> None:
+        self._attempts.close()
+        tracker.close()
 
-    def _deliver(self, item: tuple[str, Any]) -> None:
+    def _call(self, call: Callable[[Tracker], None]) -> None:
         if self._has_failed:
             return  # a record after a torn one could not be read
-        kind, value = item
         try:
             if self._tracker is None:
                 self._tracker = self._make()
-            if kind == "numbers":
-                self._tracker.numbers(self._attempts.next(), value)
-            elif kind == "incident":
-                self._tracker.incident(self._attempts.newest, value)
-            elif kind == "summary":
-                self._tracker.summary(value)
-            else:
-                self._attempts.close()
-                self._tracker.close()
+            call(self._tracker)
         except Exception:
             self._has_failed = True
             raise
+
+
+# The trackers that ``track`` can name: TensorBoard, Weights & Biases, MLflow, one of the user's.
+#
+# Each library is imported where it is first used, in the tracker's own thread.
+
+
+_LEVELS = {logging.WARNING: "WARN", logging.ERROR: "ERROR"}
+_PLAIN = (str, int, float, bool, type(None))
+_RUN = "holdfast.run"  # the MLflow tag by which a restart finds its run
+_MOST_PARAMS, _MOST_TEXT, _MOST_TAG = 100, 500, 5000  # MLflow's limits
+
+
+def makers(
+    settings: TrackConfig, facts: RunFacts, tensorboard: Callable[[], Tracker]
+) -> Iterator[tuple[str, Callable[[], Tracker]]]:
+    """The name of each configured tracker, and what makes it.
+
+    Raises:
+        ConfigError: ``track._target_`` does not exist, or takes other arguments.
+    """
+    if settings.tensorboard:
+        yield "TensorBoard", tensorboard
+    if settings.wandb:
+        yield "wandb", lambda: WandbTracker(facts, settings.project)
+    if settings.mlflow:
+        yield "mlflow", lambda: MlflowTracker(facts, settings.project)
+    if settings._target_ is not None:
+        arguments = settings.arguments or {}
+        make = bound_target("track._target_", settings._target_, arguments, asdict(facts))
+        yield settings._target_.rpartition(".")[2], make
+
+
+class TensorBoardTracker(Tracker):
+    """``track=tensorboard``: scalars under ``folder``, an event file per start, a record per step.
+
+    From the first step of a start on, TensorBoard drops what older files have. Those are put in
+    place anew, so that an earlier incarnation which still lives adds nothing to its own.
+
+    Args:
+        number: the incarnation, a part of the file's name.
+        check: raises when this process may no longer write here.
+    """
+
+    def __init__(
+        self, folder: Path, *, number: int, check: Callable[[], None] = lambda: None
+    ) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = Event, Summary
+        self._start = SessionLog(status=SessionLog.START)
+        make_folder(folder)
+        for older in folder.glob("*tfevents*"):
+            if older.suffix != ".tmp":
+                replace_for_writing(older, length=older.stat().st_size, check=check)
+        # TensorBoard reads files in the order of their names.
+        now = f"{int(time.time()):010d}"
+        self._path = folder / f"events.out.tfevents.{now}.{socket.gethostname()}.{number:06d}"
+        replace_for_writing(self._path, length=0, check=check)
+        self._file = self._path.open("ab")
+        self._records = RecordWriter(self._file)
+        self._is_begun = False
+
+    def numbers(self, attempt: int, numbers: Mapping[str, float]) -> None:
+        step = int(numbers["step"])
+        if not self._is_begun:
+            self._is_begun = True
+            self._add(step=step, file_version="brain.Event:2")
+            self._add(step=step, session_log=self._start)
+        values = [
+            self._summary.Value(tag=name, simple_value=value)
+            for name, value in numbers.items()
+            if name != "step"
+        ]
+        self._add(step=step, summary=self._summary(value=values))
+
+    def _add(self, **scalars: Any) -> None:
+        event = self._event(wall_time=time.time(), **scalars)
+        with naming(self._path):
+            self._records.write(event.SerializeToString())
+            self._file.flush()
+
+    def close(self) -> None:
+        with naming(self._path):
+            self._file.close()
+
+
+class WandbTracker(Tracker):
+    """``track=wandb``: a run of Weights & Biases, one over all starts.
+
+    ``WANDB_MODE``, ``WANDB_API_KEY``, ``WANDB_ENTITY`` and the like decide where it
+    logs to. The charts' axis is ``attempt``: W&B drops values whose step goes back.
+    """
+
+    def __init__(self, facts: RunFacts, project: str) -> None:
+        import wandb
+
+        self._wandb = wandb
+        self._run = wandb.init(
+            project=project,
+            id=facts.run_id,
+            resume="allow",
+            dir=str(facts.out),
+            config={**facts.config, "digest": facts.digest},
+            allow_val_change=True,
+            # wandb must not capture this process's output or use its signal handlers.
+            settings=wandb.Settings(console="off", silent=True, disable_git=True),
+        )
+        self._run.define_metric("attempt")
+        self._run.define_metric("*", step_metric="attempt")
+
+    def numbers(self, attempt: int, numbers: Mapping[str, float]) -> None:
+        self._run.log({"attempt": attempt, **numbers}, step=attempt)
+
+    def incident(self, attempt: int, line: Mapping[str, Any]) -> None:
+        kind = str(line["kind"])
+        self._run.log({"attempt": attempt, f"incident/{kind}": 1.0}, step=attempt)
+        level = _LEVELS.get(level_of(line))
+        if level is not None:
+            text = f"step {line['step']}: {line['reason']} -> {line['decision']}"
+            self._run.alert(kind, text, level=level)
+
+    def summary(self, summary: Mapping[str, Any]) -> None:
+        plain = {k: v for k, v in summary.items() if isinstance(v, _PLAIN)}
+        self._run.summary.update(plain | {"skipped": str(summary.get("skipped"))})
+
+    def close(self) -> None:
+        self._run.finish()
+        self._wandb.teardown()  # its service is a process
+
+
+class MlflowTracker(Tracker):
+    """``track=mlflow``: a run of MLflow, one over all starts.
+
+    ``MLFLOW_TRACKING_URI`` decides where it logs to. Without it MLflow writes
+    files to ``out/mlruns``. The metrics' step is the attempt.
+    """
+
+    def __init__(self, facts: RunFacts, project: str) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+        from mlflow.environment_variables import MLFLOW_ALLOW_FILE_STORE, MLFLOW_TRACKING_URI
+
+        uri = MLFLOW_TRACKING_URI.get()
+        if not uri:
+            uri = (facts.out.absolute() / "mlruns").as_uri()
+            MLFLOW_ALLOW_FILE_STORE.set("true")  # otherwise MLflow needs a database
+        self._metric, self._param = Metric, Param
+        self._client = MlflowClient(tracking_uri=uri)
+        known = self._client.get_experiment_by_name(project)
+        experiment = known.experiment_id if known else self._client.create_experiment(project)
+        runs = self._client.search_runs([experiment], f"tags.`{_RUN}` = '{facts.run_id}'")
+        self._run = next(iter(runs), None) or self._client.create_run(
+            experiment, run_name=facts.out.name, tags={_RUN: facts.run_id}
+        )
+        self._id = self._run.info.run_id
+        self._client.update_run(self._id, status="RUNNING")
+        self._client.set_tag(self._id, "digest", facts.digest)
+        self._log_config(facts.config)
+
+    def _log_config(self, config: Mapping[str, Any]) -> None:
+        """Log the settings. A logged value cannot change: a new one becomes a tag."""
+        known = self._run.data.params
+        params = {key: str(value)[:_MOST_TEXT] for key, value in config.items()}
+        for key, value in params.items():
+            if key in known and known[key] != value:
+                self._client.set_tag(self._id, f"changed.{key}", value)
+        new = [self._param(key, value) for key, value in params.items() if key not in known]
+        for at in range(0, len(new), _MOST_PARAMS):
+            self._client.log_batch(self._id, params=new[at : at + _MOST_PARAMS])
+
+    def numbers(self, attempt: int, numbers: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        metrics = [self._metric(name, value, now, attempt) for name, value in numbers.items()]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def incident(self, attempt: int, line: Mapping[str, Any]) -> None:
+        kind, number = str(line["kind"]), int(line.get("seq", 0))
+        self.numbers(attempt, {f"incident/{kind}": 1.0})
+        text = f"step {line['step']} {kind}: {line['reason']} -> {line['decision']}"
+        self._client.set_tag(self._id, f"incident.{number:06d}", text[:_MOST_TAG])
+
+    def summary(self, summary: Mapping[str, Any]) -> None:
+        for key, value in summary.items():
+            self._client.set_tag(self._id, f"summary.{key}", str(value)[:_MOST_TAG])
+        status = {"done": "FINISHED", "preempted": "KILLED"}.get(str(summary["status"]), "FAILED")
+        self._client.set_terminated(self._id, status)
+
+
+# ``track.command``: runs the user's command for each incident. Nothing waits for it.
+
+
+OUTLET = "track.command"
+_COMMAND_SECONDS = 30.0
+_MOST_ALERTS = 200
+_TAIL = 300  # characters of the command's output
+# How long a process that ends waits for its last commands: to begin, and to end.
+_BEGIN_SECONDS, _END_SECONDS = 2.0, 5.0
+_POLL_SECONDS = 0.01
+# The process that journals these may be gone a moment later.
+_LAST = frozenset({"crash", "halt", "preempted", "failed"})
+
+
+class CommandAlerts(Outlet[bytes]):
+    """Runs a shell command for each incident, one after the other, in a thread of its own.
+
+    The journal line is on its standard input, one JSON object with ``out``, ``host``, ``level`` and
+    ``text`` (a sentence) beside the line's own fields. It runs in a session of its own, so it
+    outlives a process that ends, and is killed after 30 seconds. Its output is dropped.
+
+    Args:
+        out: the run's directory.
+    """
+
+    def __init__(self, command: str, out: Path) -> None:
+        self._command = command
+        self._out = str(out.absolute())
+        self._num_told = self._num_begun = 0
+        super().__init__(OUTLET, self._run_command, most=_MOST_ALERTS)
+
+    def tell(self, line: Mapping[str, Any]) -> None:
+        """Take one journal line. Waits only for the last lines of a process about to end."""
+        kind = str(line["kind"])
+        is_own = kind == "output_lost" and line["detail"].get("output") == OUTLET
+        if is_calm(line) or is_own:
+            return
+        text = f"{self._out}: step {line['step']} {kind}: {line['reason']} -> {line['decision']}"
+        context = {
+            "out": self._out,
+            "host": host_name(),
+            "level": logging.getLevelName(level_of(line)).lower(),
+            "text": text,
+        }
+        if self.put(json_text(context | dict(line)).encode() + b"\n"):
+            self._num_told += 1
+        if kind in _LAST:
+            limit = time.monotonic() + _BEGIN_SECONDS
+            while self._num_begun < self._num_told and time.monotonic() < limit:
+                time.sleep(_POLL_SECONDS)
+
+    def close(self) -> None:
+        """Wait some seconds for the last commands."""
+        self.drain(_END_SECONDS)
+
+    def _run_command(self, data: bytes) -> None:
+        """
+        Raises:
+            OSError: the command failed, or took too long.
+        """
+        try:
+            process = subprocess.Popen(
+                ["/bin/sh", "-c", self._command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        finally:
+            self._num_begun += 1
+        try:
+            _, stderr = process.communicate(data, timeout=_COMMAND_SECONDS)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            raise OSError(f"it took longer than {_COMMAND_SECONDS:g} s") from None
+        if process.returncode:
+            message = stderr.decode(errors="replace").strip()[-_TAIL:]
+            raise OSError(f"it ended with {process.returncode}: {message}")

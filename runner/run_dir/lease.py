@@ -127,14 +127,17 @@ def acquire(
 
 def newest_number(folder: Path) -> int:
     """The number of the owner; 0 when there never was one."""
-    names = [path.stem for path in folder.glob("[0-9]*.json")]
-    return max((int(name) for name in names if _CLAIM_NAME.fullmatch(name)), default=0)
+    return max(_numbers(folder), default=0)
 
 
 def oldest_number(folder: Path) -> int:
     """The number of the first owner; 1 when there never was one."""
+    return min(_numbers(folder), default=1)
+
+
+def _numbers(folder: Path) -> list[int]:
     names = [path.stem for path in folder.glob("[0-9]*.json")]
-    return min((int(name) for name in names if _CLAIM_NAME.fullmatch(name)), default=1)
+    return [int(name) for name in names if _CLAIM_NAME.fullmatch(name)]
 
 
 def has_ended(folder: Path, number: int) -> bool:
@@ -217,7 +220,7 @@ def _is_claim(claim: Any) -> bool:
     order, when = claim.get("order"), claim.get("time")
     fields = [claim.get(name) for name in ("host", "boot", "started", "step")]
     job, pid = claim.get("job"), claim.get("pid")
-    agents = claim.get("agents", [])  # version 0.1 did not write them
+    agents = claim.get("agents")
     return (
         isinstance(agents, list)
         and all(isinstance(word, str) for word in [*fields, *agents, job or ""])
@@ -238,7 +241,7 @@ def _describe(claim: dict[str, Any]) -> str:
 
 
 def _is_own(claim: dict[str, Any]) -> bool:
-    return bool(claim) and all(claim.get(key) == value for key, value in own_process().items())
+    return bool(claim) and claim | own_process() == claim
 
 
 def _wait_for_its_end(
@@ -250,7 +253,7 @@ def _wait_for_its_end(
         return
     # Claims are made atomically: an unreadable one was damaged, and its owner may be alive.
     if claim and launch.supersedes(
-        claim["job"], tuple(claim["order"]), claim["step"], claim.get("agents", [])
+        claim["job"], tuple(claim["order"]), claim["step"], claim["agents"]
     ):
         return
     alive = is_alive(claim) if claim else None

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.compose import digest, flat, from_yaml, to_yaml, trajectory
+from runner.config.former_keys import FIXED_VALUES
 from runner.config.schema import SYNTHETIC_VOCABULARY, ResumeConfig, RunConfig
 from runner.system.error import ConfigError
 from runner.system.files import make_folder, read_bounded, write_durably
-from runner.system.parsing import parse_json
+from runner.system.parsing import parse_json, whole
 
 _CONFIG_BYTES = _SUMMARY_BYTES = 4 << 20
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
@@ -79,13 +80,8 @@ class RunDir:
         return self.incidents / f"{number:06d}"
 
     def explanation(self, number: int) -> Path:
-        """The evidence of a bad step, by the number of its journal line.
-
-        Runs from before this folder have it among the reports of crashes.
-        """
-        before = self.incident(number)
-        folder = self.explanations / before.name
-        return folder if folder.exists() or not before.exists() else before
+        """The evidence of a bad step, by the number of its journal line."""
+        return self.explanations / f"{number:06d}"
 
     def observer_note(self, name: str | int) -> Path:
         """What a start leaves that ends in an observer; by rank, or what was explained."""
@@ -273,6 +269,8 @@ def settings_differing(stored: dict[str, Any], config: RunConfig) -> dict[str, t
     for name, value in _LATER.items():
         stored.setdefault(name, value)
     current = trajectory(config)
+    # None: a key that only repeated another one.
+    current |= {name: v for name, v in FIXED_VALUES.items() if stored.get(name) is not None}
     if stored.get("data.kind") == "synthetic" and not config.data._target_:
         # configs/data/synthetic.yaml once gave the number that is the default without it.
         for sizes in (stored, current):
@@ -312,3 +310,34 @@ def _stored_total(stored: dict[str, Any]) -> Any:
     if stored.get("schedule.kind") == "constant":
         return None
     return stored.get("schedule.total") or stored.get("steps")
+
+
+# Reads the evidence of bad steps in ``OUT/explanations``, which a run leaves there.
+
+
+INCIDENT, SAMPLES = "incident.json", "samples.txt"
+MOST_JSON = 16 << 20  # bytes
+VERSION = 1
+
+
+def read_explanation(folder: Path) -> dict[str, Any]:
+    """Read what a run left in a folder of a bad step.
+
+    Raises:
+        ValueError: it is not a bundle of this version.
+        OSError: it cannot be read, or is too large.
+    """
+    tree = parse_json(read_bounded(folder / INCIDENT, MOST_JSON))
+    if not isinstance(tree, dict) or tree.get("version") != VERSION:
+        raise ValueError(f"{folder / INCIDENT} is not evidence of version {VERSION}")
+    finding = tree.get("finding")
+    if not isinstance(finding, dict) or not isinstance(tree.get("probes"), dict):
+        raise ValueError(f"{folder / INCIDENT} has no finding")
+    whole(tree.get("step"), "step")
+    return tree
+
+
+def explanations(folder: Path) -> list[int]:
+    """The numbers of the bundles in ``OUT/explanations``, oldest first."""
+    names = {path.parent.name for path in folder.glob(f"*/{INCIDENT}")}
+    return sorted(int(name) for name in names if name.isascii() and name.isdigit())

@@ -1,294 +1,393 @@
-"""Writes the journal line of a start, then makes and starts the actors."""
+"""Builds an opened run (``build``), loads its checkpoint (``resume``), begins it (``begin``)."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from runner.checkpoint.remote.upload import Uploads
-from runner.config.odd_settings import odd_settings
-from runner.config.schema import DebugKind, Offload
-from runner.config.validate import is_zero
-from runner.data.feed import Feed
-from runner.distributed.observers import Failure, Observers
+from runner.checkpoint.ring import Ring
+from runner.config.network import is_hf
+from runner.config.schema import DebugKind, Offload, RunConfig
+from runner.config.validate import is_zero, odd_settings
+from runner.data.dataset import RecordDataset
+from runner.data.feed import few
+from runner.distributed.device import code_digest
+from runner.distributed.observers import Observers
+from runner.distributed.process_group import limit_groups
 from runner.engine.determinism import repeats_bits
-from runner.engine.protocol import MicroStep
+from runner.engine.modes import same_randomness
+from runner.engine.protocol import Engine, MicroStep
+from runner.explain.audit import Auditor
+from runner.explain.curve_reader import CurveReader, watch_spikes
+from runner.explain.explaining_guard import ExplainingGuard, ExplainRules
+from runner.explain.layers import watch_layers
+from runner.explain.mark import ObserverNote, leave_out_ended
 from runner.fault.inject import FaultInjector
-from runner.health.device_check import check_devices
-from runner.observe.alert import CommandAlerts
+from runner.fault.spec import parse_faults
+from runner.fault.wrap import wrap_feed, wrap_group, wrap_heart
+from runner.health.checks import PaceInspector, ReplicaInspector, check_devices
+from runner.model.blueprint import GuestBlueprint
 from runner.observe.page_writer import PageWriter
+from runner.observe.side_lines import RankTimes, SideLines
 from runner.policy.decision.history import Incident
-from runner.policy.decision.spike_frequency import SpikeScore
+from runner.policy.decision.ladder import RemedyRules
+from runner.policy.outlier_ranks import RankPace, Stragglers
 from runner.policy.retention.records import Tier
+from runner.run_dir.time_account import Past
 from runner.session import parts
-from runner.session.actors import Watchers, make_actors, make_loop
-from runner.session.assemble import Assembly
-from runner.session.explaining import note_ended_starts, observer_note
-from runner.session.layers import SPIKES, Columns, make_layers, spike_score
-from runner.session.memory_line import memory_line
-from runner.session.optim import rules_matched
-from runner.session.phases import Machinery, Opened, Run
-from runner.session.quick import quick_preflight
-from runner.session.side_lines import rank_times
-from runner.session.start_line import start_incident, time_before
-from runner.startup.memory_need import SavedActivations
-from runner.startup.resume import Resumed, settle_mixture
-from runner.system import output
-from runner.system.error import RankError
-from runner.system.json_lines import iter_lines
-from runner.train.corpus_check import CorpusCheck, ResumedOn, known_digest
-from runner.train.curve_reader import CURVE, CurveReader
-from runner.train.layers import LAYERS
-from runner.train.report import Outputs, Reporter
-from runner.train.resume_check import ResumeCheck, recorded, repeats_as_before
-from runner.train.source_columns import SourceColumns
+from runner.session.corpus import data_words, digest_notes
+from runner.session.opening import (
+    Inventory,
+    backlog_of,
+    identity_of,
+    open_slots,
+    start_incident,
+    time_before,
+)
+from runner.session.parts import rules_matched, schedule
+from runner.startup.checks import refuse_or_say
+from runner.startup.engine_checks import (
+    TrialBatch,
+    exactness_checks,
+    running_buffers,
+    sanity_checks,
+    works_of,
+)
+from runner.startup.memory_need import SavedActivations, memory_line
+from runner.startup.restore import RemoteRun
+from runner.startup.resume import resume_from, settle_mixture
+from runner.startup.resume_check import ResumeCheck, recomputed
+from runner.system.error import CheckpointError, ConfigError, RankError
+from runner.train.checkpoints import Checkpoints, LastProof
+from runner.train.corpus_check import CorpusCheck, known_digest
+from runner.train.evaluate import Evaluator, SourceColumns
+from runner.train.guard import Guard
+from runner.train.loop import Loop
+from runner.train.periodic import Inspection, Periodic, falls_due
+from runner.train.recovery import Recovery
+from runner.train.report import Reporter
+from runner.train.run import Corpus, EngineRun, Lease, RankGroup, Resumed, RunJournal, open_feed
+from runner.train.save_schedule import BestCheckpoint, SaveSchedule
+from runner.train.state import TrainState
+from runner.train.step import Stepper, StepRules
+from runner.train.step_runner import StepPlanner, StepRunner
 
 _YES_NO = {True: "yes", False: "no"}
+_PREFLIGHT_ROWS = 2
+# A straggler is slower than the median by this factor. The fixed computation is slow on a GPU only
+# if that throttles, which makes it 10-40 % longer.
+_STRAGGLER_FACTOR, _DEVICE_FACTORS = 2.0, {"cuda": 1.2}
+# One slow comparison may be a page cache or a neighbour; a straggler is slow again and again.
+_STRAGGLER_CHECKS = 3
 
 
-def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
-    """Write the journal line of this start, and make the actors. Collective."""
-    group, lease, corpus = opened.group, opened.lease, opened.corpus
-    spent = time_before(group, resumed, opened.inventory.found.journal)
-    feed = parts.feed(lease.config, corpus.dataset, corpus.stream, group.place, group.device)
-    saved = SavedActivations()
-    is_to_train = resumed.step < lease.config.steps
-    repeats = _repeats_bits(opened, machinery, feed, saved) if is_to_train else None
-    _greet(opened, machinery, resumed, repeats)
-    observers = _observers(opened, machinery, resumed.step)
-    if is_to_train:
-        line = observers.alone("memory line", lambda: memory_line(opened, machinery, saved), "")
-        group.console.say(line)
-    columns, pages = SourceColumns(corpus.mixture), _page_writer(opened)
-    all_columns = _all_columns(opened, machinery, resumed, observers, columns)
-    recomputed = _recorded(opened, resumed)
-    assembly = Assembly(
+@dataclass(slots=True, kw_only=True)
+class FaultyRun(EngineRun):
+    """A run with its faults on purpose, of which nothing in :mod:`runner.train` knows."""
+
+    faults: FaultInjector
+
+
+# -- build ---------------------------------------------------------------------------------
+
+
+def build(
+    group: RankGroup, lease: Lease, corpus: Corpus, inventory: Inventory, written: RunJournal
+) -> FaultyRun:
+    """Make engine, checkpoints and counters; :func:`resume` fills them. Collective."""
+    config = lease.config
+    faults = FaultInjector(
+        parse_faults(config.faults), rank=group.place.rank, markers=group.run_dir.faults
+    )
+    # Without a checkpoint :func:`resume` initialises the weights.
+    engine = parts.engine(
+        config, corpus.network, group.place, group.device, faults, has_weights=False
+    )
+    if ExplainRules.of(config.explain, config.guard, config.steps) is not None:
+        parts.give_twin(engine, config, corpus.network, group.place, faults)
+    limit_groups(config.parallel.timeout_seconds)
+    has_weights = _keep_buffers(group, config, corpus, inventory, engine)
+    identity = identity_of(lease, corpus)
+    memory = open_slots(lease, group, engine, identity)
+    backlog = backlog_of(lease, group, written)
+
+    def before_write(step: int) -> None:
+        faults.at("save", step)
+        backlog.require_written()
+
+    ring = Ring(
+        lease.directory(group),
+        sharded=engine,
+        ranks=group.ranks,
+        settings=config.checkpoint,
+        identity=identity,
+        report=written.report,
+        before_write=before_write,
+        memory=memory,
+    )
+    ring.show_restoring(group.console.work)
+    return FaultyRun(
         group=group,
         lease=lease,
-        written=opened.written,
-        ring=machinery.ring,
-        backlog=machinery.backlog,
-        resumed=resumed,
+        written=written,
+        backlog=backlog,
+        ring=ring,
+        state=TrainState(config.guard),
+        corpus=corpus,
+        engine=engine,
+        faults=faults,
+        memory=memory,
+        has_weights=has_weights,
     )
-    assembly.open_reporter(
-        lambda: _outputs(opened, assembly, all_columns, pages),
-        lambda: parts.throughput(lease.config, corpus.network, group.place, group.device),
-        total_steps=lease.config.steps,
-        past=spent,
+
+
+def _keep_buffers(
+    group: RankGroup, config: RunConfig, corpus: Corpus, inventory: Inventory, engine: Engine
+) -> bool:
+    """Settle which buffers are state: those of the run, or for a new one what a trial shows.
+
+    Collective.
+
+    Returns:
+        Whether the trial has initialised the weights.
+    """
+    network, ranks = corpus.network, group.ranks
+    if inventory.found.records:
+        engine.running.keep(inventory.found.buffers)
+        return False
+    if not isinstance(network, GuestBlueprint) or not engine.running.has_any:
+        return False
+    parts.initialise(engine, config, network, ranks)
+    with _two_samples(group, config, corpus) as works:
+        own = ranks.all_or_none("trying the model", lambda: running_buffers(engine, works))
+    engine.running.keep({name for names in ranks.gather(own) for name in names})
+    return True
+
+
+@contextmanager
+def _two_samples(
+    group: RankGroup, config: RunConfig, corpus: Corpus
+) -> Iterator[Sequence[MicroStep]]:
+    """A step of two samples, for trials; they draw no random numbers of the run's. Collective."""
+    with same_randomness(group.device):
+        batch = group.ranks.all_or_none(
+            "reading two samples", lambda: few(corpus.dataset, config.data.seq_len, 2)
+        )
+        yield works_of(batch, parts.works_a_step(config, group.place), group.device)
+
+
+# -- resume --------------------------------------------------------------------------------
+
+
+def resume(run: EngineRun, inventory: Inventory) -> None:
+    """Load the newest usable checkpoint, or initialise the weights. Collective.
+
+    Raises:
+        ConfigError: a user's model cannot be trained exactly, or its weights cannot be read.
+        CheckpointError: there are checkpoints, and none of them can be loaded.
+        RankError: no local checkpoint can be loaded, and the object store does not answer.
+    """
+    run.resumed = _resumed(run, inventory)
+    run.group.console.close()  # ends the progress line
+    if run.resumed.is_fresh and not run.has_weights:
+        # Only now: a load overwrites all weights, and drawing random numbers takes time.
+        parts.initialise(run.engine, run.config, run.corpus.network, run.ranks)
+    _check_model(run)
+
+
+def _resumed(run: EngineRun, inventory: Inventory) -> Resumed:
+    """Resume from the ring, or from the object store if every checkpoint is damaged."""
+    ring, run_dir = run.ring, run.group.run_dir
+    restorer = None if inventory.restored else inventory.restorer
+    try:
+        return resume_from(inventory.found, run_dir, ring, run.journal, run.state)
+    except CheckpointError as error:
+        if restorer is None:
+            raise
+        if restorer.silence:
+            raise RankError(
+                f"{error}; and checkpoint.remote does not answer ({restorer.silence}): start "
+                "again when it does"
+            ) from None
+        ring.drain()
+        restored = restorer.restore()
+        if restored is None:
+            raise
+    for incident in restored.incidents:
+        run.written.report(incident)
+    only = replace(inventory.found, records=[restored.record], damaged=[])
+    return resume_from(only, run_dir, ring, run.journal, run.state)
+
+
+def _check_model(run: EngineRun) -> None:
+    """Test a user's model on two samples; its state does not change. Collective.
+
+    Raises:
+        ConfigError: it cannot be trained exactly.
+    """
+    network, engine, ranks, say = run.corpus.network, run.engine, run.ranks, run.group.console.say
+    if not isinstance(network, GuestBlueprint):
+        return
+    with _two_samples(run.group, run.config, run.corpus) as works:
+        checks = ranks.all_or_none(
+            "trying the model", lambda: exactness_checks(network, engine, works)
+        )
+    signatures = ranks.gather(network.signature() if run.resumed.is_fresh else "")
+    if len(set(signatures)) > 1:
+        raise ConfigError(
+            f"{network.setting}: ranks build different models or weights ({signatures} by rank); "
+            "the model must not depend on the rank, the machine or the clock"
+        )
+    refuse_or_say(checks, network.setting, say)
+    # What logits take that cannot be made in parts; the trials have computed some.
+    one = getattr(engine.objective, "logits_bytes", 0)
+    mib = one * run.config.batch.micro_size / (1 << 20)
+    if 0 < run.config.model.loss_chunk_mib < mib:
+        say(
+            f"{network.setting}: the logits of a micro-batch are held whole, {mib:,.0f} MiB in "
+            "FP32 and as much for their gradient: they can be made in parts "
+            "(model.loss_chunk_mib) where get_output_embeddings() gives a plain nn.Linear, and "
+            "not with parallel=zero3"
+        )
+
+
+# -- begin ---------------------------------------------------------------------------------
+
+
+def begin(run: FaultyRun, inventory: Inventory, remote: RemoteRun | None) -> None:
+    """Write the journal line of this start, and make what acts from step to step. Collective."""
+    group, config, corpus = run.group, run.config, run.corpus
+    journal_before = inventory.found.journal
+    spent = time_before(group, run.resumed, journal_before)
+    run.feed = open_feed(config, corpus.dataset, corpus.stream, group.place, group.device)
+    run.stepper = _stepper(run)
+    saved = SavedActivations()
+    is_to_train = run.resumed.step < config.steps
+    repeats = _repeats_bits(run, saved) if is_to_train else None
+    _greet(run, repeats)
+    run.observers = Observers(
+        group.ranks,
+        report=run.written.report,
+        recover=run.engine.recover,
+        inject=run.faults.in_observer,
+        last_words=ObserverNote.of(run, group.place.rank),
     )
-    reporter = assembly.reporter
-    _read_curve(opened, observers, reporter)
-    # After the reporter has cut the metrics, so that lost lines are journalled once.
+    run.observers.step = run.resumed.step
+    if is_to_train:
+        line = run.observers.alone("memory line", lambda: memory_line(run, saved), "")
+        group.console.say(line)
+    rows = recomputed(run)  # before the reporter cuts the metrics
+    columns = _open_reporter(run, spent)
     start = start_incident(
-        group,
-        lease,
-        resumed,
+        run,
         spent,
         reason="command",
-        parallel=lease.config.parallel.kind.value,
+        parallel=config.parallel.kind.value,
         data=corpus.dataset.fingerprint(),
     )
-    words = parts.data_words(lease.config.data, corpus.dataset)
+    words = data_words(config.data, corpus.dataset)
     start = replace(start, detail={**start.detail, "repeats_bits": repeats, "corpus": words})
-    check = _resume_check(opened, resumed, recomputed, start)
-    reporter.also_applied(
-        lambda line: observers.alone("resume check", lambda: check.applied(line), None)
+    check = ResumeCheck(run, rows, start)
+    run.reporter.also_applied(
+        lambda line: run.observers.alone("resume check", lambda: check.applied(line), None)
     )
-    opened.written.journal.add(start)
-    note_ended_starts(opened, observers)
-    if lease.config.debug.check_devices:
-        _check_devices(opened, machinery.faults, resumed.step)
-    observers.together(
-        "preflight", lambda: quick_preflight(opened, machinery, resumed, observers.ranks)
+    run.journal.add(start)
+    leave_out_ended(run)
+    if config.debug.check_devices:
+        _check_devices(run)
+    run.observers.together("preflight", lambda: quick_preflight(run))
+    mixture = settle_mixture(
+        corpus.stream, run.journal, run.state, reached=inventory.found.last_cursor
     )
-    _settle_mixture(opened, machinery)
-    uploads = _uploads(opened, machinery, resumed)
-    # Snapshots of the previous incarnation were needed until here.
-    machinery.ring.begin(uploads)
-    corpus_check = _corpus_check(opened, machinery, resumed)
+    if mixture is not None:
+        run.written.report(mixture)
+    # Ends what the ring keeps of the previous incarnation: its snapshots were needed until here.
+    run.ring.begin(_uploads(run, remote))
+    known = known_digest(journal_before, corpus.dataset.fingerprint()) if run.resumed.step else None
+    corpus_check = CorpusCheck(run, known=known, notes=digest_notes(config))
     corpus_check.begin()
-    actors = make_actors(
-        opened, machinery, assembly, feed, Watchers(columns, all_columns.layers, observers)
-    )
-    loop = make_loop(opened, machinery, assembly, actors, corpus_check)
-    if pages is not None:
-        pages.begin()
-    return Run(
-        opened=opened, machinery=machinery, feed=feed, reporter=reporter, loop=loop, pages=pages
-    )
+    run.loop = _loop(run, columns, corpus_check)
+    if run.pages is not None:
+        run.pages.begin()
 
 
-def _observers(opened: Opened, machinery: Machinery, step: int) -> Observers:
-    group = opened.group
-    observers = Observers(
-        group.ranks,
-        report=opened.written.report,
-        recover=machinery.engine.recover,
-        inject=machinery.faults.in_observer,
-        last_words=observer_note(opened, group.place.rank),
-    )
-    observers.step = step
-    return observers
-
-
-def _all_columns(
-    opened: Opened,
-    machinery: Machinery,
-    resumed: Resumed,
-    observers: Observers,
-    sources: SourceColumns,
-) -> Columns:
-    """Make the extra columns of a step's line. Collective."""
-    layers = observers.together(LAYERS, lambda: make_layers(opened, machinery, resumed, observers))
-    spikes = observers.together(SPIKES, lambda: spike_score(opened, resumed, observers.ranks))
-    return Columns(
-        sources,
-        None if isinstance(layers, Failure) else layers,
-        opened.written.report_once,
-        observers,
-        spikes if isinstance(spikes, SpikeScore) else SpikeScore(),
-    )
-
-
-def _recorded(opened: Opened, resumed: Resumed) -> list[list[float]]:
-    """Read the recorded steps that will be recomputed, before their lines are cut. Collective."""
-    group = opened.group
-    rows = group.ranks.all_or_none(
-        "reading the metrics",
-        lambda: (
-            recorded(iter_lines(group.run_dir.metrics, start=resumed.metrics_bytes), resumed.step)
-            if group.is_first and resumed.step
-            else []
+def _open_reporter(run: EngineRun, spent: Past) -> SourceColumns:
+    """Make the reporter, and what adds to its lines. Collective."""
+    group, track = run.group, run.config.track
+    throughput = parts.throughput(track, run.corpus.network, group.place, group.device)
+    run.reporter = group.ranks.all_or_none(
+        "opening the metrics",
+        lambda: Reporter(
+            run,
+            total_steps=run.config.steps,
+            past=spent,
+            throughput=throughput,
+            alone=run.observers.alone,
         ),
     )
-    return [list(row) for row in group.ranks.from_first(rows)]
+    run.backlog.add(run.reporter.metrics_file)
+    if group.is_first:
+        check = run.lease.run_lease.check
+        if track.report_minutes is not None:
+            every = 60 * track.report_minutes
+            run.pages = PageWriter(group.run_dir.out, every_seconds=every, check=check)
+            run.reporter.also_lost(run.pages)
+        if run.config.watchdog.straggler_every:
+            lines = SideLines(
+                group.run_dir.rank_times, check=check, attempt=lambda: run.journal.attempt
+            )
+            run.rank_times = RankTimes(lines, every=run.config.watchdog.straggler_every)
+    columns = SourceColumns(run.corpus.mixture)
+    run.reporter.add_columns("sources", columns.of)
+    watch_spikes(run)
+    watch_layers(run)
+    if track.read and run.config.eval.every:
+        CurveReader.attach(run, total=run.config.steps, warmup=run.config.schedule.warmup)
+    return columns
 
 
-def _resume_check(
-    opened: Opened, resumed: Resumed, rows: list[list[float]], start: Incident
-) -> ResumeCheck:
-    incidents = opened.written.journal.history.incidents
-    starts = [at for at, one in enumerate(incidents) if one.kind == "start"]
-    before = incidents[starts[-1]].detail if starts else None
-    since = incidents[starts[-1] :] if starts else []
-    is_changed = any(one.kind == "setting_changed" for one in since)  # as the command allowed
-    return ResumeCheck(
-        resumed.step,
-        [] if is_changed else rows,
-        exactly=repeats_as_before(before, start.detail),
-        report=opened.written.report,
-    )
-
-
-def _settle_mixture(opened: Opened, machinery: Machinery) -> None:
-    written = opened.written
-    incident = settle_mixture(
-        opened.corpus.stream,
-        written.journal,
-        machinery.state,
-        reached=opened.inventory.found.last_cursor,
-    )
-    if incident is not None:
-        written.report(incident)
-
-
-def _page_writer(opened: Opened) -> PageWriter | None:
-    """Make the writer of out/report.html, on rank 0 only."""
-    group, minutes = opened.group, opened.lease.config.track.report_minutes
-    if not group.is_first or minutes is None:
-        return None
-    return PageWriter(
-        group.run_dir.out, every_seconds=60 * minutes, check=opened.lease.run_lease.check
-    )
-
-
-def _outputs(
-    opened: Opened, assembly: Assembly, columns: Columns, pages: PageWriter | None
-) -> Outputs:
-    """With trackers, columns, and the lines of ranks; files on rank 0 only."""
-    group = opened.group
-    return replace(
-        assembly.outputs(),
-        trackers=opened.written.trackers,
-        lost=lambda: _losses(pages, opened.written.alerts) if group.is_first else (),
-        columns=columns.of,
-        eval_columns=columns.sources.of_evaluation,
-        rank_times=rank_times(opened.lease, group, opened.written.journal),
-        alone=columns.observers.alone,
-    )
-
-
-def _read_curve(opened: Opened, observers: Observers, reporter: Reporter) -> None:
-    """Have the run's own curve read at evaluations. Collective."""
-    config, written = opened.lease.config, opened.written
-    if not (config.track.read and config.eval.every):
-        return
-    reader = observers.together(
-        CURVE,
-        lambda: CurveReader(
-            observers=observers,
-            metrics=reporter.metrics_file,
-            known=written.journal.history.incidents,
-            total=config.steps,
-            warmup=config.schedule.warmup,
-            dataset=opened.corpus.dataset,
-            report=written.report,
-        ),
-    )
-    if isinstance(reader, CurveReader):
-        reporter.also_eval_columns(reader.columns)
-        reporter.also_applied(reader.applied)
-
-
-def _losses(*outputs: PageWriter | CommandAlerts | None) -> list[output.Loss]:
-    """List the outputs whose lost lines become incidents."""
-    lost = [one.loss for one in outputs if one is not None]
-    return [*output.losses(), *(loss for loss in lost if loss is not None)]
-
-
-def _check_devices(opened: Opened, faults: FaultInjector, step: int) -> None:
+def _check_devices(run: FaultyRun) -> None:
     """Test the device of each rank. Collective.
 
     Raises:
         RankError: one is faulty; the journal records a hardware crash.
     """
-    group = opened.group
-    fault = check_devices(
-        group.device, group.ranks, group.console.say, is_spoilt=faults.spoils_product(step)
-    )
+    group, step = run.group, run.resumed.step
+    is_spoilt = run.faults.spoils_product(step)
+    fault = check_devices(group.device, group.ranks, group.console.say, is_spoilt=is_spoilt)
     if fault is not None:
-        incarnation = opened.lease.run_lease.number
-        opened.written.report(fault.incident(step=step, incarnation=incarnation))
+        run.written.report(fault.incident(step=step, incarnation=run.lease.run_lease.number))
         raise RankError(fault.reason)
 
 
-def _repeats_bits(
-    opened: Opened, machinery: Machinery, feed: Feed, saved: SavedActivations
-) -> bool:
+def _repeats_bits(run: EngineRun, saved: SavedActivations) -> bool:
     """Whether one micro-batch gives the same bits twice on all ranks. Collective.
 
     The loaded weights do not change.
     """
-    group, batch = opened.group, opened.lease.config.batch
-    count = min(batch.global_size, batch.micro_size * group.place.world_size)
-    (first, *_) = feed.fixed(np.arange(count) % len(opened.corpus.dataset))
+    group, config = run.group, run.config
+    count = min(config.batch.global_size, config.batch.micro_size * group.place.world_size)
+    (first, *_) = run.feed.fixed(np.arange(count) % len(run.corpus.dataset))
     saved.samples = len(first.positions)
-    work = MicroStep(batch=first.to(group.device), seed=opened.lease.config.seed)
+    work = MicroStep(batch=first.to(group.device), seed=config.seed)
     # DeepSpeed reduces only after all micro-batches of a step.
-    times = feed.num_micro_batches if is_zero(opened.lease.config.parallel.kind) else 1
-    own = repeats_bits(machinery.engine, [work] * times, saved)
+    times = run.feed.num_micro_batches if is_zero(config.parallel.kind) else 1
+    own = repeats_bits(run.engine, [work] * times, saved)
     return group.ranks.sum([float(not own)])[0] == 0
 
 
-def _greet(opened: Opened, machinery: Machinery, resumed: Resumed, repeats: bool | None) -> None:
-    group, config = opened.group, opened.lease.config
+def _greet(run: EngineRun, repeats: bool | None) -> None:
+    group, config, corpus, resumed = run.group, run.config, run.corpus, run.resumed
     say = group.console.say
-    words = parts.data_words(config.data, opened.corpus.dataset)
     say(
-        f"holdfast: {opened.corpus.network.num_parameters():,} parameters, "
-        f"{len(opened.corpus.dataset):,} samples of "
-        f"{config.data.seq_len} tokens from {words}, "
+        f"holdfast: {corpus.network.num_parameters():,} parameters, "
+        f"{len(corpus.dataset):,} samples of "
+        f"{config.data.seq_len} tokens from {data_words(config.data, corpus.dataset)}, "
         f"{config.parallel.kind.value} on "
         f"{group.place.world_size} x {group.device.type}, {config.compute.precision.value}, "
         + ("" if repeats is None else f"this machine repeats bits: {_YES_NO[repeats]}, ")
@@ -304,13 +403,13 @@ def _greet(opened: Opened, machinery: Machinery, resumed: Resumed, repeats: bool
             "parallel.offload=cpu: weights and moments are in host memory; each step waits until "
             "gradients have arrived and the host has applied the update"
         )
-    elif machinery.engine.waits_for_host:
+    elif run.engine.waits_for_host:
         say(
             f"optim._target_={config.optim._target_} ignores found_inf: each step waits until the "
             "host has read its gate"
         )
     if config.optim.groups and not resumed.step:
-        matched = rules_matched(config, opened.corpus.network)
+        matched = rules_matched(config, corpus.network)
         counts = ", ".join(f"{match!r} takes {count} tensors" for match, count in matched)
         say(f"optim.groups: {counts}")
     for sentence in odd_settings(config) if not resumed.step else []:
@@ -327,40 +426,184 @@ def _greet(opened: Opened, machinery: Machinery, resumed: Resumed, repeats: bool
         say(f"snapshots in memory that cannot be used: {reason}")
 
 
-def _corpus_check(opened: Opened, machinery: Machinery, resumed: Resumed) -> CorpusCheck:
-    dataset, written = opened.corpus.dataset, opened.written
-    journal = opened.inventory.found.journal
-    return CorpusCheck(
-        dataset=dataset,
-        ranks=opened.group.ranks,
-        ring=machinery.ring,
-        resumed=ResumedOn(
-            step=resumed.step,
-            known=known_digest(journal, dataset.fingerprint()) if resumed.step else None,
-            is_change_allowed=opened.lease.config.resume.allow_change,
-        ),
-        notes=parts.digest_notes(opened.lease.config),
-        report=written.report,
-        journal=written.journal.add,
-        moved=lambda: opened.group.heart.enter("save"),
-    )
+def quick_preflight(run: EngineRun) -> None:
+    """Test the model; report each failed check once per run. Collective."""
+    config, group, resumed = run.config, run.group, run.resumed
+    dataset, ranks = run.corpus.dataset, run.observers.ranks
+    if not config.debug.preflight or isinstance(dataset, RecordDataset):
+        return
+    # A compiled model would be compiled again for other shapes.
+    if resumed.step >= config.steps or config.compute.compile:
+        return
+    rows = min(_PREFLIGHT_ROWS, config.batch.micro_size)
+    is_untrained = resumed.is_fresh and config.model._target_ is None and not is_hf(config.model)
+    # A data set or a model of the user's may draw from any generator when it is asked.
+    with same_randomness(group.device):
+        batch = ranks.all_or_none(
+            "reading two samples", lambda: few(dataset, config.data.seq_len, rows)
+        )
+        trial = TrialBatch(
+            batch=batch,
+            works=parts.works_a_step(config, group.place),
+            vocab_size=dataset.vocab_size,
+            untrained_loss=run.corpus.network.untrained_loss if is_untrained else None,
+            sum=ranks.sum,
+        )
+        checks = sanity_checks(run.engine, trial)
+    for check in checks:
+        if check.holds is False:
+            run.written.report_once(
+                Incident(
+                    kind="preflight",
+                    step=resumed.step,
+                    decision="only reported",
+                    reason=f"{check.name}: {check.found}. Remedy: {check.remedy}",
+                    detail={"check": check.name},
+                )
+            )
 
 
-def _uploads(opened: Opened, machinery: Machinery, resumed: Resumed) -> Uploads | None:
+def _uploads(run: EngineRun, remote: RemoteRun | None) -> Uploads | None:
     """Make the uploads. The journal must already have the line of this start."""
-    lease, written, ring = opened.lease, opened.written, machinery.ring
-    if lease.remote is None:
+    if remote is None:
         return None
-    for incident in lease.remote.incidents(resumed.step):
-        written.report(incident)
-    uploads = lease.remote.uploads(
-        lease.config,
-        lease.directory(opened.group),
-        queue=ring.upload_queue,
-        ranks=opened.group.ranks,
-        run_lease=lease.run_lease,
-        tainted=written.journal.history.abandoned_serials(),
-        report=written.report,
+    for incident in remote.incidents(run.resumed.step):
+        run.written.report(incident)
+    uploads = remote.uploads(
+        run.config.checkpoint,
+        run.lease.directory(run.group),
+        queue=run.ring.upload_queue,
+        ranks=run.ranks,
+        run_lease=run.lease.run_lease,
+        tainted=run.history.abandoned_serials(),
+        report=run.written.report,
     )
-    uploads.show = opened.group.console.work
+    uploads.show = run.group.console.work
     return uploads
+
+
+# -- the loop ------------------------------------------------------------------------------
+
+
+def _stepper(run: FaultyRun) -> Stepper:
+    lease, faults, ring = run.lease, run.faults, run.ring
+    return Stepper(
+        engine=run.engine,
+        feed=wrap_feed(run.feed, faults),
+        dataset=run.corpus.dataset,
+        ranks=wrap_group(run.ranks, faults),
+        rules=StepRules(
+            seed=lease.config.seed,
+            clip=lease.config.optim.clip,
+            guarded=lease.config.guard.enabled,
+            config_digest=lease.config_digest,
+            code=code_digest(),
+            mixture=run.corpus.mixture,
+        ),
+        heart=wrap_heart(run.group.heart, faults, ring),
+        before_update=ring.before_update,
+        distrust=ring.distrust_after,
+    )
+
+
+def _loop(run: FaultyRun, columns: SourceColumns, corpus_check: CorpusCheck) -> Loop:
+    group, config, state = run.group, run.config, run.state
+    best = BestCheckpoint.of(config.checkpoint, run)
+    saves = SaveSchedule.of(run, in_memory=run.memory.memory is not None, best=best)
+    inspections = _inspections(run, saves)
+    evaluator = Evaluator.of(config.eval, run)
+
+    def evaluate() -> float | None:
+        loss = evaluator.loss()
+        if best is not None:
+            best.evaluated(state.updates, loss)
+        columns.held_out = evaluator.by_group()
+        return loss
+
+    periodic = Periodic(
+        run, evaluate=evaluate, evaluate_every=config.eval.every, inspections=inspections
+    )
+    planner = StepPlanner(run, schedule(config))
+    steps = StepRunner(
+        run.stepper,
+        planner,
+        known_discards=run.resumed.known_discards,
+        # Signals are read one step late: as guard.sync says, else only on CUDA.
+        late=group.device.type == "cuda" if config.guard.sync is None else not config.guard.sync,
+        is_boundary=lambda updates: (
+            updates >= config.steps or periodic.is_due(updates) or saves.is_due(updates)
+        ),
+    )
+    rules = RemedyRules(
+        guard=config.guard,
+        batch=config.batch.global_size,
+        untrained_loss=run.corpus.network.untrained_loss,
+    )
+    recovery = Recovery(
+        run,
+        stepper=run.stepper,
+        rules=rules,
+        max_unreadable=config.data.max_unreadable,
+        before_restore=partial(run.faults.at, "rollback"),
+    )
+    guard = Guard(run, rules=rules, recovery=recovery, steps=steps)
+    explaining = ExplainRules.of(config.explain, config.guard, config.steps)
+    checkpoints = Checkpoints(
+        run, schedule=saves, rules=rules, last=LastProof.of(run), corpus=corpus_check
+    )
+    return Loop(
+        state,
+        until=config.steps,
+        steps=steps,
+        guard=ExplainingGuard.of(explaining, run, guard, planner) if explaining else guard,
+        checkpoints=checkpoints,
+        periodic=periodic,
+        reporter=run.reporter,
+    )
+
+
+def _inspections(run: EngineRun, saves: SaveSchedule) -> list[Inspection]:
+    """The checks of the ranks: wrong results, speed, replicas."""
+    group, watchdog, observers = run.group, run.config.watchdog, run.observers
+
+    def note(step: int, paces: Sequence[RankPace]) -> None:
+        if run.rank_times is not None:
+            observers.alone("rank times", partial(run.rank_times.note, step, paces), None)
+
+    pace = PaceInspector(
+        ranks=observers.ranks,
+        device=group.device,
+        stragglers=Stragglers(
+            factor=_STRAGGLER_FACTOR,
+            device_factor=_DEVICE_FACTORS.get(group.device.type),
+            checks=_STRAGGLER_CHECKS,
+        ),
+        take_seconds=run.stepper.take_seconds,
+        report=run.written.report,
+        note=note,
+    )
+    replicas = ReplicaInspector(
+        ranks=observers.ranks,
+        engine=run.engine,
+        report=run.written.report,
+        distrust=run.ring.distrust_after,
+        next_serial=lambda: run.ring.next_serial,
+        good_step=run.resumed.step,
+    )
+    inspections = [
+        Inspection(
+            observer="pace", is_due=partial(falls_due, watchdog.straggler_every), look=pace.look
+        ),
+        Inspection(
+            observer="replicas",
+            is_due=partial(falls_due, run.config.debug.replica_check_every),
+            look=replicas.look,
+        ),
+    ]
+    auditor = observers.together("audit", lambda: Auditor.of(run, replicas, saves))
+    if not isinstance(auditor, Auditor):
+        return inspections
+    audit = Inspection(
+        observer="audit", is_due=auditor.is_due, look=auditor.look, note=auditor.note
+    )
+    return [audit, *inspections]

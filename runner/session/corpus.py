@@ -9,7 +9,6 @@ from typing import Final
 
 from runner.config.schema import SYNTHETIC_VOCABULARY, DataConfig, DataKind, RunConfig
 from runner.config.sources import held_out_sets, sources_of
-from runner.data.claim import Owners
 from runner.data.corpus_digest import Progress, notes_in
 from runner.data.cursor import SampleStream
 from runner.data.dataset import Dataset
@@ -17,14 +16,13 @@ from runner.data.documents import PYTHON_LIBRARY
 from runner.data.draws import kept_generators, seed_by_position
 from runner.data.mixture import Mixed, MixtureOrder, mix
 from runner.data.packing import Packed, Unpadded, prepare_packs
-from runner.data.rows import Rows, RowSource
+from runner.data.rows import Rows
 from runner.data.synthetic import SyntheticLanguage
-from runner.data.text import Prepared, TextSource, open_prepared, prepare_text
+from runner.data.text import Prepared, open_prepared, prepare_text
 from runner.data.tokens import open_tokens
 from runner.data.user_dataset import Adapted, MapStyle, adapt
 from runner.system.environment import variables
 from runner.system.error import DataError
-from runner.system.process import is_alive, own_process
 from runner.system.user_code import call_target, parameters_of
 
 _NAMED_PATHS: Final = 3
@@ -100,7 +98,7 @@ def open_validation(config: RunConfig, prepared: Places) -> Dataset | None:
 def sample_stream(config: RunConfig, dataset: Dataset) -> SampleStream:
     """Make the order of samples."""
     if not isinstance(dataset, Mixed):
-        return SampleStream(
+        return SampleStream.of_one(
             num_samples=len(dataset),
             seed=config.seed,
             held_out_share=config.data.held_out if config.data.val_path is None else 0.0,
@@ -112,7 +110,7 @@ def sample_stream(config: RunConfig, dataset: Dataset) -> SampleStream:
         held_out_share=config.data.held_out,
         weights={source.name: source.weight for source in sources_of(config.data)},
     )
-    return SampleStream.of(order, global_size=config.batch.global_size)
+    return SampleStream(order, global_size=config.batch.global_size)
 
 
 def _parts(config: RunConfig) -> list[tuple[DataConfig, int]]:
@@ -126,18 +124,7 @@ def _parts(config: RunConfig) -> list[tuple[DataConfig, int]]:
 def _prepare(data: DataConfig, seed: int, progress: Progress) -> Prepared | None:
     if data._target_ is not None or data.kind is not DataKind.text:
         return _prepare_rows(data, seed, progress)
-    source = TextSource(
-        paths=data.path,
-        suffixes=data.suffixes,
-        field=data.field,
-        tokenizer=data.tokenizer,
-        begin_token=data.begin_token,
-        end_token=data.end_token,
-        cache=token_cache(data.cache),
-    )
-    return prepare_text(
-        source, progress=progress, owners=Owners(own=own_process(), is_alive=is_alive)
-    )
+    return prepare_text(data, token_cache(data.cache), progress=progress)
 
 
 def _prepare_rows(data: DataConfig, seed: int, progress: Progress) -> Prepared | None:
@@ -166,16 +153,7 @@ def _unpadded(dataset: Dataset) -> Unpadded:
 
 
 def _rows(data: DataConfig) -> Rows:
-    source = RowSource(
-        paths=data.path,
-        field=data.field,
-        messages=data.messages,
-        tokenizer=data.tokenizer,
-        cache=token_cache(data.cache) / "rows",
-        begin_token=data.begin_token,
-        end_token=data.end_token,
-    )
-    return Rows(source, seq_len=data.seq_len, vocab_size=data.vocab_size)
+    return Rows(data, token_cache(data.cache) / "rows")
 
 
 def _adapted(data: DataConfig) -> Dataset:
@@ -211,17 +189,8 @@ def _open(data: DataConfig, seed: int, place: str) -> Dataset:
             seed=seed,
         )
     if data.kind is DataKind.tokens:
-        return open_tokens(
-            paths=data.path,
-            token_dtype=data.token_dtype.value,
-            vocab_size=data.vocab_size,
-            seq_len=data.seq_len,
-            end_token=data.end_token,
-            isolate_documents=data.isolate_documents,
-        )
-    return open_prepared(
-        Path(place), seq_len=data.seq_len, isolate_documents=data.isolate_documents
-    )
+        return open_tokens(data)
+    return open_prepared(Path(place), data)
 
 
 def _own_dataset(data: DataConfig, seed: int, target: str) -> Dataset:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,67 +14,40 @@ from torch._C._distributed_c10d import Store
 
 from runner.config.schema import LogKind, RunConfig
 from runner.distributed.agreement import Ranks
-from runner.distributed.debug import debug_settings, is_torchruns_own, keep_dump, set_debug
-from runner.distributed.device import device_facts, device_name, device_versions, find_device
-from runner.distributed.env import JobEnv, RankEnv, launch_from
+from runner.distributed.device import (
+    device_facts,
+    device_name,
+    device_versions,
+    find_device,
+    versions,
+)
+from runner.distributed.env import (
+    JobEnv,
+    RankEnv,
+    debug_settings,
+    is_torchruns_own,
+    keep_dump,
+    launch_from,
+    set_debug,
+)
 from runner.distributed.process_group import Departure, end_group, start_group, take_device
 from runner.distributed.rendezvous import Facts
 from runner.engine.determinism import be_deterministic
-from runner.health.heartbeat import Heartbeat
 from runner.health.preemption import StopLook, StopRequest
 from runner.health.rank_monitor import RankMonitor
 from runner.observe.console import Console
-from runner.run_dir.build_info import versions
 from runner.run_dir.paths import RunDir
-from runner.session import parts
 from runner.system import log
 from runner.system.environment import changeable, variables
 from runner.system.error import ConfigError, RunnerError, Superseded
 from runner.system.process import own_process, pid_namespace
+from runner.train.run import RankGroup
 
 # The rendezvous has its own limit and names missing ranks.
 _MEET_SECONDS = 60.0
 # An error that all ranks have agreed on ends them within this time of each other.
 _DEPARTURE_SECONDS = 20.0
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankGroup:
-    """One rank in its process group.
-
-    Args:
-        debug: the collective-debugging settings in effect.
-        peers: facts of this node's ranks, exchanged at the rendezvous.
-        device_versions: device, driver and versions of libraries on this rank.
-    """
-
-    place: RankEnv
-    launch: JobEnv
-    device: torch.device
-    run_dir: RunDir
-    stop: StopRequest
-    stop_look: StopLook
-    monitor: RankMonitor
-    console: Console
-    ranks: Ranks
-    debug: Mapping[str, str]
-    peers: Sequence[Facts]
-    device_versions: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def heart(self) -> Heartbeat:
-        """The heartbeat of this rank."""
-        return self.monitor.heart
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is rank 0, the only writer of shared files."""
-        return self.place.is_first
-
-    def asked_to_stop(self) -> list[str]:
-        """Who asked each rank to stop, by rank; empty for no request. Collective."""
-        return list(self.ranks.gather(self.stop.reason))
 
 
 @contextmanager
@@ -90,9 +63,8 @@ def join(config: RunConfig, place: RankEnv) -> Iterator[RankGroup]:
     found_device = find_device(config.parallel.device, place, variables())
     device = take_device(found_device)
     run_dir, launch = RunDir(Path(config.out)), launch_from(variables())
-    stop = parts.stop_request(config, launch)
+    stop, monitor = watched(config, place, launch, run_dir)
     stop.listen()
-    monitor = parts.rank_monitor(config, place, launch, run_dir, stop)
     heart = monitor.heart
     as_json = config.track.log is LogKind.json
     log.begin(as_json=as_json, rank=place.rank, step=lambda: heart.step)
@@ -142,13 +114,27 @@ def join(config: RunConfig, place: RankEnv) -> Iterator[RankGroup]:
     monitor.end()
 
 
+def watched(
+    config: RunConfig, place: RankEnv, launch: JobEnv, run_dir: RunDir
+) -> tuple[StopRequest, RankMonitor]:
+    """What hears of requests to stop, and the monitor of this rank; neither has begun."""
+    end = launch.end_time
+    stop = StopRequest(
+        grace_seconds=config.preempt.grace_seconds,
+        stop_at=None if end is None else end - config.preempt.margin_seconds,
+        has_agent=launch.has_agent,
+    )
+    monitor = RankMonitor(
+        place=place, launch=launch, run_dir=run_dir, stop=stop, watchdog=config.watchdog
+    )
+    return stop, monitor
+
+
 def _collective_debug(
     config: RunConfig, place: RankEnv, device: torch.device, run_dir: RunDir
 ) -> dict[str, str]:
     """Turn the debugging of collectives on; returns the settings in effect."""
-    settings = debug_settings(
-        config.debug.kind.value, subsystems=config.debug.nccl_subsystems, folder=run_dir.debug
-    )
+    settings = debug_settings(config.debug.kind.value, folder=run_dir.debug)
     if device.type == "cuda" and place.is_first and is_torchruns_own(variables()):
         _log.info(
             "TORCH_NCCL_ASYNC_ERROR_HANDLING=3 instead of torchrun's 1, which would remove the "
@@ -176,8 +162,7 @@ def refuse_untried(config: RunConfig, place: RankEnv) -> None:
 def group_at_hand(config: RunConfig, place: RankEnv, device: torch.device) -> RankGroup:
     """Wrap a process group that the caller starts and ends; for benchmarks and tests."""
     launch = launch_from(variables())
-    stop = parts.stop_request(config, launch)
-    monitor = parts.rank_monitor(config, place, launch, RunDir(Path(config.out)), stop)
+    stop, monitor = watched(config, place, launch, RunDir(Path(config.out)))
     return _group(config, place, launch, device, stop, monitor, {}, [])
 
 

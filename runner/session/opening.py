@@ -1,4 +1,4 @@
-"""Opens lease, corpus and inventory, before anything is built.
+"""Opens lease, corpus and inventory, before anything is built; also for a user's loop.
 
 Each phase takes the value of the previous one. All are collective and raise the same error on every
 rank.
@@ -6,8 +6,9 @@ rank.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +19,52 @@ from runner.config.schema import RunConfig
 from runner.config.sources import unsteady_samples
 from runner.data.corpus_digest import Progress
 from runner.data.dataset import Dataset
+from runner.distributed.agreement import all_or_none_slowly
+from runner.distributed.device import device_facts, ranks_on, versions
 from runner.distributed.env import JobEnv
-from runner.distributed.slow_agreement import all_or_none_slowly
-from runner.health.crash_log import clear_fatal_logs, crash_incident
+from runner.distributed.rendezvous import difference
+from runner.health.cause_reporter import clear_fatal_logs, crash_incident
 from runner.health.preemption import who_asked
 from runner.model.blueprint import Blueprint
-from runner.observe.alert import CommandAlerts
+from runner.observe.backlog import Backlog
 from runner.observe.journal import Journal
-from runner.observe.tracker import Attempts, BackgroundTracker, RunFacts
-from runner.observe.tracker_kinds import TensorBoardTracker, makers
+from runner.observe.tracker import (
+    Attempts,
+    BackgroundTracker,
+    CommandAlerts,
+    RunFacts,
+    TensorBoardTracker,
+    makers,
+)
 from runner.policy.decision.history import Incident
+from runner.run_dir.time_account import Past, past
 from runner.session import parts
-from runner.session.group import RankGroup
-from runner.session.optim import rules_matched, state_shapes
-from runner.session.phases import Corpus, Inventory, Lease, RunJournal
-from runner.session.pretrained import keep_small_files, kept_files
+from runner.session.corpus import open_dataset, open_validation, prepare_data, sample_stream
+from runner.session.parts import keep_small_files, kept_files, rules_matched, state_shapes
 from runner.startup.precision import settle_precision, settle_rope
-from runner.startup.restore import Restorer, open_remote, with_highest
+from runner.startup.restore import RemoteRun, RestoredRun, Restorer, open_remote, with_highest
 from runner.startup.resume import RunInventory, claim_run_dir, scan, settle_micro_size
 from runner.startup.shared_memory import StateOnDevice, node_folder, open_memory
+from runner.system.environment import redacted
 from runner.system.error import ConfigError, Preempted
-from runner.system.json_lines import LineFile
-from runner.system.process import parent_name
-from runner.system.redact import redacted
+from runner.system.json_lines import LineFile, iter_lines
+from runner.system.process import host_name, parent_name
+from runner.train.run import Corpus, Lease, RankGroup, Resumed, Run, RunJournal
 
 
-def acquire_lease(config: RunConfig, group: RankGroup) -> Lease:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inventory:
+    """What earlier incarnations left, in ``out`` or in the object store (``restored``)."""
+
+    found: RunInventory
+    restorer: Restorer | None = None
+    restored: RestoredRun | None = None
+
+
+def acquire_lease(config: RunConfig, group: RankGroup) -> tuple[Lease, RemoteRun | None]:
     """Acquire the write lease of ``out``, with settings that are equal on all ranks.
+
+    Also returns the listing of the object store; None without one.
 
     Raises:
         ConfigError: the settings differ between ranks.
@@ -52,7 +72,7 @@ def acquire_lease(config: RunConfig, group: RankGroup) -> Lease:
     """
     ranks, console = group.ranks, group.console
     _require_equal_settings(config, group)
-    remote = open_remote(config, group.run_dir, ranks)
+    remote = open_remote(config.checkpoint, group.run_dir, ranks)
     run_lease = claim_run_dir(
         group.run_dir,
         config,
@@ -73,9 +93,8 @@ def acquire_lease(config: RunConfig, group: RankGroup) -> Lease:
             f"warning: other users can write to {group.run_dir.out} and so change what a restart "
             "loads; chmod o-w it"
         )
-    return Lease(
-        config=config, config_digest=digest(flat(config)), run_lease=run_lease, remote=remote
-    )
+    lease = Lease(config=config, config_digest=digest(flat(config)), run_lease=run_lease)
+    return lease, remote
 
 
 def open_corpus(lease: Lease, group: RankGroup) -> Corpus:
@@ -89,7 +108,7 @@ def open_corpus(lease: Lease, group: RankGroup) -> Corpus:
     config, ranks = lease.config, group.ranks
     prepared = _prepare_data(config, group)
     dataset, fingerprint = ranks.all_or_none(
-        "opening the data", lambda: _opened(parts.open_dataset(config, prepared))
+        "opening the data", lambda: _opened(open_dataset(config, prepared))
     )
     prints = ranks.gather(fingerprint)
     if len(set(prints)) > 1:
@@ -97,16 +116,11 @@ def open_corpus(lease: Lease, group: RankGroup) -> Corpus:
             f"ranks see different data; fingerprints by rank: {[one[:12] for one in prints]}; give "
             f"all nodes the same files{unsteady_samples(config.data)}"
         )
-    stream = ranks.all_or_none("splitting the data", lambda: parts.sample_stream(config, dataset))
+    stream = ranks.all_or_none("splitting the data", lambda: sample_stream(config, dataset))
     validation = ranks.all_or_none(
-        "opening data.val_path", lambda: parts.open_validation(config, prepared)
+        "opening data.val_path", lambda: open_validation(config, prepared)
     )
-    model_files = ranks.from_first(
-        ranks.all_or_none(
-            "looking for the model's files",
-            lambda: kept_files(group.run_dir) if group.is_first else "",
-        )
-    )
+    model_files = ranks.of_first("looking for the model's files", lambda: kept_files(group.run_dir))
     network = ranks.all_or_none(
         "sizing the model",
         lambda: _sized(config, dataset, Path(model_files) if model_files else None),
@@ -114,13 +128,15 @@ def open_corpus(lease: Lease, group: RankGroup) -> Corpus:
     return Corpus(dataset=dataset, stream=stream, validation=validation, network=network)
 
 
-def take_inventory(lease: Lease, corpus: Corpus, group: RankGroup) -> Inventory:
+def take_inventory(
+    lease: Lease, remote: RemoteRun | None, corpus: Corpus, group: RankGroup
+) -> Inventory:
     """Read what is in ``out``; if it is lost, restore the run from the object store."""
     restorer = restored = None
     fingerprint = corpus.dataset.fingerprint()
-    if lease.remote is not None:
+    if remote is not None:
         restorer = Restorer(
-            lease.remote,
+            remote,
             group.run_dir,
             lease.directory(group),
             lease.config,
@@ -138,7 +154,7 @@ def take_inventory(lease: Lease, corpus: Corpus, group: RankGroup) -> Inventory:
         lease.run_lease,
         tensors=lambda: state_shapes(lease.config, corpus.network),
     )
-    inventory = replace(inventory, next_serial=with_highest(inventory.next_serial, lease.remote))
+    inventory = replace(inventory, next_serial=with_highest(inventory.next_serial, remote))
     for name in inventory.torn:
         group.console.say(f"removed {name}: it was never committed")
     for sentence in inventory.damaged:
@@ -158,7 +174,7 @@ def open_journal(lease: Lease, inventory: Inventory, group: RankGroup) -> RunJou
     journal = group.ranks.all_or_none(
         "opening the journal", lambda: _journal(lease, run_inventory, group, listeners)
     )
-    written = RunJournal(journal=journal, group=group, alerts=alerts, trackers=trackers)
+    written = RunJournal(journal=journal, console=group.console, alerts=alerts, trackers=trackers)
     _report_all(run_inventory.changes, written)
     if group.is_first:
         # Only once they are journalled, so that a crash now does not hide them.
@@ -214,15 +230,15 @@ def settle_memory(lease: Lease, inventory: Inventory, written: RunJournal) -> Le
     """
     batch = lease.config.batch
     lines = [*inventory.found.journal, *inventory.found.crashes]
-    settled = settle_micro_size(batch.micro_size, lines)
-    if settled.incident is not None:
-        written.report(settled.incident)
-    elif settled.size != batch.micro_size:
-        written.group.console.say(
-            f"micro-batches of {settled.size} sequences, not {batch.micro_size}: larger ones did "
+    size, incident = settle_micro_size(batch.micro_size, lines)
+    if incident is not None:
+        written.report(incident)
+    elif size != batch.micro_size:
+        written.console.say(
+            f"micro-batches of {size} sequences, not {batch.micro_size}: larger ones did "
             "not fit into memory (journal.jsonl); to retry, set another batch.micro_size"
         )
-    batch = replace(batch, micro_size=settled.size)
+    batch = replace(batch, micro_size=size)
     return replace(lease, config=replace(lease.config, batch=batch))
 
 
@@ -230,12 +246,10 @@ def open_slots(
     lease: Lease, group: RankGroup, state: StateOnDevice, identity: Identity
 ) -> MemoryParts:
     """Open this rank's part of the memory tier, sized for ``state``. Collective."""
-    name = group.ranks.all_or_none(
-        "naming the run", lambda: group.run_dir.identity() if group.is_first else None
-    )
+    name = group.ranks.of_first("naming the run", group.run_dir.identity)
     return open_memory(
         lease.config,
-        node_folder(group.ranks.from_first(name), group.run_dir.out),
+        node_folder(name, group.run_dir.out),
         state,
         group.ranks,
         group.place,
@@ -290,7 +304,7 @@ def _prepare_data(config: RunConfig, group: RankGroup) -> list[str]:
     ranks, place = group.ranks, group.place
 
     def work(progress: Progress) -> list[list[str]]:
-        prepared = parts.prepare_data(config, progress) if not place.local_rank else []
+        prepared = prepare_data(config, progress) if not place.local_rank else []
         return [[str(one.place), one.notice] if one else ["", ""] for one in prepared]
 
     prepared = all_or_none_slowly(
@@ -344,3 +358,70 @@ def _journal(
 def _report_all(lines: Sequence[dict[str, Any]], written: RunJournal) -> None:
     for line in lines:
         written.report(Incident.from_json(line))
+
+
+def backlog_of(lease: Lease, group: RankGroup, written: RunJournal) -> Backlog:
+    """The lines that could not be written yet; with the journal's."""
+    backlog = Backlog(
+        patience_seconds=lease.config.track.unwritten_seconds,
+        ask_to_stop=group.stop.ask,
+        from_first=group.ranks.from_first,
+        say=group.console.say,
+    )
+    backlog.add(written.journal.file)
+    return backlog
+
+
+def time_before(group: RankGroup, resumed: Resumed, journal: list[dict[str, Any]]) -> Past:
+    """How the run's time was spent before this start; only rank 0 reads it.
+
+    Args:
+        journal: the lines of the journal.
+    """
+    if not group.is_first:
+        return past([], [], [])
+    path, length = group.run_dir.metrics, resumed.metrics_bytes
+    return past(
+        iter_lines(path, stop=length),
+        iter_lines(path, start=length),
+        journal,
+        summary=group.run_dir.stored_summary(),
+        now=time.time(),
+    )
+
+
+def start_incident(run: Run, spent: Past, *, reason: str, parallel: str, data: str) -> Incident:
+    """The journal line of this start, alike on all ranks. Collective.
+
+    Args:
+        spent: the time before this start, see :func:`time_before`.
+        reason: what started the run.
+        parallel: how the state is laid over the ranks.
+        data: the fingerprint of the data.
+    """
+    group, lease, resumed = run.group, run.lease, run.resumed
+    by_rank = group.ranks.gather({"host": host_name(), **device_facts(group.device)})
+    hosts = [str(facts.pop("host")) for facts in by_rank]
+    if differing := difference(by_rank):
+        group.console.say(f"warning: the ranks' devices differ: {differing}")
+    before = group.ranks.from_first({"lost": spent.lost, "idle_seconds": spent.idle_seconds})
+    return Incident(
+        kind="start",
+        step=resumed.step,
+        decision=f"go on from step {resumed.step}" if resumed.step else "begin",
+        reason=reason,
+        detail={
+            "incarnation": lease.run_lease.number,
+            "world_size": group.place.world_size,
+            "hosts": {host: ranks_on(host, hosts) for host in dict.fromkeys(hosts)},
+            "parallel": parallel,
+            "device": group.device.type,
+            **versions(),
+            **{name: text for name, text in group.device_versions.items() if name != "device"},
+            "settings": lease.config_digest,
+            "data": data,
+            "debug": dict(group.debug),
+            **before,
+            "tier": resumed.tier.value if resumed.step else None,
+        },
+    )

@@ -1,44 +1,46 @@
-"""Turns settings into concrete parts: engine, feed, monitor, ring rules.
+"""Turns settings into the network, its engine, and the learning rate.
 
-One function for each part; the phases of this package call them.
+``model=hf``: the network is made from settings and a folder, and the folder's small files are
+copied, so that a resume or an export does not depend on its later changes. Its weights are read
+only once.
 """
 
 from __future__ import annotations
 
+import math
+import re
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from runner.config.network import is_hf, rope_scaling_of
+from runner.config.network import is_hf, lora_of, rope_scaling_of
 from runner.config.schema import (
-    ExplainKind,
-    Offload,
     OptimConfig,
     OptimKind,
-    ParallelKind,
     Precision,
-    RemedyKind,
     RunConfig,
+    TrackConfig,
 )
 from runner.config.validate import is_zero
-from runner.data.cursor import SampleStream
+from runner.convert.tokenizer_files import FILES, copy_tokenizer
+from runner.convert.weights import open_pretrained
+from runner.data.cursor import shard_batch
 from runner.data.dataset import Dataset, RecordDataset
-from runner.data.feed import Feed, RankShare
 from runner.distributed.agreement import Ranks
-from runner.distributed.env import JobEnv, RankEnv
+from runner.distributed.env import RankEnv
 from runner.engine.fsdp import FsdpEngine, Layout, device_mesh, shard_model
 from runner.engine.optimizer import OptimizerSettings
 from runner.engine.protocol import Engine
 from runner.engine.wider_precision import Wider, widen_buffers
-from runner.explain.explaining_guard import ExplainRules
 from runner.fault.inject import FaultInjector
 from runner.fault.wrap import MicroBatchFaults, wrap_engine
-from runner.health.preemption import StopRequest
-from runner.health.rank_monitor import RankMonitor
 from runner.model.blueprint import (
     Blueprint,
     DecoderBlueprint,
@@ -47,93 +49,18 @@ from runner.model.blueprint import (
     retie,
 )
 from runner.model.decoder import DecoderShape, RopeScaling, default_ffn_dim
-from runner.observe.throughput import Throughput, peak_tflops
-from runner.policy.batch_shards import shard_batch
-from runner.policy.decision.history import History, Incident
-from runner.policy.retention.interval import (
-    MOST_SNAPSHOT_STEPS,
-    IntervalRules,
-    SnapshotRules,
-    prior_seconds,
+from runner.model.loss import HeadLosses
+from runner.model.pretrained import (
+    CONFIG,
+    PretrainedBlueprint,
+    build,
+    read_config,
 )
+from runner.observe.metrics import Throughput, peak_tflops
+from runner.policy.schedule import Rates, Schedule
 from runner.run_dir.paths import RunDir
-from runner.session.corpus import data_words as data_words
-from runner.session.corpus import digest_notes as digest_notes
-from runner.session.corpus import open_dataset as open_dataset
-from runner.session.corpus import open_validation as open_validation
-from runner.session.corpus import prepare_data as prepare_data
-from runner.session.corpus import sample_stream as sample_stream
-from runner.session.optim import optimizer_settings
-from runner.session.pretrained import head_losses, pretrained_blueprint
-from runner.startup.shared_memory import memory_every
 from runner.system.error import ConfigError
 from runner.system.user_code import call_target, find_target
-from runner.train.save_schedule import AutoInterval, FixedInterval, SaveTimes, SnapshotInterval
-
-# Limits on replayed steps: for one incident, and for all as a share of the run's steps.
-_EXPLAINING = {ExplainKind.quick: (10, 0.005), ExplainKind.full: (300, 0.05)}
-_LEAST_INCIDENTS = 6  # incidents that any run may replay, however short
-
-Report = Callable[[Incident], None]
-
-
-def stop_request(config: RunConfig, launch: JobEnv) -> StopRequest:
-    """Listen for stop signals and the scheduler's time limit, if known."""
-    end = launch.end_time
-    return StopRequest(
-        grace_seconds=config.preempt.grace_seconds,
-        stop_at=None if end is None else end - config.preempt.margin_seconds,
-        has_agent=launch.has_agent,
-    )
-
-
-def rank_monitor(
-    config: RunConfig, place: RankEnv, launch: JobEnv, run_dir: RunDir, stop: StopRequest
-) -> RankMonitor:
-    """Make the monitor of this rank."""
-    return RankMonitor(
-        place=place, launch=launch, run_dir=run_dir, stop=stop, watchdog=config.watchdog
-    )
-
-
-def explain_rules(config: RunConfig) -> ExplainRules | None:
-    """The budget for finding a cause; None if it is off or would change nothing."""
-    kind = config.explain
-    if kind is ExplainKind.off or config.guard.remedy is RemedyKind.discard:
-        return None
-    if not config.guard.enabled:
-        return None
-    an_incident, share = _EXPLAINING[kind]
-    return ExplainRules(
-        an_incident=an_incident,
-        in_all=max(_LEAST_INCIDENTS * an_incident, round(share * config.steps)),
-        may_load=kind is ExplainKind.full,
-        persist=config.guard.persist,
-    )
-
-
-def reads_late(config: RunConfig, device: torch.device) -> bool:
-    """Whether signals are read one step late: ``guard.sync``, else only on CUDA."""
-    return device.type == "cuda" if config.guard.sync is None else not config.guard.sync
-
-
-def feed(
-    config: RunConfig, dataset: Dataset, stream: SampleStream, place: RankEnv, device: torch.device
-) -> Feed:
-    """Make this rank's loader."""
-    return Feed(
-        dataset,
-        stream,
-        settings=config.data,
-        share=RankShare(
-            global_size=config.batch.global_size,
-            micro_size=config.batch.micro_size,
-            rank=place.rank,
-            world_size=place.world_size,
-        ),
-        pin_memory=config.data.pin_memory and device.type == "cuda",
-        seed=config.seed,
-    )
 
 
 def model_shape(config: RunConfig, dataset: Dataset) -> DecoderShape:
@@ -238,22 +165,7 @@ def decoder_blueprint(config: RunConfig, shape: DecoderShape) -> DecoderBlueprin
 
 def layout(config: RunConfig, place: RankEnv) -> Layout:
     """Replicas and shards for ``parallel.kind``."""
-    parallel, precision = config.parallel, config.compute.precision
-    assert precision is not Precision.auto, "settle_precision comes first"
-    shard_size = place.world_size
-    if parallel.kind is ParallelKind.ddp:
-        shard_size = 1
-    elif parallel.kind is ParallelKind.hsdp:
-        shard_size = parallel.shard_size or place.local_world_size
-    return Layout(
-        replicas=place.world_size // shard_size,
-        shard_size=shard_size,
-        dtype=torch.bfloat16 if precision is Precision.bf16 else torch.float32,
-        reshard_after_forward=parallel.reshard_after_forward,
-        reduce_each_micro_batch=parallel.reduce_each_micro_batch,
-        compile=config.compute.compile,
-        offload=parallel.offload is Offload.cpu,
-    )
+    return Layout.of(config.parallel, config.compute, place.world_size, place.local_world_size)
 
 
 def works_a_step(config: RunConfig, place: RankEnv) -> int:
@@ -310,35 +222,6 @@ def _with_faults(
     return wrap_engine(built, faults, inside)
 
 
-class Initial:
-    """The initial values of a network; holds an error back until all ranks can raise it.
-
-    An engine may run collectives after the last value: a rank that raised earlier would leave the
-    others waiting in them.
-    """
-
-    def __init__(self, config: RunConfig, network: Blueprint) -> None:
-        self._seed = config.seed
-        self._network = network
-        self._error: ConfigError | None = None
-
-    def __call__(self, name: str, shape: tuple[int, ...], start: int, count: int) -> torch.Tensor:
-        if self._error is None:
-            try:
-                return self._network.initial(self._seed, name, shape, start, count)
-            except ConfigError as error:
-                self._error = error
-        return torch.zeros(count)
-
-    def require(self) -> None:
-        """
-        Raises:
-            ConfigError: a value could not be read.
-        """
-        if self._error is not None:
-            raise self._error
-
-
 def initialise(
     engine: Engine, config: RunConfig, network: Blueprint, ranks: Ranks | None = None
 ) -> None:
@@ -350,12 +233,27 @@ def initialise(
     Raises:
         ConfigError: a rank cannot read its weights; raised on all.
     """
-    values = Initial(config, network)
-    engine.initialise(values)
+    errors: list[ConfigError] = []
+
+    def initial(name: str, shape: tuple[int, ...], start: int, count: int) -> torch.Tensor:
+        # An engine may run collectives after the last value: a rank that raised earlier would
+        # leave the others waiting in them.
+        if not errors:
+            try:
+                return network.initial(config.seed, name, shape, start, count)
+            except ConfigError as error:
+                errors.append(error)
+        return torch.zeros(count)
+
+    def require() -> None:
+        if errors:
+            raise errors[0]
+
+    engine.initialise(initial)
     if ranks is None:
-        values.require()
+        require()
     else:
-        ranks.all_or_none("reading the weights", values.require)
+        ranks.all_or_none("reading the weights", require)
 
 
 def _fsdp(
@@ -368,40 +266,36 @@ def _fsdp(
     """Make the engine, the module it calls, and the module of the first activation."""
     plan = layout(config, place)
     mesh = device_mesh(device, plan)
-    how = _Sharding(plan, mesh, device, optimizer_settings(config))
-    return _sharded(config, blueprint, how, inside)
-
-
-@dataclass(frozen=True, slots=True)
-class _Sharding:
-    """How an FSDP2 engine shards a network, and its optimizer."""
-
-    layout: Layout
-    mesh: DeviceMesh
-    device: torch.device
-    settings: OptimizerSettings
+    return _sharded(
+        config, blueprint, plan, mesh, OptimizerSettings.of(config.optim), inside, device
+    )
 
 
 def _sharded(
-    config: RunConfig, blueprint: Blueprint, how: _Sharding, inside: MicroBatchFaults | None
+    config: RunConfig,
+    blueprint: Blueprint,
+    plan: Layout,
+    mesh: DeviceMesh,
+    settings: OptimizerSettings,
+    inside: MicroBatchFaults | None,
+    device: torch.device,
 ) -> Made:
-    device = how.device
     network = blueprint.on_meta()
-    model = blueprint.objective(network, bf16=how.layout.dtype is torch.bfloat16)
+    model = blueprint.objective(network, bf16=plan.dtype is torch.bfloat16)
     places = parameter_places(network)
-    shard_model(model, blueprint.units(network), mesh=how.mesh, layout=how.layout)
-    model.to_empty(device="cpu" if how.layout.offload else device)
+    shard_model(model, blueprint.units(network), mesh=mesh, layout=plan)
+    model.to_empty(device="cpu" if plan.offload else device)
     retie(network, places)
     blueprint.finish(network, device)
-    if how.layout.is_wide:
-        widen_buffers(network, how.layout.dtype)
+    if plan.is_wide:
+        widen_buffers(network, plan.dtype)
     embedding = blueprint.probe(network)
     fsdp = FsdpEngine(
         model,
         embedding=embedding,
-        settings=how.settings,
-        layout=how.layout,
-        mesh=how.mesh,
+        settings=settings,
+        layout=plan,
+        mesh=mesh,
         device=device,
         probe=config.guard.enabled or inside is not None,
         disturb=inside,
@@ -428,11 +322,12 @@ def give_twin(
     mesh = getattr(engine, "mesh", None) or device_mesh(engine.device, wide)
     # The twin is never updated: plain SGD needs no state.
     settings = OptimizerSettings(OptimConfig(kind=OptimKind.sgd, momentum=0))
-    how = _Sharding(wide, mesh, engine.device, settings)
 
     def make() -> Engine:
         return _with_faults(
-            lambda inside: _sharded(config, network, how, inside), faults, is_twin=True
+            lambda inside: _sharded(config, network, wide, mesh, settings, inside, engine.device),
+            faults,
+            is_twin=True,
         )
 
     engine.twin.give(Wider(dtype=dtype, make=make))
@@ -465,7 +360,7 @@ def _zero(
     zero = ZeroEngine(
         model,
         embedding=embedding,
-        settings=optimizer_settings(config),
+        settings=OptimizerSettings.of(config.optim),
         plan=plan,
         device=device,
         probe=config.guard.enabled or inside is not None,
@@ -477,62 +372,202 @@ def _zero(
     return zero, model, embedding
 
 
-def cadence(
-    config: RunConfig,
-    place: RankEnv,
-    updates: int,
-    history: History,
-    ranks: Ranks,
-    spent: Callable[[], Mapping[str, float]],
-    report: Report,
-) -> SaveTimes:
-    """Make the schedule of checkpoints."""
-    settings = config.checkpoint
-    if isinstance(settings.every, int):
-        return FixedInterval(settings.every)
-    nodes = -(-place.world_size // place.local_world_size)
-    return AutoInterval(
-        rules=IntervalRules(
-            clean_after=settings.clean_after,
-            most=settings.auto_most,
-            prior_seconds=prior_seconds(settings.mtbf_hours, nodes),
-        ),
-        updates=updates,
-        history=history,
-        from_first=ranks.from_first,
-        spent=spent,
-        report=report,
-    )
-
-
-def snapshot_times(
-    config: RunConfig, history: History, ranks: Ranks, report: Report
-) -> SaveTimes | None:
-    """Make the schedule of snapshots in memory; None if they are off."""
-    settings = config.checkpoint
-    every = memory_every(settings)
-    if every == 0:
-        return None
-    if settings.memory_every is not None:
-        return FixedInterval(every)
-    # An interval above the disk's would never be due.
-    most = settings.every if isinstance(settings.every, int) else settings.auto_most
-    return SnapshotInterval(
-        rules=SnapshotRules(first=every, most=min(most, MOST_SNAPSHOT_STEPS)),
-        history=history,
-        from_first=ranks.from_first,
-        report=report,
-    )
-
-
 def throughput(
-    config: RunConfig, network: Blueprint, place: RankEnv, device: torch.device
+    track: TrackConfig, network: Blueprint, place: RankEnv, device: torch.device
 ) -> Throughput:
     """Tokens per second, and the share of the device's peak if it is known."""
-    peak = config.track.peak_tflops
+    peak = track.peak_tflops
     if peak is None and device.type == "cuda":
         peak = peak_tflops(torch.cuda.get_device_name(device))
     return Throughput(
         flops_per_token=network.flops_per_token() if peak else 0.0,
         peak_flops=peak * 1e12 * place.world_size if peak else None,
     )
+
+
+GENERATION: Final = "generation_config.json"
+
+
+def pretrained_blueprint(
+    config: RunConfig, dataset: Dataset, files: Path | None
+) -> PretrainedBlueprint:
+    """The network of ``model.path``.
+
+    Args:
+        files: the run's copy of the small files; None before the run has begun.
+
+    Raises:
+        ConfigError: the network cannot be built, or is too small for the data.
+    """
+    model, path = config.model, Path(config.model.path).expanduser()
+    lora = lora_of(model.lora)
+    model_config = read_config(files or path)
+    if isinstance(dataset, RecordDataset):
+        raise ConfigError(
+            f"data._target_={config.data._target_}: returns samples without token ids, and "
+            f"model.path={path} needs input_ids"
+        )
+    inner = model_config.get_text_config()
+    if dataset.vocab_size > inner.vocab_size:
+        raise ConfigError(
+            f"model.path={path}: its embedding has {inner.vocab_size} rows, and the data "
+            f"{dataset.vocab_size} token ids; use the model's own tokenizer (data.tokenizer)"
+        )
+    most = getattr(inner, "max_position_embeddings", None)
+    if isinstance(most, int) and config.data.seq_len > most:
+        raise ConfigError(
+            f"data.seq_len={config.data.seq_len}: the model of model.path={path} has {most} "
+            f"positions (max_position_embeddings); use at most that"
+        )
+    has_weights = model.init == "weights"
+    return PretrainedBlueprint(
+        name=f"hf:{model_config.model_type}",
+        path=str(path),
+        make=partial(build, model_config, lora, recompute=config.compute.recompute.value),
+        open_weights=partial(open_pretrained, path) if has_weights else None,
+        seed=config.seed,
+        seq_len=config.data.seq_len,
+        vocab_size=inner.vocab_size,
+        frozen=config.compute.frozen,
+        head_losses=head_losses(config, z_loss=0.0),
+    )
+
+
+def head_losses(config: RunConfig, *, z_loss: float) -> HeadLosses:
+    """How the loss of large logits is computed."""
+    most_bytes = round(config.model.loss_chunk_mib * (1 << 20))
+    return HeadLosses(fp32=True, z_loss=z_loss, most_bytes=most_bytes)
+
+
+def keep_small_files(config: RunConfig, run_dir: RunDir) -> None:
+    """Copy the folder's ``config.json`` and tokenizer into the run directory.
+
+    Raises:
+        ConfigError: they cannot be copied.
+    """
+    if not is_hf(config.model):
+        return
+    source, folder = Path(config.model.path).expanduser(), run_dir.pretrained
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (*FILES, GENERATION, CONFIG):
+            (folder / name).unlink(missing_ok=True)  # from an earlier start that saved nothing
+        if config.data.tokenizer is not None:
+            copy_tokenizer(Path(config.data.tokenizer).expanduser(), folder)
+        else:
+            copy_tokenizer(source, folder)
+        # Copied last: it marks the copy as complete.
+        for name in (GENERATION, CONFIG):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / f".{name}")
+                (folder / f".{name}").rename(folder / name)
+    except OSError as error:
+        raise ConfigError(f"out={run_dir.out}: cannot be written ({error})") from None
+
+
+def kept_files(run_dir: RunDir) -> str:
+    """The folder of the copies; empty if no checkpoint belongs to them."""
+    is_begun = run_dir.ring.is_dir() and any(
+        not path.name.startswith("writing-") for path in run_dir.ring.iterdir()
+    )
+    has_files = (run_dir.pretrained / CONFIG).is_file()
+    return str(run_dir.pretrained) if is_begun and has_files else ""
+
+
+_NAMED = 8  # parameters in a message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnSchedule:
+    """A learning rate from the user's function of ``updates`` and ``arguments``.
+
+    ``offered`` has values for parameters of those names.
+    """
+
+    target: str
+    arguments: Mapping[str, Any]
+    offered: Mapping[str, Any]
+
+    def rate(self, updates: int) -> float:
+        """Learning rate of the update that follows ``updates`` applied ones.
+
+        Raises:
+            ConfigError: the function does not return a finite number of at least 0.
+        """
+        key = "schedule._target_"
+        given = {"updates": updates, **self.arguments}
+        value = call_target(key, self.target, given, self.offered)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or value < 0:
+            raise ConfigError(
+                f"{key}={self.target}: returns {value!r} after {updates} updates; must be a finite "
+                "learning rate of 0 or more"
+            )
+        return float(value)
+
+
+def schedule(config: RunConfig) -> Rates:
+    """Make the learning-rate schedule.
+
+    Raises:
+        ConfigError: ``schedule._target_`` cannot be called.
+    """
+    settings = config.schedule
+    total = settings.total or config.steps
+    if settings._target_ is not None:
+        own = OwnSchedule(
+            target=settings._target_,
+            arguments=settings.arguments or {},
+            offered={
+                "peak": config.optim.lr,
+                "total": total,
+                "warmup": settings.warmup,
+                "floor": settings.floor,
+            },
+        )
+        own.rate(0)
+        return own
+    return Schedule(schedule=settings, peak=config.optim.lr, total=total)
+
+
+def rules_matched(config: RunConfig, network: Blueprint) -> list[tuple[str, int]]:
+    """Each rule's match in ``optim.groups``, and how many tensors take it.
+
+    Raises:
+        ConfigError: none takes a rule.
+    """
+    settings = OptimizerSettings.of(config.optim)
+    names = [name for name, one in network.parameters().items() if one.is_trained]
+    matched = [sum(settings.rule(name) is rule for name in names) for rule in settings.rules]
+    for number, (rule, count) in enumerate(zip(settings.rules, matched, strict=True)):
+        if count:
+            continue
+        fits = any(re.search(rule.match, name) for name in names)
+        why = "an earlier rule takes all that it fits" if fits else "no trained parameter fits it"
+        shown = ", ".join(names[:_NAMED]) + (", ..." if names[_NAMED:] else "")
+        raise ConfigError(
+            f"optim.groups[{number}]: match={rule.match!r} takes no tensor, because {why}; change "
+            f"or remove it. The trained parameters are {shown}"
+        )
+    return [(rule.match, count) for rule, count in zip(settings.rules, matched, strict=True)]
+
+
+def state_shapes(config: RunConfig, network: Blueprint) -> dict[str, tuple[int, ...]]:
+    """Names and whole shapes of the tensors in a checkpoint of these settings.
+
+    With ``optim._target_``, parameters only: its state is known once it is built.
+    """
+    settings = OptimizerSettings.of(config.optim)
+    is_known = settings.make is None
+    return {
+        f"{kind}/{name}": parameter.shape
+        for name, parameter in network.parameters().items()
+        for kind in (
+            "param",
+            *(
+                settings.kinds(name, len(parameter.shape))
+                if parameter.is_trained and is_known
+                else ()
+            ),
+        )
+    }

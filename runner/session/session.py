@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from runner.config.extras import check_extras
 from runner.config.schema import RunConfig
-from runner.config.validate import check
+from runner.config.validate import check, check_extras
 from runner.distributed.env import RankEnv
 from runner.fault.spec import parse_faults
 from runner.observe.page_writer import PageWriter
 from runner.policy.decision.history import Incident
 from runner.policy.retention.records import on_disk
 from runner.run_dir.paths import keep_for_owner
-from runner.session import parts
-from runner.session.begin import begin
-from runner.session.build import build, resume
-from runner.session.final_digest import at_a_stop, collect_digest
-from runner.session.group import RankGroup, join
+from runner.session.begin import FaultyRun, begin, build, resume
+from runner.session.corpus import data_words
+from runner.session.group import join
 from runner.session.opening import (
     acquire_lease,
     open_corpus,
@@ -25,11 +22,10 @@ from runner.session.opening import (
     settle_memory,
     take_inventory,
 )
-from runner.session.phases import Opened, Run
-from runner.session.summary import RunEnd, RunSize, sum_up
-from runner.system.error import Preempted, RunnerError
-from runner.system.exit_codes import EXIT_DONE, EXIT_HALTED, EXIT_PREEMPTED
-from runner.train.collection import collected_at_boundaries
+from runner.session.summary import RunEnd, at_a_stop, collect_digest, sum_up
+from runner.system.error import EXIT_DONE, EXIT_HALTED, EXIT_PREEMPTED, Preempted, RunnerError
+from runner.train.periodic import collected_at_boundaries
+from runner.train.run import EngineRun, RankGroup
 
 # Longest wait for the report page at the end; less after a stop request.
 _PAGE_SECONDS, _PAGE_SECONDS_ASKED = 30.0, 3.0
@@ -53,23 +49,24 @@ def train(config: RunConfig, place: RankEnv) -> int:
         return close(run, end)
 
 
-def open_run(config: RunConfig, group: RankGroup) -> Run:
+def open_run(config: RunConfig, group: RankGroup) -> FaultyRun:
     """Acquire the run directory, build the run, and resume what ``out`` holds.
 
     Raises:
         RunnerError: the run cannot begin; raised on every rank alike.
     """
-    lease = acquire_lease(config, group)
+    lease, remote = acquire_lease(config, group)
     corpus = open_corpus(lease, group)
-    inventory = take_inventory(lease, corpus, group)
+    inventory = take_inventory(lease, remote, corpus, group)
     written = open_journal(lease, inventory, group)
     lease = settle_memory(lease, inventory, written)
-    opened = Opened(group=group, lease=lease, corpus=corpus, inventory=inventory, written=written)
-    machinery = build(opened)
-    return begin(opened, machinery, resume(opened, machinery))
+    run = build(group, lease, corpus, inventory, written)
+    resume(run, inventory)
+    begin(run, inventory, remote)
+    return run
 
 
-def fit(run: Run) -> RunEnd:
+def fit(run: EngineRun) -> RunEnd:
     """Train until the run is done, halted, preempted or failed."""
     try:
         reason = run.loop.run()
@@ -78,7 +75,7 @@ def fit(run: Run) -> RunEnd:
         if status == "halted":
             run.ring.drain()  # let writes in progress finish
         else:  # a halt already has its own journal line
-            run.opened.written.journal.add(
+            run.written.journal.add(
                 Incident(
                     kind=status,
                     step=run.state.updates,
@@ -92,58 +89,44 @@ def fit(run: Run) -> RunEnd:
     return RunEnd(status="done", exit_code=EXIT_DONE, reason=reason)
 
 
-def close(run: Run, end: RunEnd) -> int:
+def close(run: EngineRun, end: RunEnd) -> int:
     """Finish pending work and write the summary; returns the exit code."""
-    group, lease, ring = run.opened.group, run.opened.lease, run.ring
+    group, lease, ring = run.group, run.lease, run.ring
     group.heart.enter("finish")
     if ring.uploads is not None and end.status in ("done", "halted"):
         ring.uploads.finish(on_disk(ring.records), lease.config.checkpoint.remote_wait_seconds)
     ring.close(wait=end.in_time, forget=_is_over(run, end))
     run.feed.close()
     run.reporter.close()
-    run.machinery.backlog.finish()
+    if run.rank_times is not None:
+        run.rank_times.close()
+    run.backlog.finish()
     is_late = _is_late(run, end)
     digest = collect_digest(run.engine, group.ranks, is_late) if end.in_time else None
-    if group.is_first:
-        lease.run_lease.check()
-        summary = sum_up(
-            end,
-            digest=digest,
-            state=run.state,
-            journal=run.opened.written.journal,
-            where_time_went=run.reporter.where_time_went(),
-            size=RunSize(
-                batch=lease.config.batch.global_size,
-                world_size=group.place.world_size,
-                incarnation=lease.run_lease.number,
-                data=parts.data_words(lease.config.data, run.opened.corpus.dataset),
-            ),
-            run_dir=group.run_dir,
-            console=group.console,
-        )
-        for tracker in run.opened.written.trackers:
-            if words := tracker.finish(summary.to_json(), in_time=end.in_time):
-                group.console.say(f"warning: {words}")
-    if run.opened.written.alerts is not None:
-        run.opened.written.alerts.close()
+    words = data_words(lease.config.data, run.corpus.dataset)
+    summary = sum_up(run, end, digest=digest, data=words)
+    if summary is not None:
+        for tracker in run.written.trackers:
+            if warning := tracker.finish(summary.to_json(), in_time=end.in_time):
+                group.console.say(f"warning: {warning}")
+    if run.written.alerts is not None:
+        run.written.alerts.close()
     if run.pages is not None:
         _write_last_page(run.pages, run, end)
     return end.exit_code
 
 
-def _write_last_page(pages: PageWriter, run: Run, end: RunEnd) -> None:
+def _write_last_page(pages: PageWriter, run: EngineRun, end: RunEnd) -> None:
     """Write the last report page; a failure prints one line."""
     is_preempted = end.status == "preempted"
-    may = end.in_time and not (is_preempted and run.opened.group.stop.is_late)
+    may = end.in_time and not (is_preempted and run.group.stop.is_late)
     pages.finish(0.0 if not may else _PAGE_SECONDS_ASKED if is_preempted else _PAGE_SECONDS)
     if pages.loss is not None:
-        run.opened.group.console.say(
-            f"warning: no {pages.loss.outlet} was written: {pages.loss.reason}"
-        )
+        run.group.console.say(f"warning: no {pages.loss.outlet} was written: {pages.loss.reason}")
 
 
-def _is_late(run: Run, end: RunEnd) -> Callable[[], bool]:
-    stop = run.opened.group.stop
+def _is_late(run: EngineRun, end: RunEnd) -> Callable[[], bool]:
+    stop = run.group.stop
 
     def is_late() -> bool:
         return stop.is_late
@@ -151,7 +134,7 @@ def _is_late(run: Run, end: RunEnd) -> Callable[[], bool]:
     return at_a_stop(is_late) if end.status == "preempted" else is_late
 
 
-def _is_over(run: Run, end: RunEnd) -> bool:
+def _is_over(run: EngineRun, end: RunEnd) -> bool:
     """Whether a later start will need nothing but the disk."""
     saved = run.ring.saved_step == run.state.updates
     return end.in_time and (end.status in ("done", "halted") or saved)

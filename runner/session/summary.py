@@ -1,19 +1,38 @@
-"""Writes ``summary.json`` and prints the closing table."""
+"""Sums a run up at its end: ``summary.json``, the closing table, and the state digest.
+
+:mod:`runner.checkpoint.state_digest` defines the digest. It is computed on all ranks, and never
+delays a stop. A small state is sent to rank 0 tensor by tensor; for a large one each rank sums its
+own shards in place, without a copy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from runner.observe.console import Console
-from runner.observe.journal import Journal
+import torch
+
+from runner.checkpoint.disk.shards import own_share
+from runner.checkpoint.state_digest import (
+    LANES,
+    Summing,
+    Sums,
+    added,
+    digest_of_sums,
+    is_whole,
+    state_digest,
+)
+from runner.distributed.agreement import Ranks
+from runner.engine.protocol import Engine
 from runner.run_dir.paths import RunDir
 from runner.system.files import write_json
 from runner.system.json_lines import iter_lines
 from runner.system.parsing import number_in
 from runner.system.units import duration
-from runner.train.state import TrainState
+from runner.train.run import Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,41 +81,22 @@ class Summary:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSize:
-    """``batch``: samples per step over all ranks; ``incarnation``: number of this start.
-
-    ``data``: where samples came from; empty where the user's loop reads them.
-    """
-
-    batch: int
-    world_size: int
-    incarnation: int
-    data: str = ""
-
-
-def sum_up(
-    end: RunEnd,
-    *,
-    digest: str | None,
-    state: TrainState,
-    journal: Journal,
-    where_time_went: dict[str, float],
-    size: RunSize,
-    run_dir: RunDir,
-    console: Console,
-) -> Summary:
-    """Write the summary and print it; on rank 0 only.
+def sum_up(run: Run, end: RunEnd, *, digest: str | None, data: str = "") -> Summary | None:
+    """Write the summary and print it on rank 0, which returns it.
 
     Args:
-        where_time_went: seconds by kind, see :mod:`runner.run_dir.time_account`.
+        data: where samples came from; empty where the user's loop reads them.
     """
+    group, state, history = run.group, run.state, run.history
+    if not group.is_first:
+        return None
+    run.lease.run_lease.check()
+    run_dir, where_time_went = group.run_dir, run.reporter.where_time_went()
     wall = sum(where_time_went.values())
     eval_loss = None
     for line in iter_lines(run_dir.metrics):
         value = number_in(line, "eval_loss")
         eval_loss = eval_loss if value is None else value
-    history = journal.history
     summary = Summary(
         status=end.status,
         exit_code=end.exit_code,
@@ -110,20 +110,20 @@ def sum_up(
         rollbacks=len(history.rollbacks),
         skipped=tuple(history.ledger),
         restarts=history.num_restarts,
-        samples_used=state.updates * size.batch,
+        samples_used=state.updates * run.config.batch.global_size,
         goodput=round(where_time_went["productive"] / max(wall, 1e-9), 4),
         time=where_time_went,
-        world_size=size.world_size,
-        incarnation=size.incarnation,
+        world_size=group.place.world_size,
+        incarnation=run.lease.run_lease.number,
         redone_steps=history.num_redone,
-        data=size.data,
+        data=data,
     )
     try:
         write_json(run_dir.summary, summary.to_json())
     except OSError as error:  # the run is over, and its exit code still says how it ended
-        console.say(f"warning: no summary was written: {error}")
+        group.console.say(f"warning: no summary was written: {error}")
     on = "; the same command resumes it" if end.status == "preempted" else ""
-    console.table(f"{end.status}: {end.reason}{on}", _rows(summary, wall, run_dir))
+    group.console.table(f"{end.status}: {end.reason}{on}", _rows(summary, wall, run_dir))
     return summary
 
 
@@ -157,3 +157,80 @@ def _shares(spent: Mapping[str, float], wall_seconds: float) -> str:
     return ", ".join(
         f"{kind.replace('_', ' ')} {share:.0%}" for kind, share in ordered if share >= 0.005
     )
+
+
+_STOP_SECONDS = 5.0
+_CLOCK_INTERVAL = 1 << 23  # elements
+_HALF = 32
+
+
+def at_a_stop(is_late: Callable[[], bool]) -> Callable[[], bool]:
+    """Make a clock that says when to give up: after a few seconds, or when the grace period
+    ends."""
+    due = time.monotonic() + _STOP_SECONDS
+    return lambda: is_late() or time.monotonic() > due
+
+
+def collect_digest(engine: Engine, ranks: Ranks, is_late: Callable[[], bool]) -> str | None:
+    """Compute the state digest; None except on rank 0, or when any rank is late. Collective."""
+    shapes = {shard.name: shard.shape for shard in engine.shards()}
+    if not is_whole(shapes.values()):
+        return _digest_by_sums(engine, ranks, is_late)
+    tensors = _WholeTensors(engine, ranks, is_late)
+    counts = engine.update_counts()
+    if ranks.rank == 0:
+        digest = state_digest(tensors, counts)
+    else:
+        digest = None
+        for _ in tensors:
+            pass
+    return None if tensors.was_late else digest
+
+
+class _WholeTensors:
+    """Iterates over all tensors by name; stops early on every rank if one is late."""
+
+    def __init__(self, engine: Engine, ranks: Ranks, is_late: Callable[[], bool]) -> None:
+        self._engine = engine
+        self._ranks = ranks
+        self._is_late = is_late
+        self.was_late = False
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        since = _CLOCK_INTERVAL
+        for shard in sorted(self._engine.shards(), key=lambda one: one.name):
+            if since >= _CLOCK_INTERVAL:
+                self.was_late = self._ranks.sum([float(self._is_late())])[0] > 0
+                since = 0
+            if self.was_late:
+                return
+            yield shard.name, self._engine.full(shard.name)
+            since += math.prod(shard.shape)
+
+
+def _digest_by_sums(engine: Engine, ranks: Ranks, is_late: Callable[[], bool]) -> str | None:
+    shards, counts = engine.shards(), engine.update_counts()
+    totals: dict[str, Sums] = {shard.name: (0,) * LANES for shard in shards}
+    summing, late = Summing(), False
+    # Replicas of a shard are equal: each rank sums a part of it.
+    for part in own_share(((s.name, s.start, s.local.detach()) for s in shards), engine.replica):
+        for first in range(0, len(part.values), _CLOCK_INTERVAL):
+            late = late or is_late()
+            if not late:
+                values = part.values[first : first + _CLOCK_INTERVAL]
+                sums = summing.of(part.name, part.start + first, values)
+                totals[part.name] = added(totals[part.name], sums)
+    names = sorted(totals)
+    # In halves: FP64 adds integers exactly up to 2^53, enough for 2 million ranks.
+    mask = (1 << _HALF) - 1
+    halves = [float(x) for n in names for lane in totals[n] for x in (lane & mask, lane >> _HALF)]
+    *summed, num_late = ranks.sum([*halves, float(late)])
+    if num_late or ranks.rank != 0:
+        return None
+    shapes = {shard.name: shard.shape for shard in shards}
+    lanes = [int(low) + (int(high) << _HALF) for low, high in zip(*[iter(summed)] * 2, strict=True)]
+    of_all = {
+        name: (shapes[name], added(tuple(lanes[LANES * at : LANES * at + LANES]), (0,) * LANES))
+        for at, name in enumerate(names)
+    }
+    return digest_of_sums(of_all, counts)

@@ -55,7 +55,7 @@ def same_weights(network: GuestBlueprint) -> Check:
 
 def builds_without_memory(network: GuestBlueprint) -> Check:
     """Whether the constructor works on the meta device, without values of tensors."""
-    why = network.why_in_memory
+    why = network.twin.why
     return Check(
         name="builds without memory",
         holds=not why,

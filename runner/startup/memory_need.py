@@ -3,6 +3,10 @@
 Weights, gradients and optimizer state are counted from the real shards. Activations are those that
 one micro-batch kept for its backward pass. Gathered weights follow from the engine
 (docs/engines.md). Buffers of libraries are not counted.
+
+Without a rank (``plan``) shapes on the meta device are counted: state laid out as the engines do;
+activations that autograd would keep of one micro-batch of the first samples, with attention that
+keeps no scores (flash attention).
 """
 
 from __future__ import annotations
@@ -10,16 +14,31 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from runner.config.schema import Precision, Recompute, RunConfig
+from runner.config.validate import is_zero
+from runner.data.dataset import Dataset
+from runner.data.feed import few
+from runner.distributed.env import RankEnv
+from runner.engine.fsdp import Layout
+from runner.engine.optimizer import OptimizerSettings, ShardOptimizer
+from runner.engine.partitions import require_elementwise
 from runner.engine.protocol import Shard
-from runner.model.blueprint import Parameter
+from runner.model.blueprint import AnswersYes, Blueprint, Parameter
+from runner.policy.retention.retire import memory_every
+from runner.startup.shared_memory import wanted_slots
+from runner.system.error import ConfigError
 from runner.system.units import format_bytes
+from runner.train.run import EngineRun
 
 _GRADIENT_BYTES = 4  # FP32 on every engine
 _LAYER = re.compile(r"(.*?\.\d+)\.")
@@ -192,3 +211,183 @@ def room_bytes(device: torch.device, num_local_ranks: int) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num_local_ranks
+
+
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedMemory:
+    """
+    Args:
+        need: of the first rank, whose parts are the largest.
+        unknown: why activations are not known; empty where they are.
+    """
+
+    need: MemoryNeed
+    unknown: str
+
+
+def planned_memory(
+    config: RunConfig, network: Blueprint, dataset: Dataset, place: RankEnv
+) -> PlannedMemory:
+    """Of the first of ``place.world_size`` ranks.
+
+    Args:
+        config: its precision settled.
+
+    Raises:
+        ConfigError: the optimizer does not go with the engine.
+    """
+    facts = engine_facts(config, place)
+    shards = _state(config, network, place, facts)
+    samples = config.batch.micro_size
+    activations, unknown = None, ""
+    if config.compute.recompute is Recompute.selective:
+        unknown = "selective recomputation keeps results where they are not seen"
+    else:
+        activations, unknown = _activations(config, network, dataset)
+    state_bytes = sum(shard.local.numel() * shard.local.itemsize for shard in shards)
+    slots = wanted_slots(config.checkpoint) if memory_every(config.checkpoint) else 0
+    need = memory_need(
+        shards,
+        network.parameters(),
+        facts,
+        activations=activations,
+        samples=samples,
+        snapshots=slots * state_bytes,
+    )
+    return PlannedMemory(need=need, unknown=unknown)
+
+
+def _state(
+    config: RunConfig, network: Blueprint, place: RankEnv, facts: EngineFacts
+) -> list[Shard]:
+    """The state of the first rank, without memory."""
+    parameters = network.parameters()
+    cut = _cutter(config, place, facts)
+    held = {name: torch.empty(cut(one.shape), device=_META) for name, one in parameters.items()}
+    trained = {n: held[n].view(-1) if facts.zero_stage else held[n] for n in held}
+    trained = {n: local for n, local in trained.items() if parameters[n].is_trained}
+    shapes = {name: parameters[name].shape for name in trained}
+    settings = OptimizerSettings.of(config.optim)
+    if facts.zero_stage:
+        require_elementwise(settings, frozenset(map(len, shapes.values())))
+    optimizer = ShardOptimizer(trained, shapes, settings, _META, _unneeded, is_cut=facts.is_sharded)
+    state = optimizer.tensors() | optimizer.uncut()
+    everything = {f"param/{name}": local for name, local in held.items()} | state
+    return [
+        Shard(name=name, shape=tuple(local.shape), start=0, local=local.view(-1))
+        for name, local in everything.items()
+    ]
+
+
+def _cutter(
+    config: RunConfig, place: RankEnv, facts: EngineFacts
+) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
+    """From a parameter's shape to that of the first rank's part."""
+    if is_zero(config.parallel.kind):
+        return lambda shape: (-(-math.prod(shape) // place.world_size),)
+    sizes = place.world_size, place.local_world_size
+    ranks = Layout.of(config.parallel, config.compute, *sizes).shard_size
+    return lambda shape: (-(-shape[0] // ranks), *shape[1:]) if shape else shape
+
+
+def _unneeded(name: str, part: Tensor) -> tuple[Tensor, int]:
+    raise AssertionError(f"{name}: nothing is gathered, as no step is made")
+
+
+def _activations(config: RunConfig, network: Blueprint, dataset: Dataset) -> tuple[int | None, str]:
+    """Bytes, or why they are not known."""
+    dtype = torch.bfloat16 if config.compute.precision is Precision.bf16 else torch.float32
+    batch = few(dataset, config.data.seq_len, config.batch.micro_size).inputs()
+    try:
+        model = network.on_meta().to(dtype)
+        objective = network.objective(model, bf16=False).to(_META)
+        inputs = {name: _meta(tensor, dtype) for name, tensor in batch.items()}
+        with SavedActivations() as saved, AnswersYes(), _KeepsNoScores():
+            objective(inputs)
+    except ConfigError:
+        raise
+    except Exception as error:  # of the user's code: it reads values
+        return None, f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+    return saved.num_bytes, ""
+
+
+def _meta(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(_META, dtype if tensor.is_floating_point() else tensor.dtype)
+
+
+class _KeepsNoScores(TorchFunctionMode):
+    """Attention as on a device; the meta device's implementation keeps the scores."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        return _flash(*args, **(kwargs or {}))
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **_: Any,
+) -> Tensor:
+    output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, dropout_p, is_causal, attn_mask=attn_mask
+    )[0]
+    return output
+
+
+_BF16_BYTES, _FP32_BYTES = 2, 4
+
+
+def engine_facts(config: RunConfig, place: RankEnv) -> EngineFacts:
+    """Describe the memory use of the configured engine."""
+    kind = config.parallel.kind
+    if is_zero(kind):
+        return EngineFacts(
+            zero_stage=int(kind.value.removeprefix("zero")),
+            item_bytes=_BF16_BYTES,
+            is_sharded=True,
+            reshards=True,
+            keeps_whole_gradients=False,
+        )
+    sizes = place.world_size, place.local_world_size
+    plan = Layout.of(config.parallel, config.compute, *sizes)
+    return EngineFacts(
+        zero_stage=0,
+        item_bytes=_BF16_BYTES if config.compute.precision is Precision.bf16 else _FP32_BYTES,
+        is_sharded=plan.shard_size > 1,
+        reshards=plan.reshard_after_forward,
+        keeps_whole_gradients=not plan.reduce_each_micro_batch,
+    )
+
+
+def memory_line(run: EngineRun, saved: SavedActivations) -> str:
+    """Format the line; see :meth:`MemoryNeed.line`.
+
+    Args:
+        saved: has recorded a micro-batch.
+    """
+    group, config, memory = run.group, run.config, run.memory.memory
+    # No hook sees the results that selective recomputation keeps.
+    is_seen = config.compute.recompute is not Recompute.selective and saved.num_bytes
+    need: MemoryNeed = memory_need(
+        run.engine.shards(),
+        run.corpus.network.parameters(),
+        engine_facts(config, group.place),
+        activations=saved.num_bytes if is_seen else None,
+        samples=saved.samples,
+        snapshots=0 if memory is None else memory.num_slots * memory.layout.num_bytes,
+    )
+    return need.line(room_bytes(group.device, group.place.local_world_size))

@@ -48,10 +48,7 @@ def settle_precision(
     if config.compute.precision is not Precision.auto:
         return config
     lacking = [rank for rank, has in enumerate(_natives(device, ranks)) if not has]
-    began = ranks.all_or_none(
-        "reading compute.precision", lambda: _begun(stored()) if ranks.rank == 0 else None
-    )
-    began = ranks.from_first(began)
+    began = ranks.of_first("reading compute.precision", lambda: _begun(stored()))
     zero = is_zero(config.parallel.kind)
     if zero and began == Precision.fp32.value:
         raise ConfigError(
@@ -79,10 +76,8 @@ def settle_rope(
     """
     if config.model.rope_scaling is None:
         return config
-    began = ranks.all_or_none(
-        "reading model.rope_scaling", lambda: dict(stored()) if ranks.rank == 0 else {}
-    )
-    model = stretch_as_begun(config.model, ranks.from_first(began))
+    began = ranks.of_first("reading model.rope_scaling", lambda: dict(stored()))
+    model = stretch_as_begun(config.model, began)
     if model is config.model:
         return config
     say("model.rope_scaling: none, as the run began, before presets had it")

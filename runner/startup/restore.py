@@ -29,9 +29,8 @@ from runner.checkpoint.remote.store import (
 )
 from runner.checkpoint.remote.upload import RemoteTarget, Uploads
 from runner.config.compose import from_yaml
-from runner.config.schema import RunConfig
-from runner.distributed.agreement import Ranks
-from runner.distributed.slow_agreement import all_or_none_slowly
+from runner.config.schema import CheckpointConfig, RunConfig
+from runner.distributed.agreement import Ranks, all_or_none_slowly
 from runner.observe.journal import read_journal
 from runner.policy.decision.history import History, Incident
 from runner.policy.retention.records import Record, State, folder_name, resume_order
@@ -57,11 +56,6 @@ class RemoteRun:
         self.seen = seen
         self.silence = silence
         self._dir = run_dir
-
-    @property
-    def highest_serial(self) -> int:
-        """The highest serial in use; a new checkpoint needs a higher one."""
-        return self.seen.highest
 
     def settings(self) -> dict[str, Any]:
         """Dotted keys of the settings of the newest whole checkpoint; empty without any.
@@ -107,7 +101,7 @@ class RemoteRun:
 
     def uploads(
         self,
-        config: RunConfig,
+        settings: CheckpointConfig,
         store: CheckpointDirectory,
         *,
         ranks: Ranks,
@@ -126,8 +120,8 @@ class RemoteRun:
                 check=run_lease.check,
             ),
             store,
-            settings=config.checkpoint,
-            stored=self.seen.stored,
+            settings=settings,
+            stored=list(self.seen.stored),
             tainted=tainted,
             queue=queue,
             ranks=ranks,
@@ -135,21 +129,17 @@ class RemoteRun:
         )
 
 
-def open_remote(config: RunConfig, run_dir: RunDir, ranks: Ranks) -> RemoteRun | None:
+def open_remote(settings: CheckpointConfig, run_dir: RunDir, ranks: Ranks) -> RemoteRun | None:
     """List ``checkpoint.remote``; None where none is configured. Collective.
 
     Raises:
         ConfigError: its package is not installed, or another run's checkpoints are there.
     """
-    url, seconds = config.checkpoint.remote, config.checkpoint.remote_wait_seconds
+    url, seconds = settings.remote, settings.remote_wait_seconds
     if url is None:
         return None
     ring = ranks.all_or_none("opening checkpoint.remote", lambda: RemoteRing(url))
-    listing = ranks.all_or_none(
-        "looking at checkpoint.remote",
-        lambda: _look(ring, run_dir, seconds) if ranks.rank == 0 else None,
-    )
-    listing = ranks.from_first(listing)
+    listing = ranks.of_first("looking at checkpoint.remote", lambda: _look(ring, run_dir, seconds))
     stored = [
         Record(serial=serial, step=step, cursor=0, state=State.clean)
         for serial, step in listing["stored"]
@@ -261,11 +251,7 @@ class Restorer:
         Raises:
             RankError: the remote could not be listed; a fresh start might throw a run away.
         """
-        lost = self._ranks.all_or_none(
-            "reading the ring",
-            lambda: self._ranks.rank == 0 and is_lost(self._dir, self._store),
-        )
-        if not self._ranks.from_first(lost):
+        if not self._ranks.of_first("reading the ring", lambda: is_lost(self._dir, self._store)):
             return None
         if self.silence and not self._config.resume.without_remote:
             raise RankError(
@@ -285,11 +271,7 @@ class Restorer:
             RankError: the remote does not answer; to be started again.
         """
         ranks, faults = self._ranks, list[Incident]()
-        wanted = ranks.all_or_none(
-            "choosing a checkpoint", lambda: self._candidates() if ranks.rank == 0 else []
-        )
-        wanted = ranks.from_first(wanted)
-        for folder in wanted:
+        for folder in ranks.of_first("choosing a checkpoint", self._candidates):
             try:
                 record = self._take_back(folder)
             except CorruptCheckpoint as error:
@@ -432,4 +414,4 @@ def _damaged(sentence: str) -> Incident:
 
 def with_highest(next_serial: int, remote: RemoteRun | None) -> int:
     """The next serial, higher than any that the remote knows."""
-    return max(next_serial, remote.highest_serial + 1) if remote else next_serial
+    return max(next_serial, remote.seen.highest + 1) if remote else next_serial

@@ -20,15 +20,16 @@ from runner.data.mixture import MixtureOrder, Phase, describe_phase
 from runner.distributed.agreement import Ranks
 from runner.distributed.env import JobEnv
 from runner.engine.buffers import is_buffer
-from runner.health.crash_log import unexplained
+from runner.health.cause_reporter import unexplained
 from runner.health.root_cause import MEMORY
 from runner.observe.journal import Journal, read_journal
 from runner.policy.decision.history import Incident
-from runner.policy.retention.records import Record, State, Tier, resume_order
+from runner.policy.retention.records import Record, State, resume_order
 from runner.run_dir.lease import RunLease, acquire
 from runner.run_dir.paths import RunDir, is_allowed
 from runner.system.error import CheckpointError, ConfigError
 from runner.system.json_lines import count_of, last_line, step_of
+from runner.train.run import Resumed
 from runner.train.state import TrainState
 
 _MICRO_SIZE = "micro_size"  # a kind of journal lines
@@ -59,22 +60,6 @@ class RunInventory:
     buffers: list[str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resumed:
-    """Where this command resumes the run.
-
-    ``known_discards`` were journalled after the loaded checkpoint: the loop judges them again
-    instead of computing them again. ``unused`` says which snapshots in memory could not be used.
-    """
-
-    step: int
-    metrics_bytes: int
-    known_discards: list[Incident]
-    tier: Tier = Tier.disk
-    unused: tuple[str, ...] = ()
-    is_fresh: bool = False
-
-
 def claim_run_dir(
     run_dir: RunDir,
     config: RunConfig,
@@ -93,9 +78,7 @@ def claim_run_dir(
         ConfigError: another launch is alive there, or it cannot be written.
     """
 
-    def take_first() -> int:
-        if ranks.rank != 0:
-            return 0
+    def take() -> int:
         run_dir.create()
         return acquire(
             run_dir.incarnation,
@@ -106,8 +89,7 @@ def claim_run_dir(
             after=after,
         ).number
 
-    number = ranks.from_first(ranks.all_or_none("taking out", take_first))
-    return RunLease(run_dir.incarnation, number)
+    return RunLease(run_dir.incarnation, ranks.of_first("taking out", take))
 
 
 def scan(
@@ -127,13 +109,9 @@ def scan(
         ConfigError: the run there has other settings, another model or other data, or a file is
             not ours.
     """
-    inventory = ranks.all_or_none(
-        "opening out",
-        lambda: (
-            _read(run_dir, config, fingerprint, run_lease, tensors) if ranks.rank == 0 else None
-        ),
+    inventory = ranks.of_first(
+        "opening out", lambda: _read(run_dir, config, fingerprint, run_lease, tensors)
     )
-    inventory = ranks.from_first(inventory)
     inventory["records"] = [
         Record(serial=serial, step=step, cursor=cursor, state=State(state))
         for serial, step, cursor, state in inventory["records"]
@@ -322,15 +300,9 @@ def _resume_point(journal: Journal, restored: Restored, unused: list[str]) -> Re
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroSize:
-    """Sequences per micro-batch in this start; ``incident`` where the last start had more."""
-
-    size: int
-    incident: Incident | None = None
-
-
-def settle_micro_size(wanted: int, lines: Sequence[Mapping[str, Any]]) -> MicroSize:
+def settle_micro_size(
+    wanted: int, lines: Sequence[Mapping[str, Any]]
+) -> tuple[int, Incident | None]:
     """Halve ``batch.micro_size`` after each crash for want of memory. Pure.
 
     Not within the step: a rank that runs out of memory leaves the others in a collective that it
@@ -340,6 +312,9 @@ def settle_micro_size(wanted: int, lines: Sequence[Mapping[str, Any]]) -> MicroS
     Args:
         wanted: ``batch.micro_size`` as configured; a changed value resets the halving.
         lines: the journal's, including crashes that this start has found.
+
+    Returns:
+        Sequences per micro-batch in this start, and the incident where the last start had more.
     """
     crashes = [line for line in lines if _is_for_memory(line)]
     settled = [line["detail"] for line in lines if line.get("kind") == _MICRO_SIZE]
@@ -349,18 +324,15 @@ def settle_micro_size(wanted: int, lines: Sequence[Mapping[str, Any]]) -> MicroS
     else:
         size, seen = wanted, int(settled[-1]["crashes"]) if settled else 0
     if len(crashes) <= seen or size == 1:
-        return MicroSize(size=size)
+        return size, None
     half = -(-size // 2)
-    return MicroSize(
-        size=half,
-        incident=Incident(
-            kind=_MICRO_SIZE,
-            step=int(crashes[-1].get("step", 0)),
-            decision=f"batch.micro_size {size} -> {half}, the global batch stays",
-            reason=str(crashes[-1].get("reason", "")),
-            ranks=tuple(int(rank) for rank in crashes[-1].get("ranks", ())),
-            detail={"wanted": wanted, "size": half, "crashes": len(crashes)},
-        ),
+    return half, Incident(
+        kind=_MICRO_SIZE,
+        step=int(crashes[-1].get("step", 0)),
+        decision=f"batch.micro_size {size} -> {half}, the global batch stays",
+        reason=str(crashes[-1].get("reason", "")),
+        ranks=tuple(int(rank) for rank in crashes[-1].get("ranks", ())),
+        detail={"wanted": wanted, "size": half, "crashes": len(crashes)},
     )
 
 

@@ -20,10 +20,11 @@ from runner.checkpoint.protocol import Identity, Shard
 from runner.config.schema import CheckpointConfig, RunConfig
 from runner.distributed.agreement import Ranks
 from runner.distributed.env import RankEnv
-from runner.policy.retention.slot_budget import (
+from runner.policy.retention.retire import (
     FEWEST_SLOTS,
     NodeNeed,
     SlotPlan,
+    memory_every,
     plan_slots,
     slots_for_probation,
 )
@@ -33,7 +34,6 @@ from runner.system.process import is_alive, own_process
 from runner.system.units import format_bytes
 
 MEMORY_DIR = "HOLDFAST_MEMORY_DIR"
-_EVERY = 10
 _GIB = 1 << 30
 _MOST_THREADS = 8
 
@@ -44,11 +44,6 @@ class StateOnDevice(Protocol):
     @property
     def device(self) -> torch.device: ...
     def shards(self) -> Sequence[Shard]: ...
-
-
-def memory_every(config: CheckpointConfig) -> int:
-    """Steps between snapshots, at first; 0: none."""
-    return _EVERY if config.memory_every is None else config.memory_every
 
 
 def node_folder(run_id: str, out: Path) -> NodeDir:

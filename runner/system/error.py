@@ -22,13 +22,18 @@ Any other exception is a crash: exit code 1, start the job again.
 
 from __future__ import annotations
 
-from runner.system.exit_codes import (
-    EXIT_CONFIG,
-    EXIT_CRASH,
-    EXIT_HALTED,
-    EXIT_NO_CHECKPOINT,
-    EXIT_PREEMPTED,
-)
+import importlib.util
+from typing import Final
+
+# The exit codes of every command. Scripts and schedulers rely on them; they never change.
+
+
+EXIT_DONE = 0
+EXIT_CRASH = 1  # as is any other number that is not listed here: start the job again
+EXIT_CONFIG = 2  # a setting or an input file that the user can mend
+EXIT_HALTED = 3  # the guard gave up; starting again would not help
+EXIT_NO_CHECKPOINT = 4
+EXIT_PREEMPTED = 75  # saved, start me again: EX_TEMPFAIL; Slurm's RequeueExit can name it
 
 
 class RunnerError(Exception):
@@ -119,3 +124,41 @@ class Superseded(RunnerError):
     """
 
     exit_code = EXIT_CONFIG
+
+
+# Optional packages: whether an extra is installed, and the command that installs it.
+#
+# ``pyproject.toml`` defines the extras; here packages are looked up, never imported. Which setting
+# needs which extra is in :mod:`runner.config.validate`.
+
+
+DISTRIBUTION: Final = "holdfast-train"
+PACKAGES: Final = {
+    "zero": "deepspeed",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "text": "tokenizers",
+    "plot": "matplotlib",
+    "remote": "s3fs",
+    "hf": "datasets",
+    "nvml": "pynvml",
+}
+
+
+def install_command(extra: str) -> str:
+    """The command that installs an extra."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
+
+
+def lacking(what: str, extra: str) -> str:
+    """The message for a setting or file whose extra is not installed."""
+    return (
+        f"{what}: needs the package {PACKAGES[extra]}, which is not installed: "
+        f"{install_command(extra)}"
+    )
+
+
+def is_installed(extra: str) -> bool:
+    """Whether the extra's package can be found, without importing it."""
+    return importlib.util.find_spec(PACKAGES[extra]) is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import threading
 import time
@@ -16,7 +15,7 @@ from typing import Any, BinaryIO
 
 from runner.system.error import ConfigError
 from runner.system.files import naming, open_regular, replace_for_writing
-from runner.system.parsing import json_text
+from runner.system.parsing import json_text, parse_json
 
 LINE_BYTES = 1 << 24  # far more than any line of ours
 _TAIL_BYTES = 1 << 16  # some hundred lines
@@ -29,12 +28,16 @@ _NO_FILE = (errno.EINVAL, errno.EACCES, errno.EPERM, errno.ELOOP)
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The whole lines of a file and their length in bytes; see :func:`iter_lines`."""
+    return _read_from(path, 0)
+
+
+def _read_from(path: Path, start: int) -> tuple[list[dict[str, Any]], int]:
     lines: list[dict[str, Any]] = []
-    length = 0
-    for line, end in _whole_lines(path, 0):
+    end = start
+    for line, stop in _whole_lines(path, start):
         lines.append(line)
-        length = end
-    return lines, length
+        end = stop
+    return lines, end
 
 
 def iter_lines(path: Path, *, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
@@ -106,15 +109,10 @@ def last_line(path: Path) -> dict[str, Any] | None:
     """
     if not path.exists():
         return None
-    size = path.stat().st_size
-    behind = _TAIL_BYTES
-    while True:
-        last = deque(_whole_lines(path, _line_after(path, size - behind)), maxlen=1)
-        if last:
-            return last[0][0]
-        if behind >= size:
-            return None
+    size, behind = path.stat().st_size, _TAIL_BYTES
+    while not (lines := tail(path, behind)[0]) and behind < size:
         behind *= 4
+    return lines[-1] if lines else None
 
 
 def tail(path: Path, num_bytes: int) -> tuple[list[dict[str, Any]], int]:
@@ -125,12 +123,7 @@ def tail(path: Path, num_bytes: int) -> tuple[list[dict[str, Any]], int]:
     """
     if not path.exists():
         return [], 0
-    start = _line_after(path, path.stat().st_size - num_bytes)
-    lines, end = [], start
-    for line, stop in _whole_lines(path, start):
-        lines.append(line)
-        end = stop
-    return lines, end
+    return _read_from(path, _line_after(path, path.stat().st_size - num_bytes))
 
 
 def _line_after(path: Path, position: int) -> int:
@@ -170,17 +163,10 @@ def _parsed(raw: bytes) -> dict[str, Any] | None:
 def parse_line(raw: bytes) -> dict[str, Any] | None:
     """The object of one line; None if it is damaged."""
     try:
-        line = _DECODER.decode(raw.decode())
+        line = parse_json(raw)
     except (ValueError, RecursionError):
         return None
     return line if isinstance(line, dict) else None
-
-
-def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_no_number)  # made once: a file may have a million lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +203,7 @@ class LineFile:
         check: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._path, self._check, self._clock = path, check, clock
+        self.path, self._check, self._clock = path, check, clock
         self._waiting: deque[bytes] = deque()
         self._unsynced: deque[bytes] = deque()  # written, but lost if the disk fails now
         self._waiting_bytes = self._unsynced_bytes = 0
@@ -228,9 +214,9 @@ class LineFile:
         self._open(length)
 
     def _open(self, length: int) -> None:
-        replace_for_writing(self._path, length=length, check=self._check)
-        with naming(self._path):
-            self._file = self._path.open("ab", buffering=0)
+        replace_for_writing(self.path, length=length, check=self._check)
+        with naming(self.path):
+            self._file = self.path.open("ab", buffering=0)
             self._whole = self._durable = os.fstat(self._file.fileno()).st_size
 
     def append(self, line: Mapping[str, Any], *, durably: bool) -> None:
@@ -241,10 +227,6 @@ class LineFile:
             self._waiting_bytes += len(data)
             if self._trouble is None or self._clock() >= self._next_try:
                 self._try(durably=durably)
-
-    @property
-    def path(self) -> Path:
-        return self._path
 
     @property
     def kept(self) -> Kept | None:
@@ -288,7 +270,7 @@ class LineFile:
 
     def _try(self, *, durably: bool) -> None:
         try:
-            with naming(self._path):
+            with naming(self.path):
                 self._write(durably=durably)
         except OSError as error:
             now = self._clock()

@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from runner.system.environment import redacted
 from runner.system.parsing import json_text
-from runner.system.redact import redacted
 
 _ROOT = "runner"
 # Records for the person who watches go to standard output, all others to standard error.

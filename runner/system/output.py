@@ -144,39 +144,33 @@ class Outlet(Generic[T]):
             self._loss = Loss(outlet=self.name, reason=reason, time=time.time())
 
 
-class Sink:
+class Sink(Outlet[bytes]):
     """An open file for lines; works in a forked process as well."""
 
     def __init__(self, descriptor: int, name: str) -> None:
+        super().__init__(name, self._write, most=_MOST_BYTES, weigh=len)
         # A descriptor of its own: other code may replace 1 or 2 for a while.
         self._descriptor = os.dup(descriptor)
         self._told_lost = 0
-        self._outlet: Outlet[bytes] | None = Outlet(
-            name, self._deliver, most=_MOST_BYTES, weigh=len
-        )
-        # A forked process has no thread here, and perhaps a lock that is never released.
+        self._is_forked = False
         os.register_at_fork(after_in_child=self._forget_thread)
 
-    @property
-    def loss(self) -> Loss | None:
-        return None if self._outlet is None else self._outlet.loss
-
-    def put(self, data: bytes) -> None:
+    def put(self, item: bytes) -> bool:
         """Queue text for writing, or lose it."""
-        if self._outlet is None:
-            self._try(data)
-            return
-        lost = self._outlet.num_lost
+        if self._is_forked:
+            with contextlib.suppress(OSError):
+                if _wait_until_writable(self._descriptor, 0):
+                    os.write(self._descriptor, item)
+            return True
+        lost = self.num_lost
         if lost > self._told_lost:
-            data = f"[{lost - self._told_lost} pieces of output are missing]\n".encode() + data
-        if self._outlet.put(data):
+            item = f"[{lost - self._told_lost} pieces of output are missing]\n".encode() + item
+        is_queued = super().put(item)
+        if is_queued:
             self._told_lost = lost
+        return is_queued
 
-    def drain(self, seconds: float | None) -> bool:
-        """See :meth:`Outlet.drain`."""
-        return self._outlet is None or self._outlet.drain(seconds)
-
-    def _deliver(self, data: bytes) -> None:
+    def _write(self, data: bytes) -> None:
         """
         Raises:
             OSError: it cannot be written.
@@ -188,13 +182,9 @@ class Sink:
             except BlockingIOError:
                 _wait_until_writable(self._descriptor, _WRITABLE_MS)
 
-    def _try(self, data: bytes) -> None:
-        with contextlib.suppress(OSError):
-            if _wait_until_writable(self._descriptor, 0):
-                os.write(self._descriptor, data)
-
     def _forget_thread(self) -> None:
-        self._outlet = None
+        # A forked process has no thread here, and perhaps a lock that is never released.
+        self._is_forked, self._waiting, self._since = True, 0, None
 
 
 def _wait_until_writable(descriptor: int, milliseconds: int) -> bool:
@@ -287,7 +277,9 @@ def install() -> None:
     """
     if _installed():
         return
-    same = _are_same(1, 2)
+    same = False
+    with contextlib.suppress(OSError):
+        same = os.path.sameopenfile(1, 2)
     sink: Sink | None = None
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream: TextIO | None = getattr(sys, name)
@@ -337,12 +329,3 @@ def _is_of(stream: TextIO, descriptor: int) -> bool:
         return stream.fileno() == descriptor
     except (OSError, ValueError):  # it has none, or is closed
         return False
-
-
-def _are_same(left: int, right: int) -> bool:
-    """Whether two descriptors refer to the same file, pipe or terminal."""
-    try:
-        first, second = os.fstat(left), os.fstat(right)
-    except OSError:
-        return False
-    return (first.st_dev, first.st_ino) == (second.st_dev, second.st_ino)

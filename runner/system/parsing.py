@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 NONFINITE = "nonfinite"
@@ -24,20 +25,14 @@ def json_text(
     goes through here, so that no number can end a run in a writer.
     """
     separators = (",", ":") if is_compact else None
+    dumps = partial(
+        json.dumps, allow_nan=False, indent=indent, sort_keys=sort_keys, separators=separators
+    )
     try:
-        return json.dumps(
-            tree, allow_nan=False, indent=indent, sort_keys=sort_keys, separators=separators
-        )
+        return dumps(tree)
     except ValueError:  # searched only on failure: nearly every line is finite
         texts: dict[str, str] = {}
-        clean = _without_nonfinite(tree, "", texts)
-        return json.dumps(
-            clean | {NONFINITE: texts},
-            allow_nan=False,
-            indent=indent,
-            sort_keys=sort_keys,
-            separators=separators,
-        )
+        return dumps(_without_nonfinite(tree, "", texts) | {NONFINITE: texts})
 
 
 def _without_nonfinite(value: Any, path: str, texts: dict[str, str]) -> Any:
@@ -82,11 +77,14 @@ def parse_json(data: bytes) -> Any:
     Raises:
         ValueError, RecursionError: it is not JSON.
     """
-    return json.loads(data, parse_constant=_no_number)
+    return _DECODER.decode(data.decode())
 
 
 def _no_number(text: str) -> float:
     raise ValueError(f"{text} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_number)  # made once: a file may have a million lines
 
 
 def whole(value: Any, what: str, *, below: int = 1 << 63) -> int:

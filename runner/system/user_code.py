@@ -82,7 +82,10 @@ def bound_target(
     parameters = _parameters(function)
     passed = {name: value for name, value in offered.items() if name in parameters}
     passed.update(arguments)
-    first = _only_by_position(parameters, passed)
+    # def f(size, /): a parameter that takes no name.
+    first = {
+        n: passed[n] for n, p in parameters.items() if p.kind is p.POSITIONAL_ONLY and n in passed
+    }
     rest = {name: value for name, value in passed.items() if name not in first}
     try:
         if parameters:
@@ -93,18 +96,6 @@ def bound_target(
             f"{', '.join(passed) or 'nothing'}"
         ) from None
     return lambda: function(*first.values(), **rest)
-
-
-def _only_by_position(
-    parameters: Mapping[str, inspect.Parameter], passed: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Values of the leading parameters that take no name (``def f(size, /)``)."""
-    first: dict[str, Any] = {}
-    for name, parameter in parameters.items():
-        if parameter.kind is not parameter.POSITIONAL_ONLY or name not in passed:
-            break
-        first[name] = passed[name]
-    return first
 
 
 def parameters_of(key: str, target: str) -> Mapping[str, inspect.Parameter]:

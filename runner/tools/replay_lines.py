@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from runner.run_dir.explanations import SAMPLES
-from runner.run_dir.paths import RunDir
+from runner.run_dir.paths import SAMPLES, RunDir
 
 _MOST_CHARACTERS = 2000  # of one text
 

@@ -7,6 +7,7 @@ and the judge read the sums, to which the device appends ``LOSS_PER_TOKEN``, ``G
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +18,27 @@ from runner.checkpoint.jobs import JobProgress
 from runner.data.cursor import BatchPlan
 from runner.distributed.agreement import FINGERPRINT_SIZE, Ranks
 from runner.policy.decision.history import Incident
-from runner.policy.decision.signals import StepSignals
-from runner.policy.decision.unreadable import Unreadable
-from runner.train.layers import Measured
+from runner.policy.decision.signals import Bounds, Limits, StepSignals
+from runner.policy.decision.skip_ledger import Unreadable
 
 LOSS, GRAD_SQUARE, NONFINITE, TOKENS, GATES, STOP, UNREADABLE, KEPT, OBSERVERS = range(9)
 FINGERPRINT = 9
 JOBS = FINGERPRINT + FINGERPRINT_SIZE  # two counts per background queue: done, failed
 LOSS_PER_TOKEN, GRAD_NORM, CLOSED = range(-3, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The measurements of all ranks at one step.
+
+    :class:`runner.explain.layers.LayerWatch` has the order of the numbers.
+    """
+
+    step: int
+    numbers: tuple[float, ...]
+    length: int
+    tokens: int
+    grad_norm: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,3 +205,43 @@ class AgreedStep:
             job_counts=tuple(numbers[JOBS:added]),
         )
         return info, numbers[added:LOSS_PER_TOKEN]
+
+
+_LARGEST = sys.float_info.max
+
+
+def is_closed(
+    packed: torch.Tensor,
+    loss: torch.Tensor,
+    norm: torch.Tensor,
+    bounds: Bounds | None,
+    *,
+    before: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """True where the update must not be applied; a bool scalar on the device.
+
+    The limits are kernel arguments, so that nothing is copied.
+
+    Args:
+        packed: FP64, the sums of :mod:`runner.train.agreed_step`.
+        loss, norm: FP64 scalars on the device: loss per token, gradient norm before clipping.
+        bounds: None applies every step whose samples could be read.
+        before: the previous step's numbers, if the host has not read them. The gate stays closed if
+            that step was not applied, or carries a stop request.
+    """
+    closed = packed[UNREADABLE] > 0
+    if before is not None:
+        closed = closed | (before[CLOSED] > 0) | (before[STOP] > 0)
+    if bounds is None:
+        return closed
+    bounded = is_within(bounds.usual, loss, norm)
+    if before is not None:
+        was_low = before[LOSS_PER_TOKEN] <= bounds.high
+        bounded = torch.where(was_low, bounded, is_within(bounds.after_high, loss, norm))
+    return ~(bounded & (packed[NONFINITE] == 0)) | closed
+
+
+def is_within(limits: Limits, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    """Whether both are finite and within the limits: NaN and Inf exceed the largest number."""
+    low_enough = (loss <= min(limits.loss, _LARGEST)) & (norm <= min(limits.grad_norm, _LARGEST))
+    return low_enough & (loss >= -_LARGEST)  # a norm is not negative

@@ -5,97 +5,55 @@ The ring knows how; see :mod:`runner.checkpoint.ring`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-from runner.checkpoint.protocol import CheckpointMetadata
-from runner.checkpoint.ring import Ring
-from runner.health.heartbeat import Heartbeat
-from runner.health.preemption import StopLook, StopRequest, StopRequested, who_asked
-from runner.observe.backlog import Backlog
-from runner.observe.journal import Journal
+from runner.checkpoint.manifest import is_finite
+from runner.checkpoint.protocol import CheckpointMetadata, ShardedState
+from runner.health.preemption import StopRequested, who_asked
+from runner.observe.metrics import held_out_before
+from runner.policy.decision.history import Incident
 from runner.policy.decision.ladder import RemedyRules
+from runner.policy.retention.records import State
 from runner.system.error import Preempted, SaveError
 from runner.train.agreed_step import StepInfo
-from runner.train.best import BestCheckpoint
 from runner.train.corpus_check import CorpusCheck
-from runner.train.final_proof import LastProof
-from runner.train.report import Reporter
-from runner.train.save_schedule import SaveTimes
+from runner.train.evaluate import Evaluator, FixedSet
+from runner.train.run import EngineRun, Run
+from runner.train.save_schedule import SaveSchedule
 from runner.train.state import TrainState, reach_of
 
 _LAST_TRIES = 2  # attempts if the end state is damaged when read back
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveSchedule:
-    """When saves are due: to ``disk``, and to ``memory`` (None: no separate snapshots).
-
-    ``best``: the state with the best held-out loss is saved as well.
-    """
-
-    disk: SaveTimes
-    memory: SaveTimes | None
-    best: BestCheckpoint | None = None
-
-    def is_due(self, updates: int) -> bool:
-        """Whether the state after exactly ``updates`` updates is saved."""
-        return self.is_due_in_memory(updates) or self.is_due_on_disk(updates)
-
-    def is_due_on_disk(self, updates: int) -> bool:
-        """Whether it is saved to disk."""
-        return self.disk.is_due(updates) or (self.best is not None and self.best.is_new(updates))
-
-    def is_due_in_memory(self, updates: int) -> bool:
-        """Whether a snapshot is due, regardless of the disk."""
-        return self.memory is not None and self.memory.is_due(updates)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Proofs:
-    """Further conditions of a proof: ``last`` for the end state, ``corpus`` for all."""
-
-    last: LastProof
-    corpus: CorpusCheck | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preemption:
-    """A stop request and its reasons by rank, empty for none. ``reasons`` is collective.
-
-    ``look`` looks at it between steps; None where nothing does.
-    """
-
-    stop: StopRequest
-    reasons: Callable[[], list[str]]
-    look: StopLook | None = None
-
-
 class Checkpoints:
-    """Saves and proves the checkpoints of one run, and applies what background jobs finished."""
+    """Saves and proves the checkpoints of one run, and applies what background jobs finished.
+
+    Args:
+        last: proves the end state.
+        corpus: no checkpoint counts as proven before it has compared the corpus.
+    """
 
     def __init__(
         self,
-        ring: Ring,
+        run: Run,
         *,
         schedule: SaveSchedule,
-        proofs: Proofs,
         rules: RemedyRules,
-        journal: Journal,
-        reporter: Reporter,
-        heart: Heartbeat,
-        backlog: Backlog,
+        last: LastProof,
+        corpus: CorpusCheck | None = None,
     ) -> None:
-        self._ring = ring
+        self._group = run.group
+        self._ring = run.ring
         self._schedule = schedule
-        self._last = proofs.last
-        self._corpus = proofs.corpus
+        self._last = last
+        self._corpus = corpus
         self._rules = rules
-        self._journal = journal
-        self._reporter = reporter
-        self._heart = heart
-        self._backlog = backlog
+        self._journal = run.journal
+        self._reporter = run.reporter
+        self._heart = run.group.heart
+        self._backlog = run.backlog
 
     def is_due(self, updates: int) -> bool:
         """Whether the state of exactly so many updates is saved."""
@@ -190,7 +148,7 @@ class Checkpoints:
 
     @contextmanager
     def saved_at_a_stop(
-        self, state: TrainState, preemption: Preemption, attempted: StepInfo | None = None
+        self, state: TrainState, attempted: StepInfo | None = None
     ) -> Iterator[None]:
         """Save the state and leave when a request to stop is seen inside. Collective then.
 
@@ -199,23 +157,23 @@ class Checkpoints:
         Raises:
             Preempted: it was seen.
         """
-        if attempted is not None and preemption.look is not None:
-            preemption.look.note(attempted.stop_requested)
+        if attempted is not None:
+            self._group.stop_look.note(attempted.stop_requested)
         try:
             yield
         except StopRequested:
-            self.save_and_leave(state, preemption, _left_to_next_start(state, attempted))
+            self.save_and_leave(state, _left_to_next_start(state, attempted))
         if attempted is not None and attempted.stop_requested:
-            self.save_and_leave(state, preemption)
+            self.save_and_leave(state)
 
-    def save_and_leave(self, state: TrainState, preemption: Preemption, left: str = "") -> None:
+    def save_and_leave(self, state: TrainState, left: str = "") -> None:
         """Save the state within the grace. Collective; always raises Preempted.
 
         Args:
             left: what the next start has to do, for the reason.
         """
-        reasons = who_asked(preemption.reasons()) + left
-        in_time = self._save_last(state, lambda: preemption.stop.is_late)
+        reasons = who_asked(self._group.asked_to_stop()) + left
+        in_time = self._save_last(state, lambda: self._group.stop.is_late)
         saved = self._ring.saved_step
         if in_time and saved == state.updates:
             raise Preempted(f"asked to stop ({reasons}); saved at step {saved}")
@@ -274,3 +232,97 @@ def _left_to_next_start(state: TrainState, attempted: StepInfo | None) -> str:
         step = attempted.signals.step
         return f"; step {step} is bad and not explained yet: the next start computes it again"
     return ""
+
+
+Loss = Callable[[], float | None]  # nats per token, or None. Collective
+
+
+class LastProof:
+    """
+    Args:
+        last_batch: computes the loss over the batch that ends at the cursor.
+        earlier: returns the newest held-out loss from before the last step.
+    """
+
+    def __init__(self, run: Run, sharded: ShardedState, *, last_batch: Loss, earlier: Loss) -> None:
+        self._ring = run.ring
+        self._sharded = sharded
+        self._ranks = run.ranks
+        self._state = run.state
+        self._last_batch = last_batch
+        self._earlier = earlier
+        self._report = run.written.report
+
+    @classmethod
+    def of(cls, run: EngineRun) -> LastProof:
+        """With losses that the engine computes."""
+        corpus, ranks, state = run.corpus, run.ranks, run.state
+
+        def last_batch() -> float | None:
+            plan = corpus.stream.plan_before(state.cursor, run.history.ledger)
+            samples = FixedSet(indices=plan.indices, what="samples of the last batch")
+            evaluator = ranks.all_or_none(
+                "reading the last batch", lambda: Evaluator(run, run.feed, corpus.dataset, samples)
+            )
+            return evaluator.loss()
+
+        def earlier() -> float | None:
+            metrics = run.group.run_dir.metrics
+            loss: float | None = ranks.of_first(
+                "reading the metrics", lambda: held_out_before(metrics, state.updates)
+            )
+            return loss
+
+        return cls(run, run.engine, last_batch=last_batch, earlier=earlier)
+
+    def fault(self, held_out: Loss) -> str | None:
+        """Prove the newest checkpoint on disk; returns why it is not clean, or None. Collective.
+
+        A damaged checkpoint is tainted. One that fails for another reason is intact and can serve a
+        restart.
+        """
+        ring = self._ring
+        if ring.last_state is State.clean:  # a finished run was started again
+            return None
+        fault = self._fault_of_values() or self._fault_of_loss(held_out)
+        fault = fault or "; ".join(ring.prove_last())
+        if fault and ring.last_state is State.committed:
+            clean = ring.newest_clean()
+            step = clean.step if clean else -1
+            self._report(
+                Incident(
+                    kind="unproven",
+                    step=self._state.updates,
+                    decision=f"end; the newest clean checkpoint is of step {step}",
+                    reason=f"the last checkpoint failed its proof: {fault}",
+                )
+            )
+        return fault or None
+
+    def _fault_of_values(self) -> str | None:
+        sound = [is_finite(shard.local) for shard in self._sharded.shards()]
+        [num_unsound] = self._ranks.sum([float(not all(sound))])
+        return f"{num_unsound:.0f} rank(s) hold NaN or Inf in the state" if num_unsound else None
+
+    def _fault_of_loss(self, held_out: Loss) -> str | None:
+        """Judge the end state by its loss, preferably held-out: the last batch was trained on.
+
+        A held-out loss may be far above the training loss of a run that has memorised its data, or
+        NaN because of one sample. So it counts against the state only relative to an earlier one.
+        """
+        baseline = self._state.baseline
+        loss = held_out()
+        if loss is not None and math.isfinite(loss):
+            if loss <= baseline.end_limit():
+                return None
+            earlier = self._earlier()
+            if earlier is not None:
+                return _above("held-out loss", loss, baseline.end_limit(earlier))
+        loss = self._last_batch()
+        if loss is None or not math.isfinite(loss):
+            return f"the loss over the last batch is {loss}"
+        return _above("loss over the last batch", loss, baseline.end_limit())
+
+
+def _above(what: str, loss: float, limit: float) -> str | None:
+    return f"{what} {loss:.3f} > limit {limit:.3f}" if loss > limit else None

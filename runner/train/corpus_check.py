@@ -8,74 +8,46 @@ proven.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from runner.checkpoint.jobs import Job, Process, start
-from runner.checkpoint.ring import Ring
 from runner.data.corpus_digest import Whole, stamp, whole_digest
-from runner.data.dataset import Dataset, sampled_files
-from runner.distributed.agreement import Ranks
+from runner.data.dataset import sampled_files
 from runner.policy.decision.history import Incident
 from runner.system.error import ConfigError
+from runner.train.run import EngineRun
 
 _MOST_FILES = 64  # files named in a journal line
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumedOn:
-    """What a start resumes from.
-
-    Args:
-        step: step of the loaded checkpoint; 0 if none was loaded.
-        known: the journal line with the digest that the run began on, if there is one.
-        is_change_allowed: whether a changed digest is journalled and the run continues.
-    """
-
-    step: int
-    known: Mapping[str, Any] | None
-    is_change_allowed: bool
 
 
 class CorpusCheck:
     """Reads in a background job that nothing waits for; all ranks learn the result together.
 
     Args:
+        known: the journal line with the digest that the run began on; None if there is none, or
+            if no checkpoint was loaded.
         notes: directory where digests are remembered.
-        report: takes incidents, alike on every rank.
-        journal: takes incidents that are recorded but not printed; alike as well.
-        moved: called while the run waits, whenever the reading has advanced.
     """
 
-    def __init__(
-        self,
-        *,
-        dataset: Dataset,
-        ranks: Ranks,
-        ring: Ring,
-        resumed: ResumedOn,
-        notes: Path,
-        report: Callable[[Incident], None],
-        journal: Callable[[Incident], None],
-        moved: Callable[[], None],
-    ) -> None:
+    def __init__(self, run: EngineRun, *, known: Mapping[str, Any] | None, notes: Path) -> None:
+        dataset, heart = run.corpus.dataset, run.group.heart
         self._files = sampled_files(dataset)
         self._fingerprint = dataset.fingerprint()
-        self._ranks = ranks
-        self._ring = ring
-        self._known = resumed.known
-        self._is_change_allowed = resumed.is_change_allowed
+        self._ranks = run.ranks
+        self._ring = run.ring
+        self._known = known
+        self._is_change_allowed = run.config.resume.allow_change
         self._notes = notes
-        self._good_step = resumed.step
-        self._report = report
-        self._journal = journal
-        self._moved = moved
+        self._good_step = self._step = run.resumed.step
+        self._report = run.written.report
+        self._journal = run.journal.add
+        self._moved = partial(heart.enter, "save")
         self._is_over = not self._files
         self._digest: Whole | None = None
         self._count = 0
-        self._step = resumed.step
         self._changed = ""
 
     def begin(self) -> None:
@@ -127,7 +99,6 @@ class CorpusCheck:
         """Read on the chosen ranks, then compare all results."""
         failures = yield Job(
             queue=self._ring.upload_queue,
-            name="reading the corpus whole",
             work=self._read if reads else _no_job,
         )
         self._is_over = True

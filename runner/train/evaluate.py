@@ -7,19 +7,23 @@ is not finite, or no counted token. It becomes a journal line and does not end t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+import numpy as np
+
+from runner.config.schema import EvalConfig
 from runner.data.cursor import Indices
 from runner.data.dataset import Dataset, describe
 from runner.data.feed import Feed
-from runner.distributed.agreement import Ranks
-from runner.engine.protocol import Engine, Evaluated
-from runner.health.preemption import StopLook
+from runner.data.mixture import Mixed, MixtureOrder
+from runner.engine.protocol import Evaluated
 from runner.policy.decision.history import Incident
 from runner.policy.decision.signals import NUM_LANES, all_equal, lanes
-from runner.policy.decision.unreadable import Unreadable
+from runner.policy.decision.skip_ledger import Unreadable
 from runner.system.error import RankError
+from runner.train.agreed_step import StepInfo
+from runner.train.run import EngineRun, open_feed
 
 # Indices into the FP64 vector that is summed over ranks.
 _LOSS, _TOKENS, _NONFINITE, _UNREADABLE = range(4)
@@ -27,16 +31,6 @@ _LANES = 4
 _SQUARES = _LANES + NUM_LANES
 _GROUPS = _SQUARES + NUM_LANES
 _MOST_NAMED = 8  # samples that one rank names, and that one sentence names
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Problem:
-    """The problem with an evaluation; ``samples`` are the affected ones."""
-
-    reason: str
-    who: list[Unreadable]
-    num_unreadable: int
-    num_nonfinite: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,36 +48,40 @@ class FixedSet:
 
 
 class Evaluator:
-    """Computes the loss of ``samples``.
+    """Computes the loss of ``samples`` of ``dataset``, which ``feed`` reads."""
 
-    Args:
-        report: receives incidents, alike on every rank; records a repeated one only once.
-        step: returns the applied updates so far.
-    """
-
-    def __init__(
-        self,
-        *,
-        engine: Engine,
-        feed: Feed,
-        dataset: Dataset,
-        ranks: Ranks,
-        samples: FixedSet,
-        report: Callable[[Incident], None],
-        step: Callable[[], int],
-        stop: StopLook,
-    ) -> None:
-        self._engine = engine
+    def __init__(self, run: EngineRun, feed: Feed, dataset: Dataset, samples: FixedSet) -> None:
+        self._engine = run.engine
         self._dataset = dataset
-        self._ranks = ranks
+        self._ranks = run.ranks
         self._samples = samples
         self._indices = samples.indices
-        self._report = report
-        self._step = step
-        self._stop = stop
+        self._report = run.written.report_once
+        self._state = run.state
+        self._stop = run.group.stop_look
         self._batches = feed.fixed(self._indices) if len(self._indices) else []
         self._reported = ""
         self._by_group: dict[str, float] = {}
+
+    @classmethod
+    def of(cls, settings: EvalConfig, run: EngineRun) -> Evaluator:
+        """On held-out samples, by source for a mixture; or on ``data.val_path``."""
+        corpus = run.corpus
+        count = settings.samples if settings.every else 0
+        if corpus.validation is not None:
+            group, dataset = run.group, corpus.validation
+            feed = open_feed(run.config, dataset, corpus.stream, group.place, group.device)
+            return cls(run, feed, dataset, spread_over(dataset, count))
+        held_out = corpus.stream.held_out_indices(count)
+        if settings.every and not len(held_out):
+            run.group.console.say("no sample is held out (data.held_out): nothing to evaluate on")
+        mixture = corpus.mixture
+        samples = FixedSet(
+            indices=held_out,
+            names=mixture.names if mixture else (),
+            groups=mixture.sources(held_out) if mixture else None,
+        )
+        return cls(run, run.feed, corpus.dataset, samples)
 
     def loss(self) -> float | None:
         """The loss in nats per token over the readable samples. Collective.
@@ -143,57 +141,53 @@ class Evaluator:
         ]
 
     def _identity(self) -> list[int]:
-        return [self._step(), len(self._indices), int(self._indices.sum()), len(self._batches)]
+        return [
+            self._state.updates,
+            len(self._indices),
+            int(self._indices.sum()),
+            len(self._batches),
+        ]
 
     def _report_problem(self, evaluated: Evaluated, *, is_counted: bool) -> None:
         """Report a problem, unless the last evaluation had the same. Collective."""
-        problem = self._problem(evaluated, is_counted=is_counted)
-        if problem.reason == self._reported:
+        unreadable = [row for batch in self._batches for row in batch.unreadable]
+        own = [
+            [len(rows), [asdict(row) for row in rows[:_MOST_NAMED]]]
+            for rows in (unreadable, self._nonfinite(evaluated))
+        ]
+        by_rank = self._ranks.gather(own)
+        of = f"of {len(self._indices)} {self._samples.what}"
+        numbers, named, sentences = [], list[Unreadable](), []
+        for at, what in enumerate(
+            ("cannot be read and are left out", "have a loss that is not finite")
+        ):
+            numbers.append(sum(of_rank[at][0] for of_rank in by_rank))
+            rows = [Unreadable(**row) for of_rank in by_rank for row in of_rank[at][1]]
+            first = sorted(rows, key=lambda row: row.position)[:_MOST_NAMED]
+            sentences += _sentence(numbers[at], f"{of} {what}", first)
+            named += first
+        if not is_counted:
+            sentences.append(f"no token {of} counts: there is no loss")
+        reason = "; ".join(sentences)
+        if reason == self._reported:
             return
-        self._reported = problem.reason
+        self._reported = reason
         self._report(
             Incident(
                 kind="evaluation",
-                step=self._step(),
+                step=self._state.updates,
                 decision="go on",
-                reason=problem.reason,
-                ranks=tuple(sorted({one.rank for one in problem.who})),
-                sample_ids=tuple(one.name for one in problem.who),
+                reason=reason,
+                ranks=tuple(sorted({row.rank for row in named})),
+                sample_ids=tuple(row.name for row in named),
                 detail={
-                    "places": [one.position for one in problem.who],
-                    "indices": [one.index for one in problem.who],
-                    "errors": [one.error for one in problem.who],
-                    "num_unreadable": problem.num_unreadable,
-                    "num_nonfinite": problem.num_nonfinite,
+                    "places": [row.position for row in named],
+                    "indices": [row.index for row in named],
+                    "errors": [row.error for row in named],
+                    "num_unreadable": numbers[0],
+                    "num_nonfinite": numbers[1],
                 },
             )
-        )
-
-    def _problem(self, evaluated: Evaluated, *, is_counted: bool) -> _Problem:
-        """The problem from all ranks' samples, the same on all ranks."""
-        unreadable = [one for batch in self._batches for one in batch.unreadable]
-        nonfinite = self._nonfinite(evaluated)
-        own = [
-            [len(unreadable), [asdict(one) for one in unreadable[:_MOST_NAMED]]],
-            [len(nonfinite), [asdict(one) for one in nonfinite[:_MOST_NAMED]]],
-        ]
-        by_rank = self._ranks.gather(own)
-        numbers, samples = [0, 0], []
-        for at in (0, 1):
-            numbers[at] = sum(of_rank[at][0] for of_rank in by_rank)
-            rows = [Unreadable(**row) for of_rank in by_rank for row in of_rank[at][1]]
-            samples.append(sorted(rows, key=lambda one: one.position)[:_MOST_NAMED])
-        of = f"of {len(self._indices)} {self._samples.what}"
-        sentences = [
-            *_sentence(numbers[0], f"{of} cannot be read and are left out", samples[0]),
-            *_sentence(numbers[1], f"{of} have a loss that is not finite", samples[1]),
-            *([] if is_counted else [f"no token {of} counts: there is no loss"]),
-        ]
-        return _Problem(
-            reason="; ".join(sentences),
-            who=[*samples[0], *samples[1]],
-            num_unreadable=numbers[0],
-            num_nonfinite=numbers[1],
         )
 
     def _nonfinite(self, evaluated: Evaluated) -> list[Unreadable]:
@@ -222,3 +216,54 @@ def _sentence(number: int, what: str, samples: list[Unreadable]) -> list[str]:
     named = "; ".join(f"{one.name} on rank {one.rank}: {one.error}" for one in samples)
     rest = f"; and {number - len(samples)} more" if number > len(samples) else ""
     return [f"{number} {what}: {named}{rest}"]
+
+
+def spread_over(dataset: Dataset, count: int) -> FixedSet:
+    """Up to ``count`` evenly spaced samples of each held-out set of ``data.val_path``."""
+    sets = dataset.lengths if isinstance(dataset, Mixed) else {"": len(dataset)}
+    indices, groups, first = [], [], 0
+    for number, length in enumerate(sets.values()):
+        size = min(count, length)
+        indices.append(first + np.arange(size, dtype=np.int64) * length // max(size, 1))
+        groups.append(np.full(size, number, dtype=np.int64))
+        first += length
+    is_named = isinstance(dataset, Mixed)
+    return FixedSet(
+        indices=np.concatenate(indices),
+        what="samples of data.val_path",
+        names=tuple(sets) if is_named else (),
+        groups=np.concatenate(groups) if is_named else None,
+    )
+
+
+class SourceColumns:
+    """``samples/NAME`` counts a step's samples; ``loss/NAME`` is their training loss, in nats a
+    token, and ``eval_loss/NAME`` the held-out loss of a source or of a set of ``data.val_path``.
+
+    Attributes:
+        held_out: the held-out losses of the present state, by source or set.
+
+    Args:
+        order: order of the samples of several sources; None without sources.
+    """
+
+    def __init__(self, order: MixtureOrder | None) -> None:
+        self._order = order
+        self.held_out: Mapping[str, float] = {}
+
+    def of(self, info: StepInfo | None) -> dict[str, float]:
+        """The columns of an evaluation, or of one step; none for one that was not computed."""
+        if info is None:
+            return {f"eval_loss/{name}": loss for name, loss in self.held_out.items()}
+        if info.batch is None or self._order is None:
+            return {}
+        names = self._order.names
+        counts = np.bincount(self._order.sources(info.batch.indices), minlength=len(names))
+        columns: dict[str, float] = {
+            f"samples/{name}": count for name, count in zip(names, counts.tolist(), strict=True)
+        }
+        return columns | {
+            f"loss/{name}": total / count
+            for name, (total, count) in zip(names, info.source_sums, strict=False)
+            if count and math.isfinite(total)
+        }

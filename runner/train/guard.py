@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from runner.checkpoint.ring import Ring
-from runner.health.heartbeat import Heartbeat
-from runner.observe.backlog import Backlog
-from runner.observe.journal import Journal
 from runner.policy.decision.decide import StepDecision, rule, rule_again
 from runner.policy.decision.history import GO_BACK, MIX, NUMERICS, RATE, STATE, STICKY, may_be_data
 from runner.policy.decision.judge import Kind, Verdict
@@ -16,7 +12,7 @@ from runner.policy.decision.ladder import Apply, Discard, Halt, Rebaseline, Reme
 from runner.system.error import Halted
 from runner.train.agreed_step import StepInfo
 from runner.train.recovery import Recovery
-from runner.train.report import Reporter
+from runner.train.run import Run
 from runner.train.state import TrainState
 
 # Proven causes that lie in no sample.
@@ -34,26 +30,15 @@ class Steps(Protocol):
 class Guard:
     """Decides what to do about a step, and does it."""
 
-    def __init__(
-        self,
-        *,
-        rules: RemedyRules,
-        recovery: Recovery,
-        steps: Steps,
-        ring: Ring,
-        journal: Journal,
-        reporter: Reporter,
-        heart: Heartbeat,
-        backlog: Backlog,
-    ) -> None:
+    def __init__(self, run: Run, *, rules: RemedyRules, recovery: Recovery, steps: Steps) -> None:
         self._rules = rules
         self._recovery = recovery
         self._steps = steps
-        self._ring = ring
-        self._journal = journal
-        self._reporter = reporter
-        self._heart = heart
-        self._backlog = backlog
+        self._ring = run.ring
+        self._journal = run.journal
+        self._reporter = run.reporter
+        self._heart = run.group.heart
+        self._backlog = run.backlog
         self._keeps_lines = False
 
     def note_lines(self, info: StepInfo) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from runner.policy.decision.judge import Verdict
 from runner.train.agreed_step import StepInfo
-from runner.train.checkpoints import Checkpoints, Preemption
+from runner.train.checkpoints import Checkpoints
 from runner.train.periodic import Periodic
 from runner.train.report import Reporter
 from runner.train.state import TrainState
@@ -41,7 +41,6 @@ class Loop:
         checkpoints: Checkpoints,
         periodic: Periodic,
         reporter: Reporter,
-        preemption: Preemption,
     ) -> None:
         self._state = state
         self._until = until
@@ -50,7 +49,6 @@ class Loop:
         self._checkpoints = checkpoints
         self._periodic = periodic
         self._reporter = reporter
-        self._preemption = preemption
 
     def run(self) -> str:
         """Train to the last update; returns a sentence that says how the run ended.
@@ -109,4 +107,4 @@ class Loop:
         self._reporter.applied(self._state, self._periodic.evaluate(self._state.updates))
 
     def _saved_at_a_stop(self, info: StepInfo | None = None) -> AbstractContextManager[None]:
-        return self._checkpoints.saved_at_a_stop(self._state, self._preemption, info)
+        return self._checkpoints.saved_at_a_stop(self._state, info)

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 
-from runner.health.heartbeat import Heartbeat
-from runner.train.collection import collect
-from runner.train.report import Reporter
+from runner.train.run import EngineRun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """What looks at the ranks after an update, as an observer.
+
+    Args:
+        is_due: whether it uses the state after exactly so many updates.
+        look: called then; collective.
+        note: called after each update.
+    """
+
+    observer: str
+    is_due: Callable[[int], bool]
+    look: Callable[[int], None]
+    note: Callable[[int], None] = lambda updates: None
 
 
 class Periodic:
@@ -15,31 +33,29 @@ class Periodic:
     Args:
         evaluate: returns the held-out loss in nats per token; None if nothing is held out.
         evaluate_every: in applied updates; 0 means never.
-        inspect: called after each update with the update count; it knows when it is due.
-        is_inspection_due: whether ``inspect`` uses the state after exactly so many updates.
     """
 
     def __init__(
         self,
+        run: EngineRun,
         *,
         evaluate: Callable[[], float | None],
         evaluate_every: int,
-        inspect: Callable[[int], None],
-        is_inspection_due: Callable[[int], bool],
-        reporter: Reporter,
-        heart: Heartbeat,
+        inspections: Sequence[Inspection],
     ) -> None:
         self._evaluate = evaluate
         self._evaluate_every = evaluate_every
-        self._inspect = inspect
-        self._is_inspection_due = is_inspection_due
-        self._reporter = reporter
-        self._heart = heart
+        self._inspections = inspections
+        self._observers = run.observers
+        self._reporter = run.reporter
+        self._heart = run.group.heart
         self._evaluated_at: tuple[int, float | None] = (-1, None)
 
     def is_due(self, updates: int) -> bool:
         """Whether anything here uses the state after exactly ``updates`` updates."""
-        return falls_due(self._evaluate_every, updates) or self._is_inspection_due(updates)
+        return falls_due(self._evaluate_every, updates) or any(
+            self._is_inspected(one, updates) for one in self._inspections
+        )
 
     def evaluate(self, updates: int) -> float | None:
         """The held-out loss, if it is due. Collective."""
@@ -57,11 +73,41 @@ class Periodic:
         return loss if known == updates else self._evaluate()
 
     def inspect(self, updates: int) -> None:
-        """Check for slow ranks and differing replicas. Collective."""
-        self._inspect(updates)
+        """Run the inspections that are due. Collective."""
+        for inspection in self._inspections:
+            inspection.note(updates)
+            if self._is_inspected(inspection, updates):
+                self._observers.together(inspection.observer, partial(inspection.look, updates))
         collect(updates)
+
+    def _is_inspected(self, inspection: Inspection, updates: int) -> bool:
+        return not self._observers.is_out(inspection.observer) and inspection.is_due(updates)
 
 
 def falls_due(every: int, updates: int) -> bool:
     """Whether ``updates`` is a multiple of the interval; 0 means never."""
     return every > 0 and updates % every == 0
+
+
+EVERY = 50  # applied updates
+
+
+@contextmanager
+def collected_at_boundaries() -> Iterator[None]:
+    """Allow collection only by :func:`collect`, and only of objects made inside."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+def collect(updates: int) -> None:
+    """Collect at a step's end; does nothing inside another program's loop."""
+    if updates % EVERY == 0 and not gc.isenabled():
+        gc.collect()

@@ -11,9 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from runner.checkpoint.ring import Ring
 from runner.data.cursor import BatchPlan
-from runner.observe.journal import Journal
 from runner.policy.decision.episode import Diagnosis, Episode
 from runner.policy.decision.finding import Cause
 from runner.policy.decision.history import (
@@ -24,11 +22,11 @@ from runner.policy.decision.history import (
 )
 from runner.policy.decision.judge import Kind, Verdict
 from runner.policy.decision.ladder import Discard, Halt, Rebaseline, RemedyRules, Rollback
-from runner.policy.decision.unreadable import GiveUp, decide
+from runner.policy.decision.skip_ledger import GiveUp, decide
 from runner.policy.retention.records import Tier
 from runner.system.error import DataError, RankError
 from runner.train.agreed_step import StepInfo, Suspect
-from runner.train.report import Reporter
+from runner.train.run import Run
 from runner.train.state import TrainState, reach_of
 
 # The new level comes from samples that such a run never reads.
@@ -58,20 +56,19 @@ class Recovery:
 
     def __init__(
         self,
+        run: Run,
         *,
         stepper: Stepper,
-        ring: Ring,
-        journal: Journal,
-        reporter: Reporter,
         rules: RemedyRules,
         max_unreadable: int = 0,
         before_restore: Callable[[int], None] = lambda step: None,
         data_goes_on: Callable[[], bool] = lambda: False,
     ) -> None:
         self._stepper = stepper
-        self._ring = ring
-        self._journal = journal
-        self._reporter = reporter
+        self._ring = run.ring
+        self._written = run.written
+        self._history = run.history
+        self._reporter = run.reporter
         self._before_restore = before_restore
         self._data_goes_on = data_goes_on
         self._rules = rules
@@ -91,7 +88,7 @@ class Recovery:
         decision = decide(
             unreadable,
             shares=info.shares,
-            known=self._journal.history.unreadable,
+            known=self._history.unreadable,
             most=self._max_unreadable,
         )
         if isinstance(decision, GiveUp):
@@ -112,8 +109,7 @@ class Recovery:
                 "errors": [one.error for one in ordered],
             },
         )
-        self._journal.add(incident)
-        self._reporter.incident(incident)
+        self._written.report(incident)
         self._reporter.stalled("discarded", info.seconds)
 
     def note_lines(self, step: int, reason_text: str, patience_seconds: float | None) -> None:
@@ -126,8 +122,7 @@ class Recovery:
         else:
             decision, reason = f"keep lines in memory for up to {patience_seconds:g} s", reason_text
         incident = Incident(kind="unwritten", step=step, decision=decision, reason=reason)
-        self._journal.add(incident)
-        self._reporter.incident(incident)
+        self._written.report(incident)
 
     def discard(self, state: TrainState, info: StepInfo, verdict: Verdict, action: Discard) -> None:
         """Discard the step: its samples go to the ledger, and the run moves on."""
@@ -148,8 +143,7 @@ class Recovery:
             cost_seconds=info.seconds,
             detail={**incident.detail, "suspects": positions, **_cause(info), **self._warned(info)},
         )
-        self._journal.add(incident)
-        self._reporter.incident(incident)
+        self._written.report(incident)
 
     def rebaseline(
         self, state: TrainState, info: StepInfo, verdict: Verdict, action: Rebaseline
@@ -170,8 +164,7 @@ class Recovery:
             samples=(info.signals.start, info.signals.stop),
             cost_steps=0 if action.applied else len(action.losses),
         )
-        if self._journal.add_once(incident):
-            self._reporter.incident(incident)
+        self._written.report_once(incident)
 
     def roll_back(
         self, state: TrainState, info: StepInfo, verdict: Verdict, action: Rollback
@@ -220,16 +213,13 @@ class Recovery:
                 **self._warned(info),
             },
         )
-        self._journal.add(incident)
+        self._written.report(incident)
         self._reporter.undo(restored.step)
         state.load_json(restored.train_state)
         # Both are of the start that loaded it first.
         state.unreported = state.came_again = None
-        state.baseline.hold(self._journal.history.held)
-        self._ring.abandon_after(
-            restored.serial, reach=reach_of(state, self._rules, self._journal.history)
-        )
-        self._reporter.incident(incident)
+        state.baseline.hold(self._history.held)
+        self._ring.abandon_after(restored.serial, reach=reach_of(state, self._rules, self._history))
 
     def conclude(self, info: StepInfo, finding: Diagnosis) -> None:
         """Report the episode that ended with this step; this changes nothing.
@@ -251,14 +241,13 @@ class Recovery:
                 "episode": episode.to_json(),
             },
         )
-        if self._journal.add_once(incident):
-            self._reporter.incident(incident)
+        self._written.report_once(incident)
 
     def _verdict(self, info: StepInfo, episode: Episode) -> Mapping[str, Any] | None:
         """The cause found by replays of the episode's steps, including the current one."""
         if info.cause is not None and info.cause["cause"] not in _NAMES_NOTHING:
             return info.cause
-        known = self._journal.history.incidents
+        known = self._history.incidents
         before = verdict_within(known, (episode.start, episode.stop), _NAMES_NOTHING)
         return info.cause if before is None else before
 
@@ -281,12 +270,11 @@ class Recovery:
                 **self._warned(info),
             },
         )
-        self._journal.add(incident)
-        self._reporter.incident(incident)
+        self._written.report(incident)
 
     def _warned(self, info: StepInfo) -> dict[str, Any]:
         """The preceding early warnings, for the journal."""
-        warnings = self._journal.history.warnings_before(info.signals.step)
+        warnings = self._history.warnings_before(info.signals.step)
         return {"warnings": warnings} if warnings else {}
 
     def _suspected(self, info: StepInfo) -> tuple[tuple[int, ...], tuple[str, ...], list[int]]:

@@ -4,102 +4,109 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
-from runner.checkpoint.ring import Ring
 from runner.distributed.observers import Alone, unobserved
-from runner.observe.console import Console, Progress
-from runner.observe.metrics import Metrics, MetricsLine
-from runner.observe.side_lines import RankTimes, RingLines
-from runner.observe.throughput import Pace, Throughput
-from runner.observe.tracker import BackgroundTracker
-from runner.policy.decision.history import History, Incident
+from runner.observe.console import Progress
+from runner.observe.metrics import Metrics, MetricsLine, Pace, Throughput
+from runner.observe.side_lines import RingLines, SideLines
+from runner.policy.decision.history import Incident
 from runner.policy.decision.judge import Verdict
 from runner.policy.retention.records import State
-from runner.policy.straggler import RankPace
 from runner.run_dir.time_account import Past
+from runner.system import output
 from runner.system.json_lines import LineFile
-from runner.system.output import Loss
 from runner.train.agreed_step import StepInfo
+from runner.train.run import Run
 from runner.train.state import TrainState
 
+# Columns of a step's line; those of an evaluation are asked for with None, when it is over.
+Columns = Callable[[StepInfo | None], Mapping[str, float]]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outputs:
-    """The destinations of numbers and messages.
 
-    Args:
-        lost: output errors of this process so far.
-        journal: takes a line about each lost output, once.
-        columns: returns extra numbers of a step by name.
-        eval_columns: returns those of the last evaluation.
-        applied: called with the line of each applied step.
-        ring_lines: records changes of the checkpoints after each step; on rank 0.
-        rank_times: records the seconds of each rank; on rank 0.
-        alone: calls what only looks; see :meth:`runner.distributed.observers.Observers.alone`.
-    """
+class Outlet(Protocol):
+    """Where lines go that may be lost."""
 
-    metrics: Metrics
-    trackers: Sequence[BackgroundTracker]
-    console: Console
-    lost: Callable[[], Iterable[Loss]] = tuple
-    journal: Callable[[Incident], None] = lambda _: None
-    columns: Callable[[StepInfo], Mapping[str, float]] = lambda _: {}
-    eval_columns: Callable[[], Mapping[str, float]] = dict
-    applied: Callable[[MetricsLine], None] = lambda _: None
-    ring_lines: RingLines | None = None
-    rank_times: RankTimes | None = None
-    alone: Alone = unobserved
+    @property
+    def loss(self) -> output.Loss | None: ...
 
 
 class Reporter:
     """Passes reports on to the parts of :mod:`runner.observe`. Decides nothing.
 
+    Opens the metrics, cut to what the run resumes from.
+
     Args:
         past: seconds by kind before this start.
-        began: time of the run's first start, in seconds since the epoch.
+        alone: calls what only looks; see :meth:`runner.distributed.observers.Observers.alone`.
         clock: seconds since the epoch; only rank 0's is used.
     """
 
     def __init__(
         self,
-        outputs: Outputs,
+        run: Run,
         *,
-        throughput: Throughput,
-        history: History,
-        ring: Ring,
         total_steps: int,
         past: Past,
-        began: float,
+        throughput: Throughput,
+        alone: Alone = unobserved,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._alone = outputs.alone
-        self._metrics = outputs.metrics
-        self._trackers = outputs.trackers
-        self._console = outputs.console
+        group, check = run.group, run.lease.run_lease.check
+        run_dir, journal, ring = group.run_dir, run.journal, run.ring
+        self._alone = alone
+        self._metrics = Metrics(
+            run_dir.metrics if group.is_first else None,
+            length=run.resumed.metrics_bytes,
+            check=check,
+        )
+        self._ring_lines: RingLines | None = None
+        if group.is_first:
+            self._ring_lines = RingLines(
+                SideLines(run_dir.ring_lines, check=check, attempt=lambda: journal.attempt),
+                records=lambda: ring.records,
+                stored=lambda: ring.uploads.stored if ring.uploads else (),
+            )
+        self._trackers = run.written.trackers
+        self._outlets: list[Outlet | None] = [run.written.alerts, *self._trackers]
+        self._is_first = group.is_first
+        self._console = group.console
         self._throughput = throughput
-        self._history = history
+        self._history = journal.history
         self._ring = ring
         self._total_steps = total_steps
         self._eval_loss: float | None = None
         self._account = past.account
         self._last_life = past.last_life
         self._was_done = past.idle_seconds > 0
-        self._began = began
+        self._began = journal.began
         self._clock = clock
         self._stalls: dict[str, float] = {}
-        self._lost = outputs.lost
-        self._journal = outputs.journal
-        self._columns = outputs.columns
-        self._eval_columns = outputs.eval_columns
-        self._applied = outputs.applied
-        self._ring_lines = outputs.ring_lines
-        self._rank_times = outputs.rank_times
+        self._journal = journal.add
+        self._columns: list[tuple[str, Columns]] = []
+        self._receivers: list[Callable[[MetricsLine], None]] = []
         self._told_lost: set[str] = set()
         self._step = 0
+
+    def add_columns(self, observer: str, columns: Columns) -> None:
+        """Also write what ``columns`` returns with the line of each step, and each evaluation.
+
+        Args:
+            observer: what is left out if it fails.
+        """
+        self._columns.append((observer, columns))
+
+    def also_applied(self, take: Callable[[MetricsLine], None]) -> None:
+        """Also pass the line of each applied step to ``take``, after the existing receivers."""
+        self._receivers.append(take)
+
+    def also_lost(self, outlet: Outlet) -> None:
+        """Also journal when the lines of ``outlet`` are lost."""
+        self._outlets.insert(0, outlet)
 
     def step(
         self,
@@ -139,7 +146,7 @@ class Reporter:
             action=action,
             loss_limit=_limit(verdict.limits.loss),
             norm_limit=_limit(verdict.limits.grad_norm),
-            columns=self._columns(info),
+            columns=self._columns_of(info),
         )
 
     def _report(
@@ -148,7 +155,7 @@ class Reporter:
         now = self._clock()
         self._end_restart(now - line.seconds)
         stalls, self._stalls = self._stalls, {}
-        more = {} if eval_loss is None else self._eval_columns()
+        more = {} if eval_loss is None else self._columns_of(None)
         line = replace(
             line,
             eval_loss=eval_loss,
@@ -164,23 +171,16 @@ class Reporter:
         if self._ring_lines is not None:
             self._alone("ring lines", partial(self._ring_lines.note, line.step), None)
         if state is not None and line.action == "apply":
-            self._applied(line)
+            for take in self._receivers:
+                take(line)
             self._alone("live line", lambda: self._show_progress(line, state), None)
 
-    def also_eval_columns(self, more: Callable[[], Mapping[str, float]]) -> None:
-        """Also write what ``more`` returns of an evaluated step."""
-        before = self._eval_columns
-        self._eval_columns = lambda: {**before(), **more()}
-
-    def also_applied(self, take: Callable[[MetricsLine], None]) -> None:
-        """Also pass the line of each applied step to ``take``, after the existing receivers."""
-        before = self._applied
-
-        def both(line: MetricsLine) -> None:
-            before(line)
-            take(line)
-
-        self._applied = both
+    def _columns_of(self, info: StepInfo | None) -> dict[str, float]:
+        columns: dict[str, float] = {}
+        nothing: Mapping[str, float] = {}
+        for observer, of in self._columns:
+            columns |= self._alone(observer, partial(of, info), nothing)
+        return columns
 
     @contextmanager
     def stall(self, kind: str) -> Iterator[None]:
@@ -255,8 +255,9 @@ class Reporter:
     def _report_losses(self, step: int) -> None:
         """Report each lost output once, in the outputs that still work."""
         self._step = step
-        trackers = [tracker.loss for tracker in self._trackers]
-        for loss in [*self._lost(), *(loss for loss in trackers if loss is not None)]:
+        losses = [outlet.loss for outlet in self._outlets if outlet is not None]
+        of_process = output.losses() if self._is_first else []
+        for loss in (loss for loss in [*of_process, *losses] if loss is not None):
             if loss.outlet not in self._told_lost:
                 self._told_lost.add(loss.outlet)
                 self._journal(
@@ -268,11 +269,6 @@ class Reporter:
                         detail={"output": loss.outlet, "since": round(loss.time, 3)},
                     )
                 )
-
-    def paces(self, step: int, paces: Sequence[RankPace]) -> None:
-        """Record the seconds of each rank, compared after ``step``."""
-        if self._rank_times is not None:
-            self._alone("rank times", partial(self._rank_times.note, step, paces), None)
 
     def incident(self, incident: Incident) -> None:
         """Print one permanent line."""
@@ -293,8 +289,6 @@ class Reporter:
         if self._ring_lines is not None:
             self._ring_lines.note(self._step)
             self._ring_lines.close()
-        if self._rank_times is not None:
-            self._rank_times.close()
         self._console.close()
 
 

@@ -2,64 +2,118 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
+from runner.config.schema import CheckpointConfig
 from runner.policy.decision.history import History, Incident
 from runner.policy.retention.interval import (
+    MOST_SNAPSHOT_STEPS,
     IntervalRules,
     Measured,
     SaveCosts,
     SnapshotRules,
     next_steps,
+    prior_seconds,
     snapshot_steps,
     why,
     why_snapshots,
 )
+from runner.policy.retention.records import Record, State, on_disk
+from runner.policy.retention.retire import memory_every
+from runner.system.json_lines import iter_lines, step_of
+from runner.train.run import EngineRun, Run
 
 _FIRST_LOOK = 4  # first look after so many snapshots, then at each doubling: it is collective
 
 
-class SaveTimes(Protocol):
-    """The interface of both schedules, called after each update, on all ranks alike."""
-
-    def is_due(self, updates: int) -> bool: ...
-    def step(self, seconds: float, *, busy: bool) -> None: ...
-    @contextmanager
-    def save(self, updates: int) -> Iterator[None]: ...
-
-
 class FixedInterval:
-    """Every ``every`` updates."""
+    """Saves every ``steps`` updates. Called after each update, on all ranks alike."""
 
-    def __init__(self, every: int) -> None:
-        self._every = every
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
 
     def is_due(self, updates: int) -> bool:
-        return updates % self._every == 0
+        """Whether the state after exactly ``updates`` updates is saved."""
+        return updates % self.steps == 0
 
     def step(self, seconds: float, *, busy: bool) -> None:
-        """Ignore the step's cost."""
+        """Note that an update took ``seconds``; ``busy`` if a checkpoint was in progress."""
 
     @contextmanager
     def save(self, updates: int) -> Iterator[None]:
+        """Around a save. Collective."""
         yield
 
 
-class AutoInterval:
-    """An interval by cost, estimated anew at every save from rank 0's numbers.
+class _IntervalByCost(FixedInterval):
+    """An interval estimated from the costs of steps and saves, by rank 0's clock.
 
-    So checkpoint times depend on the clock. The result does not: the run ends the same whatever
-    checkpoint it goes back to.
+    So the times of saves depend on the clock. The result does not: the run ends the same whatever
+    checkpoint it goes back to. A restart begins with the newest interval in the journal.
+
+    Args:
+        from_first: collective; rank 0's JSON value.
+        report: takes incidents, alike on every rank.
+    """
+
+    _key = ""  # of the interval in the journal
+
+    def __init__(
+        self,
+        rules: IntervalRules | SnapshotRules,
+        history: History,
+        from_first: Callable[[Any], Any],
+        report: Callable[[Incident], None],
+    ) -> None:
+        lines = [line.detail for line in history.incidents if line.kind == "interval"]
+        known = [detail[self._key] for detail in lines if self._key in detail]
+        super().__init__(rules.bounded(known[-1]) if known else rules.first)
+        self._from_first = from_first
+        self._report = report
+        self._costs = SaveCosts()
+
+    def step(self, seconds: float, *, busy: bool) -> None:
+        if seconds:
+            self._costs.step(seconds, busy=busy)
+
+    @contextmanager
+    def save(self, updates: int) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self._costs.saved(time.monotonic() - began)
+        self._saved(updates)
+
+    def _saved(self, updates: int) -> None:
+        """Estimate the interval anew, if it is time. Collective."""
+        raise NotImplementedError
+
+    def _change(self, updates: int, what: str, reason: str, measured: Measured) -> None:
+        """Report the new interval."""
+        self._report(
+            Incident(
+                kind="interval",
+                step=updates,
+                decision=f"a {what} every {self.steps} steps",
+                reason=reason,
+                detail={self._key: self.steps, "measured": measured.to_json()},
+            )
+        )
+
+
+class AutoInterval(_IntervalByCost):
+    """The interval of checkpoints, estimated anew at every save.
 
     Args:
         updates: the update at which this start resumes.
-        from_first: collective; rank 0's JSON value.
         spent: seconds by kind, see :mod:`runner.run_dir.time_account`.
-        report: takes incidents, alike on every rank.
     """
+
+    _key = "interval_steps"
 
     def __init__(
         self,
@@ -71,35 +125,27 @@ class AutoInterval:
         spent: Callable[[], Mapping[str, float]],
         report: Callable[[Incident], None],
     ) -> None:
+        super().__init__(rules, history, from_first, report)
         self._rules = rules
         self._last = updates
         self._history = history
-        self._from_first = from_first
         self._spent = spent
-        self._report = report
-        self._costs = SaveCosts()
-        self.steps = journalled(history, rules)
 
     def is_due(self, updates: int) -> bool:
         """Whether the interval since the last save, or the last rollback's target, is over."""
         self._last = min(self._last, updates - 1)
         return updates - self._last >= self.steps
 
-    def step(self, seconds: float, *, busy: bool) -> None:
-        """Record that an update took ``seconds``; ``busy`` if a checkpoint was in progress."""
-        if seconds:
-            self._costs.step(seconds, busy=busy)
-
-    @contextmanager
-    def save(self, updates: int) -> Iterator[None]:
-        """Time a save. Collective."""
-        began = time.monotonic()
-        yield
+    def _saved(self, updates: int) -> None:
         self._last = updates
-        self._costs.saved(time.monotonic() - began)
-        measured = self._from_first(self._measured())
-        if measured is not None:
-            self._estimate(updates, Measured(**measured))
+        numbers = self._from_first(self._measured())
+        if numbers is None:
+            return
+        measured = Measured(**numbers)
+        was, self.steps = self.steps, next_steps(self.steps, measured, self._rules)
+        if self.steps != was:
+            reason = why(was, self.steps, measured, self._rules)
+            self._change(updates, "checkpoint", reason, measured)
 
     def _measured(self) -> dict[str, Any] | None:
         if not self._costs.is_known:
@@ -112,28 +158,14 @@ class AutoInterval:
             up=sum(spent.values()),
         ).to_json()
 
-    def _estimate(self, updates: int, measured: Measured) -> None:
-        was, self.steps = self.steps, next_steps(self.steps, measured, self._rules)
-        if self.steps != was:
-            self._report(
-                Incident(
-                    kind="interval",
-                    step=updates,
-                    decision=f"a checkpoint every {self.steps} steps",
-                    reason=why(was, self.steps, measured, self._rules),
-                    detail={"interval_steps": self.steps, "measured": measured.to_json()},
-                )
-            )
 
+class SnapshotInterval(_IntervalByCost):
+    """The interval of snapshots that do not go to disk; see :func:`snapshot_steps`.
 
-class SnapshotInterval:
-    """The interval of snapshots, by cost; see :func:`snapshot_steps`. Due at its multiples.
-
-    Args:
-        history: the run's history; a restart begins with the last recorded interval.
-        from_first: collective; rank 0's JSON value.
-        report: takes incidents, alike on every rank.
+    Due at its multiples.
     """
+
+    _key = "snapshot_steps"
 
     def __init__(
         self,
@@ -143,28 +175,11 @@ class SnapshotInterval:
         from_first: Callable[[Any], Any],
         report: Callable[[Incident], None],
     ) -> None:
+        super().__init__(rules, history, from_first, report)
         self._rules = rules
-        self._from_first = from_first
-        self._report = report
-        self._costs = SaveCosts()
         self._count = 0
-        known = _journalled_steps(history, "snapshot_steps")
-        self.steps = rules.bounded(known[-1] if known else rules.first)
 
-    def is_due(self, updates: int) -> bool:
-        return updates % self.steps == 0
-
-    def step(self, seconds: float, *, busy: bool) -> None:
-        """Record that an update took ``seconds``; ``busy`` if a checkpoint was in progress."""
-        if seconds:
-            self._costs.step(seconds, busy=busy)
-
-    @contextmanager
-    def save(self, updates: int) -> Iterator[None]:
-        """Time a snapshot that does not go to disk. Collective."""
-        began = time.monotonic()
-        yield
-        self._costs.saved(time.monotonic() - began)
+    def _saved(self, updates: int) -> None:
         self._count += 1
         is_look = self._count >= _FIRST_LOOK and self._count & (self._count - 1) == 0
         if not is_look or self._rules.bounded(self._rules.most) == self._rules.first:
@@ -173,29 +188,138 @@ class SnapshotInterval:
         measured = Measured(**self._from_first(own.to_json()))
         was, self.steps = self.steps, snapshot_steps(self.steps, measured, self._rules)
         if self.steps != was:
-            self._report(
-                Incident(
-                    kind="interval",
-                    step=updates,
-                    decision=f"a snapshot in memory every {self.steps} steps",
-                    reason=why_snapshots(was, measured),
-                    detail={"snapshot_steps": self.steps, "measured": measured.to_json()},
-                )
-            )
-
-
-def _journalled_steps(history: History, key: str) -> list[int]:
-    lines = [i.detail for i in history.incidents if i.kind == "interval"]
-    return [detail[key] for detail in lines if key in detail]
-
-
-def journalled(history: History, rules: IntervalRules) -> int:
-    """The newest interval in the journal, with which a restart begins."""
-    known = _journalled_steps(history, "interval_steps")
-    return rules.bounded(known[-1]) if known else rules.first
+            self._change(updates, "snapshot in memory", why_snapshots(was, measured), measured)
 
 
 def num_failures(history: History) -> int:
     """How often the run went back to a checkpoint: crashes and rollbacks."""
     crashed = {i.detail.get("incarnation") for i in history.incidents if i.kind == "crash"}
     return len(crashed) + len(history.rollbacks)
+
+
+class BestCheckpoint:
+    """The held-out losses of the run so far, by update.
+
+    Args:
+        losses: losses before this start; see :func:`held_out_losses`. The same on all ranks.
+    """
+
+    def __init__(self, losses: Iterable[tuple[int, float]]) -> None:
+        self._losses = dict(losses)
+        self._best_at = -1
+
+    @classmethod
+    def of(cls, settings: CheckpointConfig, run: EngineRun) -> BestCheckpoint | None:
+        """None if it is switched off. Collective."""
+        if not settings.keep_best:
+            return None
+        path, length = run.group.run_dir.metrics, run.resumed.metrics_bytes
+        lowest = run.ranks.of_first(
+            "reading the metrics", lambda: held_out_losses(iter_lines(path, stop=length))
+        )
+        best = cls((int(step), float(loss)) for step, loss in lowest)
+        run.ring.also_keep(lambda: best.serials(run.ring.records))
+        return best
+
+    def evaluated(self, updates: int, loss: float | None) -> None:
+        """Record the held-out loss of the current state."""
+        # After a rollback, later losses no longer count.
+        self._losses = {step: one for step, one in self._losses.items() if step < updates}
+        if loss is None or not math.isfinite(loss):
+            return
+        if loss < min(self._losses.values(), default=math.inf):
+            self._best_at = updates
+        self._losses[updates] = loss
+
+    def is_new(self, updates: int) -> bool:
+        """Whether the state after ``updates`` updates is the best so far, and so must be saved."""
+        return self._best_at == updates
+
+    def serials(self, records: Iterable[Record]) -> set[int]:
+        """Serial of the best checkpoint on disk with a known loss; empty without one."""
+        known = [
+            (self._losses[record.step], -record.serial)
+            for record in on_disk(records)
+            if record.step in self._losses and record.state is not State.tainted
+        ]
+        return {-min(known)[1]} if known else set()
+
+
+def held_out_losses(lines: Iterable[Mapping[str, Any]]) -> list[tuple[int, float]]:
+    """Update and loss of each evaluation in the metrics; the last one of an update counts."""
+    by_update = {}
+    for line in lines:
+        loss = line.get("eval_loss")
+        if line.get("action") == "apply" and isinstance(loss, float) and math.isfinite(loss):
+            by_update[step_of(dict(line))] = loss
+    return sorted(by_update.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveSchedule:
+    """When saves are due: to ``disk``, and to ``memory`` (None: no separate snapshots).
+
+    ``best``: the state with the best held-out loss is saved as well.
+    """
+
+    disk: FixedInterval
+    memory: FixedInterval | None
+    best: BestCheckpoint | None = None
+
+    def is_due(self, updates: int) -> bool:
+        """Whether the state after exactly ``updates`` updates is saved."""
+        return self.is_due_in_memory(updates) or self.is_due_on_disk(updates)
+
+    def is_due_on_disk(self, updates: int) -> bool:
+        """Whether it is saved to disk."""
+        return self.disk.is_due(updates) or (self.best is not None and self.best.is_new(updates))
+
+    def is_due_in_memory(self, updates: int) -> bool:
+        """Whether a snapshot is due, regardless of the disk."""
+        return self.memory is not None and self.memory.is_due(updates)
+
+    @classmethod
+    def of(cls, run: Run, *, in_memory: bool, best: BestCheckpoint | None = None) -> SaveSchedule:
+        """
+        Args:
+            in_memory: whether there are slots for snapshots.
+        """
+        memory = _snapshot_times(run) if in_memory else None
+        return cls(disk=_disk_times(run), memory=memory, best=best)
+
+
+def _disk_times(run: Run) -> FixedInterval:
+    settings, place = run.config.checkpoint, run.group.place
+    if isinstance(settings.every, int):
+        return FixedInterval(settings.every)
+    nodes = -(-place.world_size // place.local_world_size)
+    return AutoInterval(
+        rules=IntervalRules(
+            clean_after=settings.clean_after,
+            most=settings.auto_most,
+            prior_seconds=prior_seconds(settings.mtbf_hours, nodes),
+        ),
+        updates=run.resumed.step,
+        history=run.history,
+        from_first=run.ranks.from_first,
+        spent=run.reporter.spent,
+        report=run.written.report,
+    )
+
+
+def _snapshot_times(run: Run) -> FixedInterval | None:
+    """Of snapshots in memory; None if they are off."""
+    settings = run.config.checkpoint
+    every = memory_every(settings)
+    if every == 0:
+        return None
+    if settings.memory_every is not None:
+        return FixedInterval(every)
+    # An interval above the disk's would never be due.
+    most = settings.every if isinstance(settings.every, int) else settings.auto_most
+    return SnapshotInterval(
+        rules=SnapshotRules(first=every, most=min(most, MOST_SNAPSHOT_STEPS)),
+        history=run.history,
+        from_first=run.ranks.from_first,
+        report=run.written.report,
+    )

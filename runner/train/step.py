@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -28,8 +28,7 @@ from runner.distributed.agreement import Ranks
 from runner.engine.protocol import Engine, LocalSums, MicroStep, Sequences
 from runner.health.heartbeat import Heartbeat
 from runner.policy.decision.signals import Bounds, StepSignals
-from runner.policy.decision.skip_ledger import Ledger
-from runner.policy.decision.unreadable import Unreadable
+from runner.policy.decision.skip_ledger import Ledger, Unreadable
 from runner.system.error import RankError
 from runner.train.agreed_step import (
     GATES,
@@ -39,18 +38,30 @@ from runner.train.agreed_step import (
     UNREADABLE,
     AgreedStep,
     HostNumbers,
+    Measured,
     RankReport,
     StepInfo,
     Suspect,
+    is_closed,
     on_device,
 )
-from runner.train.gate import is_closed
-from runner.train.layers import LayerWatch, Measured
 
 _CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 _MAX_SUSPECTS = 8  # of one rank
 _NUM_LOUDEST = 3
 _REMEMBERED = 256  # steps whose durations are kept
+
+
+class LayerWatch(Protocol):
+    """The part of :class:`runner.explain.layers.LayerWatch` that is used here."""
+
+    @property
+    def length(self) -> int: ...
+    def begin(self, step: int) -> bool: ...
+    def before(self) -> None: ...
+    def after(self) -> torch.Tensor: ...
+
+
 LookedAt = Callable[[Sequence[MicroStep]], Sequence[MicroStep]]
 
 
@@ -86,25 +97,6 @@ class InFlightStep(AgreedStep):
     seeds: tuple[int, ...]
     seconds: float
     layers: torch.Tensor | None
-
-
-class _LateNumbers:
-    """All ranks' measurements of a step, on their way to the host."""
-
-    def __init__(self, numbers: torch.Tensor, signals: StepSignals, length: int) -> None:
-        self._signals = signals
-        self._length = length
-        self._on_host = HostNumbers(numbers)
-
-    def measured(self) -> Measured:
-        """Return the measurements. Waits for the device unless a later step was read."""
-        return Measured(
-            step=self._signals.step,
-            numbers=tuple(self._on_host.read()),
-            length=self._length,
-            tokens=self._signals.tokens,
-            grad_norm=self._signals.grad_norm,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +178,7 @@ class Stepper:
         distrust: Callable[[int], None] = lambda step: None,
     ) -> None:
         self._layers: LayerWatch | None = None
-        self._late_layers: _LateNumbers | None = None
+        self._late_layers: Callable[[], Measured] | None = None
         self._engine = engine
         self._sources = SourceLosses(rules.mixture, feed.own_positions)
         self._feed = feed
@@ -324,11 +316,22 @@ class Stepper:
         late, self._late_layers = self._late_layers, None
         if step.layers is not None and not signals.gated and self._layers is not None:
             self._ranks.all_reduce(step.layers)
-            numbers = _LateNumbers(step.layers, signals, self._layers.length)
+            numbers, length = HostNumbers(step.layers), self._layers.length
+
+            def measured() -> Measured:
+                """Waits for the device unless a later step was read."""
+                return Measured(
+                    step=signals.step,
+                    numbers=tuple(numbers.read()),
+                    length=length,
+                    tokens=signals.tokens,
+                    grad_norm=signals.grad_norm,
+                )
+
             if not step.layers.is_cuda:
-                return numbers.measured()
-            self._late_layers = numbers
-        return late.measured() if late is not None else None
+                return measured()
+            self._late_layers = measured
+        return late() if late is not None else None
 
     def _require_one_gate(self, gates: float, step: int) -> None:
         """

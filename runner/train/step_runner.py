@@ -9,38 +9,29 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from runner.checkpoint.jobs import JobProgress
-from runner.data.cursor import BatchPlan, SampleStream
-from runner.distributed.observers import Observers
-from runner.observe.journal import Journal
+from runner.data.cursor import BatchPlan
 from runner.policy.decision.history import Incident, discarded_signals
 from runner.policy.decision.signals import Bounds
 from runner.policy.schedule import Rates, cut_factor
 from runner.train.agreed_step import StepInfo
+from runner.train.run import EngineRun
 from runner.train.state import TrainState
 from runner.train.step import InFlightStep, Stepper, StepPlan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlanner:
-    """Plans a step, including this rank's reports to the others.
+    """Plans a step, including this rank's reports to the others."""
 
-    Args:
-        progress: returns the progress of the ring's background jobs.
-        keeps_lines: whether a file of the run currently cannot be written.
-        stop: this rank's stop request.
-        observers: what only looks; all ranks learn with the step where it has failed.
-    """
-
-    stream: SampleStream
-    journal: Journal
-    schedule: Rates
-    progress: Callable[[], JobProgress]
-    keeps_lines: Callable[[], bool]
-    stop: Callable[[], bool]
-    observers: Observers
+    def __init__(self, run: EngineRun, schedule: Rates) -> None:
+        self.stream = run.corpus.stream
+        self.journal = run.journal
+        self.schedule = schedule
+        self.observers = run.observers
+        self._ring = run.ring
+        self._backlog = run.backlog
+        self._stop = run.group.stop
 
     def batch(self, cursor: int) -> BatchPlan:
         """Plan the global batch that starts at a stream position."""
@@ -55,10 +46,10 @@ class StepPlanner:
             step=updates + 1,
             bounds=bounds,
             learning_rate=self.learning_rate(updates),
-            keeps_lines=self.keeps_lines(),
-            stop=self.stop(),
+            keeps_lines=self._backlog.look(),
+            stop=self._stop.is_set,
             observer_failed=self.observers.has_failed,
-            progress=self.progress(),
+            progress=self._ring.progress(),
             decisions=f"{history.num_discarded} discards, {len(rollbacks)} rollbacks, last {last}",
             is_wide=history.is_wide(batch.start),
         )

@@ -1,19 +1,15 @@
 """Measures what the runner costs, as paired ratios with their spread. See ``scripts/bench.sh``.
 
 __main__     the command: which measurements, the table, the JSON
-plan         how much is measured
+report       ratios of pairs and their spread; rows to a Markdown table    (plain numbers)
 process      starts and ends ranks and other commands
-ratio        ratios of pairs, and their spread            (plain numbers)
-report       rows to a Markdown table                     (plain numbers)
-machine      what it ran on, and whether that was busy
+provenance   what it ran on, and whether that was busy
 task         the training task for both sides: model, weights, token batches, recipe
+ours, bare   the runner's side; the loop that it is held against, as an expert would write it
 turns        two loops take turns on the same ranks
-syncs        calls that make the host wait for a GPU
-ours         the runner's side
-opponent/    the other sides, one file each, written as an expert would
-pair, alone, snapshot_ranks       what runs on the ranks
-compared     one pair as a row
-steps        the runner and another loop, in turns: step, guard, layers, checkpoint, zero
-loop, snapshot, recovery, start, memory
-             the other measurements: measure(plan) -> rows
+pair         on the ranks: the runner and the other loop
+steps        pairs as rows: step, guard, layers, checkpoint
+loop, snapshot, start
+             the other measurements: measure(plan) -> rows; the first two are also what their
+             ranks run
 """

@@ -3,39 +3,34 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from scripts.bench import machine, steps
+from scripts.bench import loop, snapshot, start, steps
 from scripts.bench.fair import refuse_measured
-from scripts.bench.plan import Plan
 from scripts.bench.process import ROOT, MeasureError
-from scripts.bench.provenance import head
-from scripts.bench.report import markdown
+from scripts.bench.provenance import head, load
+from scripts.bench.report import Row, markdown
+from scripts.bench.steps import Plan
 
-# In the order in which they are run; a function of ``steps``, or a module with ``measure``.
-MEASUREMENTS = {
-    "step": "step time with the guard against a bare loop, FSDP2 and DDP",
-    "guard": "the guard on against off, and the noise alone",
-    "layers": "a look into the layers in each step against none",
-    "loop": "guard.ok in a loop of one's own against that loop without it",
-    "checkpoint": "guard and checkpoints against a bare loop",
-    "zero": "ZeRO engines against bare DeepSpeed",
-    "snapshot": "how long training waits for a checkpoint",
-    "recovery": "from a fault to training again, and steps lost",
-    "start": "from the command to the first step",
-    "memory": "peak memory",
+# In the order in which they are run.
+MEASUREMENTS: dict[str, tuple[Callable[[Plan], list[Row]], str]] = {
+    "step": (steps.step, "step time with the guard against a bare loop, FSDP2 and DDP"),
+    "guard": (steps.guard, "the guard on against off, and the noise alone"),
+    "layers": (steps.layers, "a look into the layers in each step against none"),
+    "loop": (loop.measure, "guard.ok in a loop of one's own against that loop without it"),
+    "checkpoint": (steps.checkpoint, "guard and checkpoints against a bare loop"),
+    "snapshot": (snapshot.measure, "how long training waits for a checkpoint"),
+    "start": (start.measure, "from the command to the first step"),
 }
-LONG = ("zero",)  # left out by --quick unless named
 
 
 def main() -> int:
@@ -57,8 +52,7 @@ def main() -> int:
         overrides=options.overrides,
         say=_say,
     )
-    names = options.only or [name for name in MEASUREMENTS if not (plan.quick and name in LONG)]
-    return run(plan, names, options.out or _default_out())
+    return run(plan, options.only or list(MEASUREMENTS), options.out or _default_out())
 
 
 def run(plan: Plan, names: Sequence[str], out: Path) -> int:
@@ -68,9 +62,9 @@ def run(plan: Plan, names: Sequence[str], out: Path) -> int:
         _say(f"warning: {results['machine']['warning']}")
     out.parent.mkdir(parents=True, exist_ok=True)
     for name in names:
-        _say(f"{name}: {MEASUREMENTS[name]}")
+        _say(f"{name}: {MEASUREMENTS[name][1]}")
         results["measurements"].append(_measured(plan, name))
-        results["machine"]["load_at_end"] = machine.load()
+        results["machine"]["load_at_end"] = load()
         out.write_text(json.dumps(results, indent=1) + "\n")
     print(markdown(results["measurements"]))
     warning = results["machine"]["warning"]
@@ -81,13 +75,10 @@ def run(plan: Plan, names: Sequence[str], out: Path) -> int:
 
 
 def _measured(plan: Plan, name: str) -> dict[str, Any]:
-    began, load = time.monotonic(), machine.load()
+    began, busy = time.monotonic(), load()
     rows, failed = [], []
     try:
-        work = (
-            getattr(steps, name, None) or importlib.import_module(f"scripts.bench.{name}").measure
-        )
-        rows = work(plan)
+        rows = MEASUREMENTS[name][0](plan)
     except MeasureError as error:
         failed.append(str(error))
         _say(f"  failed: {error}")
@@ -95,13 +86,15 @@ def _measured(plan: Plan, name: str) -> dict[str, Any]:
         "name": name,
         "rows": [row.to_json() for row in rows],
         "failed": failed,
-        "load_at_start": load,
+        "load_at_start": busy,
         "seconds_taken": round(time.monotonic() - began, 1),
     }
 
 
 def _default_out() -> Path:
-    return ROOT / "runs" / f"bench-{machine.device_name()}.json"
+    """Called by the GPU's name in letters of file names, or "cpu"."""
+    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
+    return ROOT / "runs" / f"bench-{name.lower().replace(' ', '-')}.json"
 
 
 def _say(text: str) -> None:
@@ -109,7 +102,7 @@ def _say(text: str) -> None:
 
 
 def _options() -> argparse.Namespace:
-    known = "\n".join(f"  {name:<12}{words}" for name, words in MEASUREMENTS.items())
+    known = "\n".join(f"  {name:<12}{words}" for name, (_, words) in MEASUREMENTS.items())
     parser = argparse.ArgumentParser(
         prog="bash scripts/bench.sh",
         description="What the runner costs, as paired ratios with their spread.",

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from runner.config.compose import flat
-from runner.config.schema import Precision, RunConfig
+from runner.config.schema import RunConfig
 from scripts.bench.process import MeasureError
 
-# Settings that reach the opponents through the task: its fields, the model, the token batches.
+# Settings that reach the other side through the task: its fields, the model, the token batches.
 CARRIED = frozenset(
     [
         *(f"model.{name}" for name in (
@@ -23,18 +23,19 @@ CARRIED = frozenset(
         *(f"data.{name}" for name in (
             "kind", "path", "suffixes", "field", "tokenizer", "token_dtype", "vocab_size",
             "seq_len", "begin_token", "end_token", "held_out", "samples", "cache", "workers",
-            "prefetch",
         )),
         *(f"optim.{name}" for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "clip")),
         *(f"schedule.{name}" for name in ("warmup", "floor", "total")),
         "batch.global_size", "batch.micro_size", "seed",
     ]
 )  # fmt: skip
-# Settings without a counterpart in the opponents: their costs are measured.
+# Settings without a counterpart there: their costs are measured.
 OWN = ("guard", "checkpoint", "watchdog", "debug", "preempt", "track", "resume", "explain")
 # Settings that the measurement sets itself.
 MEASURED = frozenset(["out", "parallel.kind", "parallel.shard_size", "parallel.max_ranks"])
 _NOT_GIVEN = ("out", "steps", "parallel")
+# What matrices are multiplied in.
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 # Nats between the losses of one step on both sides, of the first one and of those that follow.
 # What was measured: FP32 differs by the order of sums, less than 1e-6; in BF16 they round at other
@@ -60,7 +61,7 @@ def refuse_uneven(config: RunConfig, plain: RunConfig) -> None:
         plain: the settings of a measurement without further ones.
 
     Raises:
-        MeasureError: ``config`` has settings that the runner would use, but not its opponents.
+        MeasureError: ``config`` has settings that the runner would use, but not the other side.
     """
     usual, problems = flat(plain), []
     if config.parallel.kind.value == "ddp":  # it keeps what is whole; so do the others
@@ -68,17 +69,11 @@ def refuse_uneven(config: RunConfig, plain: RunConfig) -> None:
     for key, value in flat(config).items():
         is_shared = key in CARRIED or key in MEASURED or key.partition(".")[0] in OWN
         if not is_shared and value != usual.get(key):
-            problems.append(f"{key}={value}: the opponents know only {usual.get(key)}")
+            problems.append(f"{key}={value}: the other side knows only {usual.get(key)}")
     if not config.optim.clip:
-        problems.append("optim.clip=0: the opponents always clip")
+        problems.append("optim.clip=0: the other side always clips")
     if problems:
         raise MeasureError("settings must go to both sides: " + "; ".join(problems))
-
-
-def dtype_of(precision: Precision | str) -> torch.dtype:
-    """The type that matrices are multiplied in."""
-    name = precision.value if isinstance(precision, Precision) else precision
-    return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
 
 
 def watch_precision(block: nn.Module, precision: str) -> None:
@@ -93,8 +88,10 @@ def watch_precision(block: nn.Module, precision: str) -> None:
 
     def look(module: nn.Module, given: Any, output: torch.Tensor) -> None:
         handle.remove()
-        if output.dtype is not dtype_of(precision):
-            raise MeasureError(f"the opponent multiplies in {output.dtype}, the runner {precision}")
+        if output.dtype is not DTYPES[precision]:
+            raise MeasureError(
+                f"the other side multiplies in {output.dtype}, the runner {precision}"
+            )
 
     handle = product.register_forward_hook(look)
 

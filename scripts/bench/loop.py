@@ -1,17 +1,43 @@
-"""Measures ``guard.ok`` in a user's loop against the same loop without it, in turns."""
+"""Measures ``guard.ok`` in a user's loop against the same loop without it, in turns.
+
+On the ranks two plain loops on equal models, one with a guard, take turns step by step:
+
+    torchrun --nproc-per-node=2 -m scripts.bench.loop --folder DIR [--pairs N]
+
+Writes DIR/result.json.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
 import statistics
-from typing import Any
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 
-from scripts.bench.plan import Plan
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from runner import Guard
+from runner.distributed.env import place_from
+from runner.distributed.process_group import choose_device, end_group, start_group
+from runner.health.leave import leave
 from scripts.bench.process import on_ranks
-from scripts.bench.ratio import paired
-from scripts.bench.report import Row
+from scripts.bench.report import Row, compared
+from scripts.bench.steps import Plan
+from scripts.bench.turns import Turns
 
 _STEP_SECONDS = 0.3
 _AIM = 1.01
+_DIM, _LAYERS, _CLIP = 512, 8, 1.0
+_WARMUP = 30  # steps after which the guard judges all that it judges
+_RARELY = 1_000_000
 
 
 def measure(plan: Plan) -> list[Row]:
@@ -20,27 +46,147 @@ def measure(plan: Plan) -> list[Row]:
 
 
 def _row(plan: Plan, ranks: int) -> Row:
-    options = [f"--pairs={plan.pairs(200)}", f"--seconds={_STEP_SECONDS}"]
-    result: dict[str, Any] = on_ranks(ranks, "scripts.bench.looped", *options)
-    pairs = [(ours, theirs) for ours, theirs in result["pairs"]]
-    layout_text = "one process" if ranks == 1 else f"{ranks} ranks, DDP"
-    return Row(
-        what=f"guard.over and guard.ok in a loop of one's own, {layout_text}",
-        against="the loop with clip_grad_norm_",
-        ratio=paired(pairs),
-        ours=statistics.median(ours for ours, _ in pairs),
-        theirs=statistics.median(theirs for _, theirs in pairs),
-        aim=_AIM,
-        detail={
-            "ranks": ranks,
-            "parameters": result["parameters"],
-            "rows": result["rows"],
-            # The processor time of the first rank's main thread, which excludes other programs.
-            "processor_ms": [round(1e3 * seconds, 3) for seconds in result["computing"]],
-            "processor_ratio": round(result["computing"][0] / result["computing"][1], 5),
-            "difference_ms": round(
-                1e3 * statistics.median(ours - theirs for ours, theirs in pairs), 3
-            ),
-            "checkpoints": "none within what is timed",
-        },
+    result = on_ranks(ranks, "scripts.bench.loop", f"--pairs={plan.pairs(200)}")
+    pairs, (ours, theirs) = result["pairs"], result["computing"]
+    layout = "one process" if ranks == 1 else f"{ranks} ranks, DDP"
+    return compared(
+        f"guard.over and guard.ok in a loop of one's own, {layout}",
+        "the loop with clip_grad_norm_",
+        pairs,
+        _AIM,
+        ranks=ranks,
+        parameters=result["parameters"],
+        rows=result["rows"],
+        # The processor time of the first rank's main thread, which excludes other programs.
+        processor_ms=[round(1e3 * ours, 3), round(1e3 * theirs, 3)],
+        processor_ratio=round(ours / theirs, 5),
+        difference_ms=round(1e3 * statistics.median(a - b for a, b in pairs), 3),
+        checkpoints="none within what is timed",
     )
+
+
+# -- on the ranks -----------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--pairs", type=int, default=200)
+    options = parser.parse_args()
+    place = place_from(os.environ)
+    device = choose_device("auto", place)
+    start_group(place, device, timeout_seconds=300)
+    rows = _rows_for(_STEP_SECONDS, device)
+    bare, guarded = _Loop(device), _Loop(device)
+    guard = Guard(
+        options.folder / "guarded",
+        model=guarded.model,
+        optimizer=guarded.optimizer,
+        every=_RARELY,
+        memory_every=0,
+        clip=_CLIP,
+    )
+    ours = _Computing(partial(_guarded_step, guarded, guard, guard.over(_Batches(rows, device))))
+    theirs = _Computing(partial(_bare_step, bare, _Batches(rows, device)[0]))
+    turns = Turns(ours, device=device, block=1, warmup=_WARMUP, pairs=options.pairs)
+    turns.drive(theirs)
+    result = {
+        "pairs": [(passenger, driver) for driver, passenger in turns.pairs()],
+        "computing": [statistics.median(one.seconds[-options.pairs :]) for one in (ours, theirs)],
+        "rows": rows,
+        "parameters": sum(parameter.numel() for parameter in bare.model.parameters()),
+    }
+    guard.close()
+    if place.is_first:
+        (options.folder / "result.json").write_text(json.dumps(result))
+    end_group()
+    leave(0)
+
+
+class _Loop:
+    """A plain training loop: model, optimizer and backward pass."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.manual_seed(0)
+        layers = [layer for _ in range(_LAYERS) for layer in (nn.Linear(_DIM, _DIM), nn.GELU())]
+        model: nn.Module = nn.Sequential(*layers).to(device)
+        self.model = DistributedDataParallel(model) if dist.get_world_size() > 1 else model
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+
+    def backward(self, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = (self.model(batch) - batch).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+
+class _Computing:
+    """A step that records the processor seconds of its own thread."""
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        self._step = step
+        self.seconds: list[float] = []
+
+    def __call__(self) -> None:
+        began = time.thread_time()
+        self._step()
+        self.seconds.append(time.thread_time() - began)
+
+
+class _Batches:
+    """Data with ``[i]`` and ``len``, without cost: always the same batch."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self._batch = torch.randn(rows, _DIM, generator=torch.Generator().manual_seed(1)).to(device)
+
+    def __len__(self) -> int:
+        return _RARELY
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return self._batch
+
+
+def _bare_step(loop: _Loop, batch: torch.Tensor) -> None:
+    loop.backward(batch)
+    torch.nn.utils.clip_grad_norm_(loop.model.parameters(), _CLIP)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def _guarded_step(loop: _Loop, guard: Guard, batches: Iterator[torch.Tensor]) -> None:
+    """One step; ``next`` first makes the guard count the previous step."""
+    loss = loop.backward(next(batches))
+    if guard.ok(loss):
+        loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def _rows_for(seconds: float, device: torch.device) -> int:
+    """The number of rows with which a step takes this long; the same on all ranks."""
+    loop, rows = _Loop(device), 64
+    while True:
+        batch = _Batches(rows, device)[0]
+        took = min(_timed(partial(_bare_step, loop, batch)) for _ in range(4))
+        slowest = torch.tensor([took], dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        took = float(slowest.item())
+        if took > seconds / 4 or rows > 1 << 20:
+            return max(1, round(rows * seconds / took))
+        rows *= 2
+
+
+def _timed(step: Callable[[], None]) -> float:
+    """Seconds of a step; without a GPU its processor time, independent of other programs."""
+    clock = time.perf_counter if torch.cuda.is_available() else time.thread_time
+    began = clock()
+    step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return clock() - began
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Exception:
+        traceback.print_exc()
+        leave(1)  # an orderly exit would wait

@@ -14,14 +14,14 @@ import torch
 
 from runner.config.compose import compose
 from runner.config.schema import Precision, RunConfig
-from runner.config.validate import is_zero
 from runner.distributed.env import RankEnv
 from runner.policy.decision.skip_ledger import Ledger
 from runner.session import parts
+from runner.session.corpus import open_dataset, sample_stream
 from runner.session.group import group_at_hand
-from runner.session.phases import Run
 from runner.session.session import open_run
 from runner.startup.precision import has_native_bf16
+from runner.train.run import EngineRun
 from scripts.bench.fair import refuse_uneven
 from scripts.bench.task import Task
 
@@ -32,21 +32,21 @@ _QUIET = (
     "checkpoint.every=1000000",
     "checkpoint.memory_every=0",
     "track.every=1000000",
-    "parallel.reduce_each_micro_batch=false",  # as the opponents: once a step
+    "parallel.reduce_each_micro_batch=false",  # as the other side: once a step
 )
 _ENDLESS = ("steps=1000000", "schedule=cosine", "schedule.total=2000")
-_NUM_STEPS = 256  # in the opponents' file of tokens, which goes round
+_NUM_STEPS = 256  # in the other side's file of tokens, which goes round
 
 
 def settings(out: Path, overrides: Sequence[str]) -> RunConfig:
     """Of a run without end that does nothing but steps, unless ``overrides`` ask for more.
 
-    ``compute.precision=auto`` is settled as the runner does it, so the opponents take the same.
+    ``compute.precision=auto`` is settled as the runner does it, so the other side takes the same.
     """
     config = compose([_CORPUS, *_QUIET, *_ENDLESS, *overrides, f"out={out}"])
     if config.compute.precision is Precision.auto:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        is_bf16 = is_zero(config.parallel.kind) or has_native_bf16(device, os.environ)
+        is_bf16 = has_native_bf16(device, os.environ)
         config.compute.precision = Precision.bf16 if is_bf16 else Precision.fp32
     return config
 
@@ -59,7 +59,7 @@ def first_losses(out: Path, count: int) -> list[float]:
 
 
 @contextmanager
-def opened(config: RunConfig, place: RankEnv, device: torch.device) -> Iterator[Run]:
+def opened(config: RunConfig, place: RankEnv, device: torch.device) -> Iterator[EngineRun]:
     """A complete run with its first checkpoint, ready to take steps. Collective."""
     run = open_run(config, group_at_hand(config, place, device))
     run.loop.begin()
@@ -72,18 +72,18 @@ def opened(config: RunConfig, place: RankEnv, device: torch.device) -> Iterator[
 def make_task(
     config: RunConfig, folder: Path, *, steps: int = _NUM_STEPS, is_shared: bool = True
 ) -> Task:
-    """What ``config`` trains, for the opponents; writes the tokens of its first steps.
+    """What ``config`` trains, for the other side; writes the tokens of its first steps.
 
     Args:
         is_shared: false where both sides are the runner, which follows every setting.
 
     Raises:
-        MeasureError: it has settings that an opponent would not follow.
+        MeasureError: it has settings that the other side would not follow.
     """
     if is_shared:
         refuse_uneven(config, settings(folder, [f"parallel={config.parallel.kind.value}"]))
-    dataset = parts.open_dataset(config)
-    stream = parts.sample_stream(config, dataset)
+    dataset = open_dataset(config)
+    stream = sample_stream(config, dataset)
     cursor, rows = 0, []
     for _ in range(steps):
         plan = stream.plan(cursor, Ledger())
@@ -99,7 +99,6 @@ def make_task(
         global_size=config.batch.global_size,
         micro_size=config.batch.micro_size,
         workers=config.data.workers,
-        prefetch=config.data.prefetch,
         total=schedule.total or config.steps,
         warmup=schedule.warmup,
         floor=schedule.floor,

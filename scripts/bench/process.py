@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -41,44 +40,26 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-@contextlib.contextmanager
-def running(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command with its output in ``log``; all its processes are ended in any case."""
-    with log.open("ab") as file:
-        process = subprocess.Popen(
-            command,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=environment(),
-            cwd=ROOT,
-            start_new_session=True,
-        )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            kill_tree(process.pid)
-            process.wait()
-
-
-def finish(process: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait until the command has ended.
+def run(command: Sequence[str], log: Path) -> None:
+    """Run a command to its end, its output in ``log``; its processes are ended in any case.
 
     Raises:
         MeasureError: it failed or did not end; the end of what it said is told.
     """
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment(), cwd=ROOT
+        )
     try:
         code: int | str = process.wait(_TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
         code = f"no end after {_TIMEOUT_SECONDS} s"
+    finally:
+        if process.poll() is None:
+            process.terminate()  # torchrun ends its ranks
+            process.wait()
     if code:
         raise MeasureError(f"ended with {code}: {_last_words(log)}")
-
-
-def run(command: Sequence[str], log: Path) -> None:
-    """Run a command to its end. Raises like :func:`finish`."""
-    with running(command, log) as process:
-        finish(process, log)
 
 
 def on_ranks(ranks: int, module: str, *arguments: str) -> dict[str, Any]:
@@ -92,31 +73,9 @@ def on_ranks(ranks: int, module: str, *arguments: str) -> dict[str, Any]:
 
 
 def _last_words(log: Path) -> str:
-    """The first exception that a rank raised, or the last line."""
+    """The first error that a rank told, or the last line."""
     lines = [line.strip() for line in log.read_text(errors="replace")[-50_000:].splitlines()]
     for line in lines:
-        if "Error: " in line and "torch.distributed" not in line:
+        if "rror: " in line and "torch.distributed" not in line:
             return line[:_TAIL]
     return next((line for line in reversed(lines) if line), "it said nothing")[:_TAIL]
-
-
-def kill_tree(root: int) -> None:
-    """Send SIGKILL to a process and all its descendants, as if their node were lost."""
-    for pid in [root, *descendants(root)]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def descendants(root: int) -> list[int]:
-    """Processes below ``root``, parents first; sessions do not matter."""
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text()
-        except OSError:  # it has just ended
-            continue
-        parents[int(stat.parent.name)] = int(fields.rpartition(")")[2].split()[1])
-    pids = [root]
-    for above in pids:
-        pids += [pid for pid, parent in parents.items() if parent == above]
-    return pids[1:]

@@ -1,6 +1,6 @@
 """One training task for everybody: the same model, initial weights, token batches and recipe.
 
-It travels as a JSON file and a file of tokens, so that an opponent needs nothing of the runner
+It travels as a JSON file and a file of tokens, so that the other side needs nothing of the runner
 but its decoder.
 """
 
@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, SequentialSampler
+from torch.utils.data import DataLoader, Dataset
 
 from runner.model.decoder import Decoder, DecoderShape, RopeScaling
-from runner.model.initial import initial_range, initial_rule
+from runner.model.initial import initial_range, initial_std
 from scripts.bench.fair import watch_precision
 
 
@@ -31,7 +30,6 @@ class Task:
     global_size: int
     micro_size: int
     workers: int
-    prefetch: int
     total: int
     warmup: int
     floor: float
@@ -42,10 +40,6 @@ class Task:
     clip: float
     precision: str  # "bf16" or "fp32"; weights and moments are FP32
     compile: bool = False  # each block
-
-    @property
-    def is_bf16(self) -> bool:
-        return self.precision == "bf16"
 
     @property
     def tokens_per_step(self) -> int:
@@ -91,16 +85,8 @@ def build_model(task: Task, device: torch.device) -> Decoder:
     model = Decoder(task.shape)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            rule = initial_rule(name, task.shape)
-            values = initial_range(
-                name=name,
-                shape=tuple(parameter.shape),
-                std=rule.std,
-                ones=rule.ones,
-                seed=task.seed,
-                start=0,
-                count=parameter.numel(),
-            )
+            std, size = initial_std(name, task.shape), parameter.numel()
+            values = initial_range(name, parameter.shape, std, seed=task.seed, start=0, count=size)
             parameter.copy_(values.view_as(parameter))
     if task.compile:
         for block in model.blocks:
@@ -119,12 +105,6 @@ def build_optimizer(task: Task, model: torch.nn.Module) -> torch.optim.AdamW:
         {"params": others, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=task.lr, betas=task.betas, eps=task.eps, fused=True)
-
-
-def build_schedule(
-    task: Task, optimizer: torch.optim.Optimizer
-) -> torch.optim.lr_scheduler.LambdaLR:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, task.rate)
 
 
 class _MicroBatches(Dataset[torch.Tensor]):
@@ -146,39 +126,14 @@ class _MicroBatches(Dataset[torch.Tensor]):
         return torch.from_numpy(rows.astype(np.int64))
 
 
-class _From(SequentialSampler):
-    def __init__(self, dataset: _MicroBatches, first: int) -> None:
-        super().__init__(dataset)
-        self._first = first
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self._first, len(self.data_source)))
-
-
-def _named(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {"tokens": tokens}
-
-
 def build_loader(
-    task: Task,
-    *,
-    rank: int,
-    world_size: int,
-    pin: bool = False,
-    first_step: int = 0,
-    as_mapping: bool = False,
+    task: Task, *, rank: int, world_size: int, pin: bool = False
 ) -> DataLoader[torch.Tensor]:
-    """This rank's micro-batches from ``first_step`` on, loaded ahead.
-
-    ``as_mapping`` gives each as ``{"tokens": ...}``.
-    """
-    dataset = _MicroBatches(task, rank, world_size)
+    """This rank's micro-batches, loaded ahead."""
     return DataLoader(
-        dataset,
+        _MicroBatches(task, rank, world_size),
         batch_size=None,
-        sampler=_From(dataset, first_step * task.num_micro_batches(world_size)),
         num_workers=task.workers,
-        prefetch_factor=task.prefetch if task.workers else None,
+        prefetch_factor=2 if task.workers else None,
         pin_memory=pin,
-        collate_fn=_named if as_mapping else None,
     )

@@ -2,8 +2,7 @@
 
 Whatever disturbs the machine then disturbs both, and the ratio is taken turn by turn. In every
 other turn the passenger comes first: what a block leaves behind (a warm cache, a hot chip) does not
-always fall on the same side. The loop that drives may be a framework's own: it calls
-:meth:`Turns.after_step` from a callback.
+always fall on the same side.
 """
 
 from __future__ import annotations
@@ -82,13 +81,18 @@ class Turns:
         self._has_begun = False
         self._ahead: float | None = None  # the passenger's block of the next pair
 
-    def after_step(self, loss: torch.Tensor | None = None) -> bool:
+    def drive(self, step: Callable[[], object]) -> None:
+        """Take the driver's steps until all is measured; they may return its loss."""
+        while not self.after_step(step()):
+            pass
+
+    def after_step(self, loss: object = None) -> bool:
         """The driver has taken a step; True when all is measured and it must end.
 
         Args:
             loss: its mean cross-entropy on this rank; the first ones are kept.
         """
-        if loss is not None and len(self._losses) < _KEPT_LOSSES:
+        if isinstance(loss, torch.Tensor) and len(self._losses) < _KEPT_LOSSES:
             self._losses.append(loss.detach().float().reshape(()))
         if not self._has_begun:  # the first step makes optimizer state and starts loaders
             self._has_begun = True

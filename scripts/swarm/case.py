@@ -41,8 +41,9 @@ class Case:
 
     Args:
         model: traits of :class:`scripts.swarm.guests.Net`; none: the runner's own decoder.
-        data: ``synthetic``, ``own``, ``augmented``, ``packed``, ``text``, ``mixture`` (sources of
-            one level) or ``levels`` (sources that differ in how well they can be learnt). In a
+        data: ``synthetic``, ``own``, ``augmented``, ``packed``, ``text``, ``texts`` (a mixture,
+            whose tokens each start may have to make), ``mixture`` (sources of one level) or
+            ``levels`` (sources that differ in how well they can be learnt). In a
             loop: ``list``, ``own`` (iterable), ``windows`` (drawn from the process's generator),
             ``shuffled`` (a DataLoader) or ``sampler`` (our Sampler).
         units: the loss is this many times what it would be, as are the guard's limits.

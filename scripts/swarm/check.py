@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from runner.fault.spec import Fault, parse_faults
-from runner.system.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_HALTED
+from runner.system.error import EXIT_CONFIG, EXIT_DONE, EXIT_HALTED
 from scripts.swarm.case import Case, as_told
 from scripts.swarm.check_loop import check_loop, check_script
-from scripts.swarm.command import BATCH, STEPS
+from scripts.swarm.command import BATCH, STEPS, layout_of
 from scripts.swarm.output import TRACEBACK, own, tail
 from scripts.swarm.play import Counter, Played, crashes, journal, play, positions
 from scripts.swarm.twins import Leg, Twins
@@ -36,7 +36,8 @@ def check(case: Case, folder: Path, twins: Twins, shared: Path, counter: Counter
     """Play the case and say what is wrong with it; an empty list is a pass."""
     if not case.is_runner:
         return (check_loop if case.where == "loop" else check_script)(case, folder, counter)
-    played = play(case, folder / "run", shared, counter, lambda _: [])
+    cache = f"data.cache={folder / 'cache'}"
+    played = play(case, folder / "run", shared, counter, lambda _: [cache])
     wrong = [*_ends(case, played), *_stops(case, played)]
     if wrong or played.last.code == EXIT_CONFIG:
         return wrong
@@ -82,7 +83,9 @@ def _stops(case: Case, played: Played) -> Iterator[str]:
             yield f"lost: asked to stop at {case.breaks[number].at}: {tail(start.text)}"
         if not start.summary:
             continue
-        if case.breaks[number].at.partition(":")[0] in ("start", "finish") or crashes(case):
+        if case.breaks[number].at.partition(":")[0] in ("start", "tokenise", "finish") or crashes(
+            case
+        ):
             continue
         status = start.summary.get("status")
         if status == "preempted" and "saved at step" not in str(start.summary.get("reason")):
@@ -103,6 +106,10 @@ def _named(case: Case, played: Played) -> Iterator[str]:
     if case.sick:
         allowed.add("hardware, sticky")
         ranks |= {int(rank) for rank in case.sick.partition("ranks=")[2].split("+")}
+    if any(layout_of(case, start)[0] == "hsdp" for start in range(len(played.starts))):
+        # An update that is not element by element carries a spoilt part into the whole copy.
+        spoilt = {f.rank for f in _faults(case) if f.kind == "spoil_state" and f.rank is not None}
+        ranks |= {rank ^ 1 for rank in spoilt}
     for line in journal(played.out):
         cause = (line.get("detail") or {}).get("cause")
         if not isinstance(cause, dict):
@@ -190,27 +197,51 @@ def _is_compared(case: Case, played: Played) -> bool:
 
 def _legs(case: Case, played: Played) -> list[Leg] | None:
     """Starts whose settings differ from the one before, and how far each is to go."""
-    resumed = [line["step"] for line in journal(played.out) if line["kind"] == "start"]
+    lines = journal(played.out)
+    # What each start went on from: that of the next one, where it ended before it was journalled.
+    resumed = [line["step"] for line in lines if line["kind"] == "start"]
+    begun = [not _is_preparing(case, played, number) for number in range(len(played.starts))]
     legs = [Leg(0, STEPS, STEPS)]
     for number, one in enumerate(case.breaks, start=1):
         if number >= len(played.starts) or not (one.ranks or one.engine or one.weights):
             continue
-        if len(resumed) != len(played.starts):
-            return None  # a start ended before it was journalled
-        at = resumed[number]
+        if len(resumed) != sum(begun):
+            return None  # another start ended before it was journalled
+        journalled = sum(begun[:number])
+        at = resumed[journalled]
         if at == 0 and one.weights:
             return None
-        back = [line for line in journal(played.out) if line["kind"] == "rollback"]
-        if back or any(step < at for step in resumed[number + 1 :]):
+        back = [line for line in lines if line["kind"] == "rollback"]
+        if back or any(step < at for step in resumed[journalled + 1 :]):
             return None
         # New weights hold from where the run had got, which may be behind the checkpoint.
         reached = max(at, played.starts[number - 1].steps) if one.weights else at
+        if one.weights and _is_found_again(played, journalled, reached):
+            return None
         legs[-1] = Leg(legs[-1].start, at, reached)
         legs = [leg for leg in legs if leg.stop > 0]
         if legs and legs[-1].stop <= (legs[-2].stop if len(legs) > 1 else 0):
             legs.pop()
         legs.append(Leg(number, STEPS, STEPS))
     return legs
+
+
+def _is_preparing(case: Case, played: Played, start: int) -> bool:
+    """Whether a start was ended while its data was prepared."""
+    return bool(played.starts[start].broken) and case.breaks[start].at.startswith("tokenise:")
+
+
+def _is_found_again(played: Played, start: int, reached: int) -> bool:
+    """Whether a start with new weights skips what the one before had passed with the old ones.
+
+    A twin that is told of it beforehand gets its new weights from behind it.
+    """
+    lines = journal(played.out)
+    starts = [index for index, line in enumerate(lines) if line["kind"] == "start"]
+    return any(
+        line["kind"] in ("discard", "redo") and line["step"] <= reached
+        for line in lines[starts[start] :]
+    )
 
 
 def counted(out: Path) -> dict[int, dict[str, Any]]:

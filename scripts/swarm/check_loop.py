@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 
-from runner.system.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_HALTED, EXIT_PREEMPTED
+from runner.system.error import EXIT_CONFIG, EXIT_DONE, EXIT_HALTED, EXIT_PREEMPTED
 from scripts.swarm.case import Case
 from scripts.swarm.loop import EVERY
 from scripts.swarm.output import tail

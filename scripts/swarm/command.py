@@ -11,12 +11,10 @@ from scripts.swarm.case import Case
 STEPS, BATCH, SEQ_LEN = 30, 8, 16
 MIXED = ("code", "talk", "web")
 _LEVELS = {"mixture": (0.2, 0.2, 0.2), "levels": (0.0, 0.2, 1.0)}
+MIXTURES = ("texts", *_LEVELS)
 _WEIGHTS = (1.0, 1.0, 1.0)
 # In nats: wider than the defaults, because the loss of eight short sequences is a noisy number.
-_LIMITS = {
-    **{"loss_floor": 1.0, "pair_floor": 1.0, "drift_slack": 0.5, "drift_nats": 15.0},
-    "drift_rise": 1.0,
-}
+_LIMITS = {"loss_floor": 1.6, "drift_nats": 15.0}
 _RATES = {"adamw": 1e-2, "sgd": 0.5, "lion": 2e-3, "muon": 1e-2, "adafactor": 5e-2}
 _ALIKE = (
     *(f"steps={STEPS}", f"schedule.total={STEPS}", "schedule.warmup=3", "eval.samples=24"),
@@ -43,7 +41,7 @@ def layout_of(case: Case, start: int) -> tuple[str, int]:
 def overrides(case: Case, folder: Path, start: int = 0) -> list[str]:
     """
     Args:
-        folder: for what several runs share: a text, the cache.
+        folder: for what several runs share: texts.
         start: number of this start of the run.
     """
     engine, _ = layout_of(case, start)
@@ -51,7 +49,7 @@ def overrides(case: Case, folder: Path, start: int = 0) -> list[str]:
     words += [f"compute.precision={'bf16' if engine.startswith('zero') else case.precision}"]
     if engine == "hsdp":
         words.append("parallel.shard_size=2")
-    words += [f"data.cache={folder / 'cache'}", f"data.workers={case.workers}"]
+    words += [f"data.workers={case.workers}"]
     words += [f"optim={case.optim}", f"optim.lr={_RATES[case.optim]}", "optim.weight_decay=0.1"]
     if case.optim == "adafactor":
         words.remove("optim.weight_decay=0.1")
@@ -74,21 +72,28 @@ def _data(case: Case, folder: Path, start: int) -> list[str]:
         return ["data.vocab_size=32"]
     if case.data == "text":
         return ["data=text", f"data.path={folder / 'text'}"]
-    if case.data in _LEVELS:
-        rows = zip(MIXED, _LEVELS[case.data], weights_of(case, start), strict=True)
+    if case.data in MIXTURES:
+        weights = zip(MIXED, weights_of(case, start), strict=True)
         sources = [
-            f"{{name: {name}, weight: {weight}, arguments: {{level: {level}, salt: {salt}}}}}"
-            for salt, (name, level, weight) in enumerate(rows)
+            f"{{name: {name}, weight: {weight}, {_source(case, folder, salt)}}}"
+            for salt, (name, weight) in enumerate(weights)
         ]
         changed = any(one.weights for one in case.breaks[:start])
         allowed = ["resume.allow=[data.sources]"] if changed else []
-        return [own, f"data.sources=[{', '.join(sources)}]", *allowed]
+        kind = "data=text" if case.data == "texts" else own
+        return [kind, f"data.sources=[{', '.join(sources)}]", *allowed]
     more = {
         "own": [],
         "augmented": ["data.augmented=true"],
         "packed": ["data.short=true", "data.pack=true"],
     }[case.data]
     return [own, *more]
+
+
+def _source(case: Case, folder: Path, number: int) -> str:
+    if case.data == "texts":
+        return f"path: {folder / 'texts' / MIXED[number]}.txt"
+    return f"arguments: {{level: {_LEVELS[case.data][number]}, salt: {number}}}"
 
 
 def _watched(case: Case) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from runner.fault.spec import parse_faults
 from scripts.swarm.case import Break, Case
-from scripts.swarm.command import BATCH, STEPS
+from scripts.swarm.command import BATCH, MIXTURES, STEPS
 
 _PARTS = ("dropout", "batchnorm", "eval_norm", "eval_drop", "tied", "frozen", "half")
 _LOOP_PARTS = ("dropout", "batchnorm", "eval_norm", "eval_drop", "tied", "frozen")
@@ -47,7 +47,7 @@ def _runner(dice: random.Random) -> Case:
     if model and engine.startswith("zero"):
         model = ()
     data = dice.choice(("synthetic", "synthetic", "own", "augmented", "packed", "text",
-                        "mixture", "levels", "levels"))  # fmt: skip
+                        "texts", "mixture", "levels", "levels"))  # fmt: skip
     if model and data in ("packed", "synthetic"):
         data = "own"
     case = Case(
@@ -162,7 +162,9 @@ def _break(dice: random.Random, case: Case) -> Break:
     if dice.random() < 0.3 and not case.engine.startswith("zero"):
         engine, ranks = dice.choice(_LAYOUTS)
         one = replace(one, engine=engine, ranks=ranks)
-    if case.data in ("mixture", "levels") and dice.random() < 0.6:
+    if case.data == "texts" and dice.random() < 0.5:
+        return replace(one, at=f"tokenise:{dice.randint(1, 3)}")
+    if case.data in MIXTURES and dice.random() < 0.6:
         # New weights are settled where the run had got, so mostly between two checkpoints.
         at = f"step:{dice.choice(_steps(dice, case))}" if dice.random() < 0.7 else one.at
         how = "kill" if dice.random() < 0.7 else one.how

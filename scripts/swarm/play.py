@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runner.system.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_HALTED, EXIT_NO_CHECKPOINT
+from runner.system.error import EXIT_CONFIG, EXIT_DONE, EXIT_HALTED, EXIT_NO_CHECKPOINT
 from scripts.swarm.case import Break, Case
 from scripts.swarm.command import layout_of, overrides
 from tests import warm
@@ -28,6 +28,13 @@ LIMIT_SECONDS = 240.0
 _MOST_STARTS = 8
 _SLOW_SECONDS, _GRACE_SECONDS = 1.5, 6
 _FINAL = (EXIT_DONE, EXIT_CONFIG, EXIT_HALTED, EXIT_NO_CHECKPOINT)
+# How a device computes wrongly, see tests/ill.py; the sum is wrong on all ranks alike.
+_ILLS: dict[str, dict[str, Any]] = {
+    "noise": {"how": "moved", "site": "embedding"},
+    "gradient": {"how": "gradient far", "site": "embedding"},
+    "pattern": {"how": "lost", "site": "embedding", "rows": "7x2"},
+    "sum": {"how": "sum"},
+}
 _SIGNALS = {"term": signal.SIGTERM, "int": signal.SIGINT}
 
 
@@ -133,8 +140,9 @@ def _start(
     counter.add()
     ranks = layout_of(case, number)[1]
     mark = out.parent / f"{out.name}-mark-{number}"
-    asked = _asked(case, one, mark)
-    env = {"SWARM": json.dumps(asked), "HOLDFAST_MEMORY_DIR": str(memory)}
+    env = {"SWARM": json.dumps(_asked(one, mark)), "HOLDFAST_MEMORY_DIR": str(memory)}
+    if case.sick:
+        env["ILL"] = json.dumps([_ill(case.sick)])
     if case.late_copies:
         env[warm.LATE_COPIES] = "1"
     if case.flaky:
@@ -146,17 +154,19 @@ def _start(
     return _awaited(started, broken, lambda: metrics_step(out), out / "summary.json")
 
 
-def _asked(case: Case, one: Break | None, mark: Path) -> dict[str, Any]:
-    asked: dict[str, Any] = {}
-    if case.sick:
-        how, step, ranks = re.fullmatch(r"(\w+)@step=(\d+),ranks=([\d+]+)", case.sick).groups()  # type: ignore[union-attr]
-        asked["sick"] = [how, int(step), [int(rank) for rank in ranks.split("+")]]
-    if one is not None:
-        phase, _, count = one.at.partition(":")
-        asked["mark"] = [phase, int(count), str(mark)]
-        if phase in ("evaluate", "explain"):
-            asked["slow"] = _SLOW_SECONDS
-    return asked
+def _ill(sick: str) -> dict[str, Any]:
+    """As tests/ill.py takes it."""
+    how, step, ranks = re.fullmatch(r"(\w+)@step=(\d+),ranks=([\d+]+)", sick).groups()  # type: ignore[union-attr]
+    of = [] if how == "sum" else [int(rank) for rank in ranks.split("+")]
+    return {**_ILLS[how], "at": int(step), "ranks": of}
+
+
+def _asked(one: Break | None, mark: Path) -> dict[str, Any]:
+    if one is None:
+        return {}
+    phase, _, count = one.at.partition(":")
+    is_slow = phase in ("evaluate", "explain")
+    return {"mark": [phase, int(count), str(mark)], "slow": _SLOW_SECONDS if is_slow else 0.0}
 
 
 def _deliver(started: Started, one: Break, mark: Path, dice: random.Random) -> str:

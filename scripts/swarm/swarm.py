@@ -19,6 +19,7 @@ from typing import Any
 
 from scripts.swarm.case import Case, simpler, size
 from scripts.swarm.check import check, kind_of
+from scripts.swarm.command import MIXED
 from scripts.swarm.draw import draw
 from scripts.swarm.play import Counter
 from scripts.swarm.twins import Twins
@@ -46,6 +47,9 @@ class Bench:
         self.shared = folder / "shared"
         (self.shared / "text").mkdir(parents=True)
         (self.shared / "text" / "a.txt").write_text(_TEXT)
+        (self.shared / "texts").mkdir()
+        for number, name in enumerate(MIXED):
+            (self.shared / "texts" / f"{name}.txt").write_text(_TEXT[number:] + name)
         self._twins = Twins(folder / "twins", self.shared, self.counter)
         self._number = 0
         self._lock = threading.Lock()

@@ -58,6 +58,7 @@ class Twins:
             one = replace(case, engine=engine, ranks=ranks, breaks=before)
             for steps in sorted({stop, reached}):
                 words = [*told(skipped), f"steps={steps}", "resume.allow=[data.sources]"]
+                words.append(f"data.cache={self._folder / 'cache'}")
                 shutil.rmtree(out.parent / f"{out.name}-memory", ignore_errors=True)
                 played = _play_once(one, out, self._shared, self._counter, start, words)
             for folder in (out / "ring").glob("*-step-*"):

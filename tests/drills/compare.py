@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +13,7 @@ import pytest
 
 from runner.data.cursor import SampleStream
 from runner.data.permutation import held_out
-from tests.run import Result
+from tests.run import Result, finish, metrics_step, skip_override, start
 
 # The defaults of runner/config/schema.py and tests/run.py's TINY.
 SAMPLES, SEED, HELD_OUT, BATCH = 100_000, 0, 0.01, 32
@@ -52,19 +55,19 @@ def differing(run: Result, other: Result) -> str:
 def assert_every_sample_once(run: Result, *, samples: int = SAMPLES, batch: int = BATCH) -> None:
     """Each training sample before the end is in exactly one step that counts, or skipped."""
     cursor = run.summary["cursor"]
-    stream = SampleStream(
+    stream = SampleStream.of_one(
         num_samples=samples, seed=SEED, held_out_share=HELD_OUT, global_size=batch
     )
     positions = np.arange(cursor, dtype=np.int64)
     readable = ~held_out(stream.indices(positions), share=HELD_OUT)
-    for start, stop in run.summary["skipped"]:
-        readable[start:stop] = False
+    for first, stop in run.summary["skipped"]:
+        readable[first:stop] = False
     used = np.zeros(cursor, dtype=np.int64)
     for step, line in run.counted().items():
-        start, stop = line["samples"]
-        count = int(readable[start:stop].sum())
-        assert count == batch, f"step {step} read {count} samples of {start}-{stop}\n{run.tail}"
-        used[start:stop] += readable[start:stop]
+        first, stop = line["samples"]
+        count = int(readable[first:stop].sum())
+        assert count == batch, f"step {step} read {count} samples of {first}-{stop}\n{run.tail}"
+        used[first:stop] += readable[first:stop]
     wrong = positions[used != readable]
     assert not len(wrong), f"not used exactly once: {wrong[:20]}\n{run.tail}"
     assert len(run.counted()) == run.summary["steps"]
@@ -95,3 +98,47 @@ def same_rates(run: Result, other: Result) -> bool:
 
 def in_order(run: Result) -> list[dict[str, Any]]:
     return [line for _, line in sorted(run.counted().items())]
+
+
+# What is broken, and what the run must end like
+
+
+def assert_as_if_never_there(
+    folder: Path, how: Sequence[str], bad: str, *, ranks: int = 2
+) -> Result:
+    """A run with bad samples ends as the one that was told never to read what it skipped."""
+    poisoned = finish(folder / "poisoned", *how, bad, ranks=ranks)
+    assert poisoned.journal("rollback"), poisoned.tail
+    skip = skip_override(poisoned.summary["skipped"])
+    never = finish(folder / "never", *how, skip, ranks=ranks)
+    assert not never.journal("discard"), never.tail
+    assert_same_end(poisoned, never)
+    return poisoned
+
+
+def assert_killed_is_as_not(
+    folder: Path, how: Sequence[str], *, at: int, ranks: int = 2, gone: Path | None = None
+) -> Result:
+    """All of a run is killed once it is at step ``at``; the same command goes on.
+
+    Args:
+        gone: a folder that was needed at the first start only.
+
+    Returns:
+        the run in peace.
+    """
+    whole = finish(folder / "whole", *how, ranks=ranks)
+    killed = start(folder / "killed", *how, ranks=ranks)
+    killed.until(lambda out: metrics_step(out) >= at)
+    killed.kill()
+    if gone is not None:
+        shutil.rmtree(gone)
+    assert_same_run(finish(folder / "killed", *how, ranks=ranks), whole)
+    return whole
+
+
+def in_turns(out: Path, how: Sequence[str], *turns: tuple[int, int]) -> Result:
+    """A run on changing numbers of ranks: (up to which step, ranks)."""
+    for steps, ranks in turns:
+        run = finish(out, *how, f"steps={steps}", ranks=ranks)
+    return run

@@ -19,7 +19,7 @@ import os, sys, time
 from pathlib import Path
 
 from runner.__main__ import main
-from runner.data import cache
+from runner.data import text as cache
 from runner.health.leave import leave
 
 build, batches = cache._build, cache._batches

@@ -86,18 +86,6 @@ def test_without_its_marker_it_was_never_there(
     assert_same_run(again, clean_alone)
 
 
-@pytest.mark.full
-def test_two_of_three_damaged(tmp_path: Path, part: Result, clean_alone: Result) -> None:
-    out = tmp_path / "run"
-    shutil.copytree(part.out, out)
-    flip_a_byte(newest(out) / "manifest.json")
-    truncate(newest(out, 2) / "rank-00000.bin")
-    again = finish(out, ranks=0)
-    assert len(again.journal("checkpoint_damaged")) == 2, again.tail
-    assert again.journal("start")[-1]["step"] == 20
-    assert_same_run(again, clean_alone)
-
-
 def test_slots_mixed_up(tmp_path: Path, part: Result, clean_alone: Result) -> None:
     """Shards swapped between two slots, a slot doubled, one elsewhere, and the clock set back."""
     out = tmp_path / "run"

@@ -12,7 +12,7 @@ import pytest
 
 from runner.__main__ import main
 from runner.command import demo
-from runner.system.exit_codes import EXIT_CRASH
+from runner.system.error import EXIT_CRASH
 from tests.run import finish
 
 ROOT = Path(__file__).parents[2]

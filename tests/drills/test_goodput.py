@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from runner.run_dir.time_account import KINDS, account
-from runner.tools.measured_costs import measured
-from runner.tools.report.run_reader import RunReader
-from runner.tools.report.run_status import run_status
+from runner.tools.goodput import measured
+from runner.tools.report.run_reader import RunReader, RunStatus
 from tests.run import finish, read_lines, train
 
 FAULTS = "faults=[poison@samples=700-790,kill@step=45,rank=1]"
@@ -62,7 +61,7 @@ def test_the_time_of_a_rollback_and_a_restart_is_accounted(tmp_path: Path) -> No
     assert asked["time"] == pytest.approx(kinds, abs=0.005)
     reader = RunReader(out)
     reader.update()
-    assert run_status(reader).restarts == 1
+    assert RunStatus(reader).restarts == 1
     assert reader.fold.account.idle_seconds > idle
     # What plan --run takes from it.
     found = {name: value.number for name, value in measured(out, journal).items()}

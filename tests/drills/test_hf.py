@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from runner.__main__ import main
 from runner.config.compose import compose
 from runner.session import parts
+from runner.session.corpus import open_dataset
 from tests import hf_folder
-from tests.drills.compare import assert_same_end, assert_same_run
-from tests.run import TWO_LAYERS, Result, finish, metrics_step, skip_override, start, train
+from tests.drills.compare import assert_as_if_never_there, assert_killed_is_as_not
+from tests.run import TWO_LAYERS, Result, finish, train
 
 for package in ("transformers", "datasets", "peft"):
     pytest.importorskip(package)
@@ -56,7 +56,7 @@ def ours(run: Result, told: list[str], tmp_path: Path) -> Any:
     plain = tmp_path / "plain"
     assert main(["export", str(run.out), str(plain)]) == 0
     config = compose([f"out={run.out}", *told])
-    dataset = parts.open_dataset(config)
+    dataset = open_dataset(config)
     blueprint = parts.blueprint(config, dataset, run.out / "pretrained")
     network = blueprint.made().eval()
     missing, unexpected = network.load_state_dict(load_file(plain / "model.safetensors"), False)
@@ -206,16 +206,8 @@ def test_poisoned_as_told_and_killed_as_not(
 ) -> None:
     told = ["model=hf", f"model.path={folder}", *SYNTHETIC, f"parallel={engine}", *SHORT]
     told += [more] if more else []
-    poisoned = finish(tmp_path / "poisoned", *told, "faults=[poison@samples=420-470]")
-    assert poisoned.journal("rollback") or poisoned.journal("discard"), poisoned.tail
-    skip = skip_override(poisoned.summary["skipped"])
-    assert_same_end(poisoned, finish(tmp_path / "never", *told, skip))
-    whole = finish(tmp_path / "whole", *told)
-    killed = start(tmp_path / "killed", *told)
-    killed.until(lambda out: metrics_step(out) >= 14)
-    killed.kill()
-    shutil.rmtree(folder)
-    assert_same_run(finish(tmp_path / "killed", *told), whole)
+    assert_as_if_never_there(tmp_path, told, "faults=[poison@samples=420-520]")
+    assert_killed_is_as_not(tmp_path, told, at=14, gone=folder)
 
 
 @pytest.mark.full
@@ -225,17 +217,10 @@ def test_a_mixture_of_experts_is_a_guest_like_others(tmp_path: Path, engine: str
     folder = hf_folder.experts(tmp_path / "model")
     settings = ["model=hf", f"model.path={folder}", "model.init=random", *SYNTHETIC]
     settings += [f"parallel={engine}", *SHORT]
-    poisoned = finish(tmp_path / "poisoned", *settings, "faults=[poison@samples=420-470]")
-    assert poisoned.journal("rollback") or poisoned.journal("discard"), poisoned.tail
-    skip = skip_override(poisoned.summary["skipped"])
-    assert_same_end(poisoned, finish(tmp_path / "never", *settings, skip))
-    whole = finish(tmp_path / "whole", *settings)
+    assert_as_if_never_there(tmp_path, settings, "faults=[poison@samples=420-520]")
+    whole = assert_killed_is_as_not(tmp_path, settings, at=14)
     losses = [line["loss"] for line in whole.metrics()]
     assert losses[-1] < losses[0] - 0.1, losses
-    killed = start(tmp_path / "killed", *settings)
-    killed.until(lambda out: metrics_step(out) >= 14)
-    killed.kill()
-    assert_same_run(finish(tmp_path / "killed", *settings), whole)
     assert main(["export", str(whole.out), str(tmp_path / "weights")]) == 0
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runner.policy.retention.records import Record, State
-from runner.train.best import BestCheckpoint, held_out_losses
+from runner.train.save_schedule import BestCheckpoint, held_out_losses
 from tests.run import Result, train
 
 # A rate that first learns and then destroys.

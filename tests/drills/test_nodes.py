@@ -162,26 +162,10 @@ def test_a_lost_node_is_done_without_and_taken_back(
 
 @pytest.mark.twin
 @pytest.mark.full
-def test_a_cut_link_is_noticed_within_the_configured_seconds(
+def test_a_cut_link_is_noticed_and_one_that_heals_brings_the_node_back(
     network: Network, job: Callable[..., Job], clean: Result
 ) -> None:
     """Nobody is told: packets vanish. The node cut off must not go on for itself."""
-    elastic = job(SLOW, f"parallel.timeout_seconds={TIMEOUT}")
-    elastic.start("nodeA", "nodeB")
-    elastic.until_step(15)
-    network.cut("nodeB")
-    seconds = elastic.until_world(2, 1, timeout=TIMEOUT + RECOVERY)
-    print(f"link cut, training again after {seconds:.1f} s")
-    network.crash("nodeB")  # for good: it has no other link
-    run = elastic.wait("nodeA")
-    assert_follows(run, clean)
-
-
-@pytest.mark.twin
-@pytest.mark.full
-def test_a_link_that_heals_brings_the_node_back(
-    network: Network, job: Callable[..., Job], clean: Result
-) -> None:
     elastic = job("faults=[slow@step=1-60,seconds=0.6]", f"parallel.timeout_seconds={TIMEOUT}")
     elastic.start("nodeA", "nodeB")
     elastic.until_step(10)

@@ -104,9 +104,12 @@ def test_no_observer_ends_the_run_or_changes_it(
         assert f": not tried: {who}" in line["reason"] and "DrillError" in line["reason"], line
 
 
+NAMED = r"(?:(?:alone|together|add_columns)\(\s*|observer=)\"([\w ]+)\""
+
+
 def test_every_observer_is_in_the_drill() -> None:
     texts = [path.read_text() for path in Path("runner").rglob("*.py")]
-    named = {n for text in texts for n in re.findall(r"(?:alone|together)\(\s*\"([\w ]+)\"", text)}
+    named = {n for text in texts for n in re.findall(NAMED, text)}
     named |= {
         n for text in texts for n in re.findall(r"^\w+ = \"([\w ]+)\"  # the obser", text, re.M)
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -133,30 +132,3 @@ def contents(out: Path) -> dict[str, bytes]:
     for path in (out / "tensorboard").glob("*"):
         found[str(path.relative_to(out))] = path.read_bytes()
     return found
-
-
-@pytest.mark.twin
-@pytest.mark.full  # always with closed pipes: tests/drills/test_output.py
-def test_workers_of_a_killed_launcher_stop_by_themselves(tmp_path: Path, clean: Result) -> None:
-    out = tmp_path / "run"
-    started = running(out, "faults=[slow@step=10-60,seconds=0.5]")
-    os.kill(started.process.pid, signal.SIGKILL)
-    began = time.monotonic()
-    while left_behind(out) and time.monotonic() < began + 100:
-        time.sleep(0.05)
-    seconds = time.monotonic() - began
-    print(f"gone after {seconds:.1f} s")
-    assert not left_behind(out)
-    again = finish(out)
-    (crash,) = again.journal("crash")
-    assert "launcher" in crash["reason"], crash
-    assert_same_run(again, clean)
-
-
-@pytest.mark.full
-def test_the_owner_is_written_down(tmp_path: Path) -> None:
-    run = finish(tmp_path / "run", "steps=10", ranks=0)
-    claim = json.loads((run.out / "incarnation" / "000001.json").read_text())
-    assert {"host", "pid", "boot", "started", "job", "time"} <= claim.keys()
-    assert run.summary["incarnation"] == 1
-    assert finish(run.out, "steps=12", "schedule.total=10").summary["incarnation"] == 2

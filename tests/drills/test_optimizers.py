@@ -10,13 +10,14 @@ from safetensors.torch import load_file
 
 from runner.command.export import export_command
 from tests.drills.compare import (
+    assert_as_if_never_there,
     assert_every_sample_once,
     assert_follows,
-    assert_same_end,
-    assert_same_run,
+    assert_killed_is_as_not,
+    in_turns,
 )
 from tests.drills.test_guests import POISON, SHORT
-from tests.run import Result, finish, metrics_step, skip_override, start, train
+from tests.run import Result, finish, train
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 FULL = pytest.mark.full
@@ -42,8 +43,6 @@ OPTIMIZERS = {
     "schedule-free": ("optim._target_=tests.optimizers.ScheduleFree", "optim.lr=1.0"),
 }
 FOREIGN = ("rmsprop", "adafactor", "eight-bit", "schedule-free")
-# tests/drills/test_zero_optimizers.py has one that is always run.
-NAMES = [pytest.param(name, marks=FULL) for name in ("muon", "lion", "sgd", *FOREIGN)]
 OTHERS = ["eight-bit", *(pytest.param(n, marks=FULL) for n in OPTIMIZERS if n != "eight-bit")]
 
 
@@ -51,32 +50,20 @@ def told(name: str, *more: str) -> list[str]:
     return [*SHORT, "parallel=fsdp", *OPTIMIZERS[name], *more]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.full  # tests/drills/test_zero_optimizers.py has one that is always run
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_poison_ends_as_if_it_was_never_there(tmp_path: Path, name: str) -> None:
-    poisoned = finish(tmp_path / "poisoned", *told(name, POISON))
-    assert poisoned.journal("rollback"), poisoned.tail
-    skip = skip_override(poisoned.summary["skipped"])
-    never = finish(tmp_path / "never", *told(name, skip))
-    assert not never.journal("discard"), never.tail
-    assert_same_end(poisoned, never)
-    assert_every_sample_once(poisoned)
+    assert_every_sample_once(assert_as_if_never_there(tmp_path, told(name), POISON))
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_killed_is_as_not_killed_and_ranks_may_change(tmp_path: Path, name: str) -> None:
     short = told(name, "steps=26", "schedule.total=26")
-    whole = finish(tmp_path / "whole", *short)
+    whole = assert_killed_is_as_not(tmp_path, short, at=13)
     assert ("ignores found_inf" in whole.text) == (name in FOREIGN)
     losses = [line["loss"] for line in whole.metrics()]
     assert min(losses[-5:]) < losses[0] - 0.05, "it learns"
-    out = tmp_path / "killed"
-    killed = start(out, *short)
-    killed.until(lambda out: metrics_step(out) >= 13)
-    killed.kill()
-    assert_same_run(finish(out, *short), whole)
-    elastic = tmp_path / "elastic"
-    for steps, ranks in ((8, 2), (17, 1), (26, 3)):
-        run = finish(elastic, *short, f"steps={steps}", ranks=ranks)
+    run = in_turns(tmp_path / "elastic", short, (8, 2), (17, 1), (26, 3))
     assert_every_sample_once(run)
     assert_follows(run, whole)
 

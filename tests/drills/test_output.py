@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from runner.system.exit_codes import EXIT_PREEMPTED
+from runner.system.error import EXIT_PREEMPTED
 from runner.system.process import parent
 from tests import warm
 from tests.run import (
@@ -30,10 +30,8 @@ from tests.run import (
     Result,
     Started,
     command,
-    finish,
     left_behind,
     metrics_step,
-    start,
 )
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -353,22 +351,3 @@ def test_a_crash_is_healed_while_the_reader_sleeps(tmp_path: Path, clean: Result
     (crash,) = run.journal("crash")
     assert crash["ranks"] == [1] and "SIGKILL" in crash["reason"]
     assert run.digest == clean.digest
-
-
-@pytest.mark.twin
-@pytest.mark.full  # tests/mechanism/test_witness.py and test_fence.py have the parts
-def test_a_run_that_hangs_makes_room_for_another(tmp_path: Path, clean: Result) -> None:
-    """Nobody ends it (watchdog.enabled=false), but its heartbeat stops."""
-    out = tmp_path / "run"
-    limits = ("watchdog.floor_seconds=1", "watchdog.factor=2", "watchdog.slow_seconds=4")
-    hangs = ("faults=[hang@step=25,rank=1]", "watchdog.enabled=false", "preempt.grace_seconds=2")
-    first = start(out, *limits, *hangs)
-    try:
-        first.until(lambda out: metrics_step(out) >= 24)
-        second = finish(out, "resume.stale_seconds=5")
-        assert "gave no sign of movement for 5 s" in second.text
-        assert second.digest == clean.digest
-        assert first.wait(60).code != 0, "it was told that it owns nothing any more"
-    finally:
-        first.kill()
-        first.process.wait()

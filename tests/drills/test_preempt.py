@@ -30,29 +30,6 @@ def stopped(
     return started.wait()
 
 
-@pytest.mark.parametrize(
-    ("number", "rank"),
-    [
-        pytest.param(signal.SIGUSR1, 1, marks=pytest.mark.full),
-        # Always after several steps in flight: tests/drills/test_late.py.
-        pytest.param(signal.SIGTERM, 0, marks=pytest.mark.full),
-        pytest.param(signal.SIGINT, 1, marks=pytest.mark.full),
-    ],
-)
-def test_one_rank_is_asked(tmp_path: Path, clean: Result, number: int, rank: int) -> None:
-    out = tmp_path / "run"
-    asked = stopped(out, number=number, rank=rank)
-    assert asked.summary["status"] == "preempted" and asked.summary["exit_code"] == 75, asked.tail
-    name = signal.Signals(number).name
-    assert f"rank {rank}: {name}" in asked.summary["reason"], asked.summary["reason"]
-    saved = asked.summary["steps"]
-    assert f"saved at step {saved}" in asked.summary["reason"]
-    again = finish(out)
-    assert again.journal("start")[-1]["step"] == saved, again.tail
-    assert not again.journal("crash"), again.tail
-    assert_same_run(again, clean)
-
-
 def test_a_scheduler_asks_every_process(tmp_path: Path, clean: Result) -> None:
     """The loading processes too, and the launcher last, as scancel does it."""
     out = tmp_path / "run"

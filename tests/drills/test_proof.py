@@ -123,7 +123,7 @@ if __name__ == "__main__":
 # What is read back of the last checkpoint is not what was written, so many times.
 DAMAGED = """
 from runner.checkpoint.disk import tier as disk_tier
-from runner.fault.damage import flip_bit
+from runner.fault.wrap import flip_bit
 verify, times = disk_tier.verify_files, [TIMES]
 
 def damaging(entry, names, *, finite, **more):

@@ -9,6 +9,7 @@ import pytest
 from runner.config.compose import compose
 from runner.policy.decision.skip_ledger import Ledger
 from runner.session import parts
+from runner.session.corpus import open_dataset, sample_stream
 from tests.reference import Reference
 from tests.run import TINY, TWO_LAYERS, finish
 
@@ -36,8 +37,8 @@ SETTINGS = (
 def test_a_run_trains_as_the_formulas_say(tmp_path: Path, ranks: int) -> None:
     run = finish(tmp_path / "run", *SETTINGS, ranks=ranks)
     config = compose([*TINY, *SETTINGS])
-    dataset = parts.open_dataset(config)
-    stream, cursor = parts.sample_stream(config, dataset), 0
+    dataset = open_dataset(config)
+    stream, cursor = sample_stream(config, dataset), 0
     reference = Reference(config, parts.model_shape(config, dataset), dataset, ranks or 1)
     lines = run.counted()
     assert sorted(lines) == list(range(1, 17)), run.tail

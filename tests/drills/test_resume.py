@@ -29,19 +29,6 @@ def discarding(runs: Path) -> Result:
 
 @pytest.mark.twin
 @pytest.mark.full
-def test_a_killed_rank(tmp_path: Path, clean: Result) -> None:
-    kills = "faults=[kill@step=18,rank=0,kill@step=47,rank=1]"
-    for _ in range(2):
-        killed = train(tmp_path / "run", kills)
-        assert killed.code != 0 and "SIGKILL" in killed.text, killed.tail
-    again = finish(tmp_path / "run", kills)
-    assert again.summary["restarts"] == 2
-    assert_same_run(again, clean)
-    assert_every_sample_once(again)
-
-
-@pytest.mark.twin
-@pytest.mark.full
 def test_killed_one_step_after_a_discard(tmp_path: Path, discarding: Result) -> None:
     """The discards are known from the journal then; they are not computed again."""
     faults = f"faults=[{NAN_TWICE},kill@step=26,rank=1,kill@step=46,rank=0]"
@@ -153,18 +140,6 @@ def test_killed_in_the_middle_of_trouble(
     assert again.summary["discarded_steps"] == poisoned.summary["discarded_steps"]
     assert_same_end(again, poisoned)
     assert_every_sample_once(again)
-
-
-@pytest.mark.full  # always on two ranks: tests/drills/test_precision.py
-def test_a_longer_run_of_the_same_schedule_is_the_same_run(
-    tmp_path: Path, clean_alone: Result
-) -> None:
-    for steps in (25, 60):
-        again = finish(tmp_path / "run", f"steps={steps}", "schedule.total=60", ranks=0)
-    assert_same_run(again, clean_alone)
-    done = finish(tmp_path / "run", "schedule.total=60", ranks=0)
-    assert done.digest == clean_alone.digest, "nothing is left to do"
-    assert len(done.metrics()) == 60
 
 
 def has_journalled(kind: str, count: int) -> Callable[[Path], bool]:

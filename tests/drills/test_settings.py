@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -113,47 +111,7 @@ def test_a_file_cut_short_while_training(tmp_path: Path) -> None:
     assert_same_run(again, untouched)
 
 
-# -- asked to stop
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("rank", [0, 1])
-def test_sigterm_to_one_worker(tmp_path: Path, clean: Result, rank: int) -> None:
-    slow = "faults=[slow@step=20-60,seconds=0.25]"
-    started = start(tmp_path / "run", slow)
-    started.until(lambda out: metrics_step(out) >= 23)
-    [worker] = [pid for pid in started.workers() if rank_of(pid) == rank]
-    os.kill(worker, signal.SIGTERM)
-    stopped = started.wait(timeout=60)
-    summary = stopped.summary
-    assert (summary["status"], summary["exit_code"]) == ("preempted", 75), stopped.tail
-    assert 23 <= summary["steps"] < 60
-    assert list((stopped.out / "ring").glob(f"*-step-{summary['steps']:08d}/COMMITTED"))
-    again = finish(tmp_path / "run")
-    assert again.journal("start")[-1]["step"] == summary["steps"], "nothing is done twice"
-    assert_same_run(again, clean)
-
-
-def rank_of(pid: int) -> int:
-    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return int(next(v for v in variables if v.startswith(b"RANK=")).removeprefix(b"RANK="))
-
-
 # -- nowhere to save
-
-
-@pytest.mark.full  # always: tests/drills/test_disk.py, a ring that cannot be written
-def test_a_save_that_fails_is_an_incident(tmp_path: Path, clean: Result) -> None:
-    """A file stands where checkpoint 4 (step 30) wants its folder."""
-    out = tmp_path / "run"
-    (out / "ring").mkdir(parents=True)
-    (out / "ring" / "writing-000004-000001").write_text("in the way")
-    run = finish(out)
-    [line] = run.journal("save_failed")
-    assert line["step"] == 30 and line["decision"] == "go on", line
-    assert "rank 0" in line["reason"] and "clean checkpoint of step 20 stands" in line["reason"]
-    assert_same_run(run, clean)
-    assert not list((out / "ring").glob("*-step-00000030"))
 
 
 def test_a_first_save_that_fails_ends_the_run(tmp_path: Path) -> None:
@@ -165,25 +123,3 @@ def test_a_first_save_that_fails_ends_the_run(tmp_path: Path) -> None:
     assert refused.summary["exit_code"] == 4
     assert "there is no clean checkpoint" in refused.summary["reason"]
     assert "Traceback" not in refused.text
-
-
-@pytest.mark.full  # tests/drills/test_disk.py
-def test_a_full_disk(tmp_path: Path, clean: Result) -> None:
-    """A checkpoint of this model takes 0.4 MB; the disk holds three."""
-    out = tmp_path / "run"
-    disk = out / "ring"
-    disk.mkdir(parents=True)
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(disk)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    try:
-        run = train(out, "checkpoint.keep=9")
-        failed = run.journal("save_failed")
-        assert failed and all(line["decision"] == "go on" for line in failed), run.tail
-        assert all("No space left" in line["reason"] for line in failed)
-        assert run.metrics() == clean.metrics() and run.digest == clean.digest, run.tail
-        # Every step was taken, but the end state is not on the disk: that is not "done".
-        assert run.code != 0 and (run.summary["status"], run.summary["exit_code"]) == ("failed", 1)
-        assert "the end state could not be saved" in run.summary["reason"], run.tail
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)

@@ -134,16 +134,6 @@ def test_a_spare_stands_in_for_a_lost_node(cluster: Cluster, submit: Submit, cle
 
 
 @pytest.mark.full
-def test_a_requeue_is_a_resume(cluster: Cluster, submit: Submit, clean: Result) -> None:
-    job = submit(SLOW)
-    job.until_step(30)
-    cluster.run("scontrol", "requeue", job.ids[0])
-    run = job.wait()
-    assert job.job["Restarts"] == "1", run.tail
-    assert_same_run(run, clean)
-
-
-@pytest.mark.full
 def test_the_time_limit_is_met_with_a_checkpoint(
     cluster: Cluster, submit: Submit, clean: Result
 ) -> None:

@@ -15,7 +15,15 @@ import pytest
 from runner.system.json_lines import read_lines
 from tests import warm
 from tests.drills.compare import assert_every_sample_once, assert_same_run
-from tests.run import TINY, Result, Started, journalled, metrics_step, unbroken
+from tests.run import (
+    TINY,
+    Result,
+    Started,
+    environment_of,
+    journalled,
+    metrics_step,
+    unbroken,
+)
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 # Long enough to be hit in the middle.
@@ -45,19 +53,14 @@ def begun(out: Path, words: Sequence[str], *, cold: bool = False) -> Started:
 
 def ranks(started: Started) -> list[int]:
     """The workers, lowest process id first."""
-    return sorted(pid for pid in started.pids() if "RANK" in environment(pid))
+    return sorted(pid for pid in started.pids() if "RANK" in environment_of(pid))
 
 
 def agent(started: Started) -> int:
     """The torchrun process."""
     own = started.process.pid
-    (found,) = [pid for pid in started.pids() if pid != own and "RANK" not in environment(pid)]
+    (found,) = [pid for pid in started.pids() if pid != own and "RANK" not in environment_of(pid)]
     return found
-
-
-def environment(pid: int) -> dict[str, str]:
-    text = Path(f"/proc/{pid}/environ").read_bytes().decode()
-    return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
 
 
 def assert_healed(started: Started, clean: Result, codes: list[int]) -> Result:

@@ -14,7 +14,9 @@ from runner.data.cursor import SampleStream
 from tests.drills.compare import BATCH, HELD_OUT, SAMPLES, SEED, assert_same_run
 from tests.run import Result, finish, train
 
-STREAM = SampleStream(num_samples=SAMPLES, seed=SEED, held_out_share=HELD_OUT, global_size=BATCH)
+STREAM = SampleStream.of_one(
+    num_samples=SAMPLES, seed=SEED, held_out_share=HELD_OUT, global_size=BATCH
+)
 EVALUATED = ("steps=20", "eval.every=10", "eval.samples=10")
 
 # A corpus some of whose samples cannot be read, for each rank and loader process.

@@ -63,10 +63,7 @@ def test_a_model_for_half_precisions_only_survives_its_first_bad_sample(tmp_path
 
 def test_losses_in_another_unit_name_the_culprit_only(tmp_path: Path) -> None:
     """With the limits of the guard scaled as docs/guard.md says."""
-    unit = (
-        *("model._target_=tests.sick.Scaled", "guard.loss_floor=50", "guard.pair_floor=30"),
-        *("guard.drift_slack=12", "guard.drift_nats=400", "guard.drift_rise=20"),
-    )
+    unit = ("model._target_=tests.sick.Scaled", "guard.loss_floor=50", "guard.drift_nats=400")
     hit = finish(tmp_path / "hit", *SICK, *unit, "faults=['spike@samples=1040,scale=300']")
     (line,) = hit.journal("redo")
     cause = line["detail"]["cause"]
@@ -115,7 +112,7 @@ def test_a_checkpoint_that_cannot_be_loaded_for_probe_g_ends_nothing(tmp_path: P
 
 @pytest.mark.full
 def test_a_device_that_fails_at_times_costs_no_sample(tmp_path: Path) -> None:
-    words = ("model.how=at times", "model.bad=[1]", "guard.persist=30", "guard.persist_window=60")
+    words = ("model.how=at times", "model.bad=[1]", "guard.persist=30")
     hit = train(tmp_path / "hit", *SICK, *words)
     assert hit.summary["skipped"] == [], hit.tail
     found = verdicts(hit)

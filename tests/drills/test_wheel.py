@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from runner.system.extras import PACKAGES
+from runner.system.error import PACKAGES
 
 ROOT = Path(__file__).parents[2]
 TINY = ("data=synthetic", "compute.precision=fp32", "eval.every=0", "data.workers=0")

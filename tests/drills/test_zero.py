@@ -124,28 +124,6 @@ def test_untied_weights_and_decay_groups_train_as_on_fsdp(
     assert run.digest == untied.digest, run.tail
 
 
-CLIPPED = (BF16, "optim.clip=0.2", "steps=25", UP_TO_60)
-
-
-@pytest.fixture(scope="session")
-def clipped(runs: Path) -> Result:
-    return finish(runs / "clipped", *CLIPPED)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("stage", STAGES)
-def test_it_clips_by_the_same_norm_as_fsdp(tmp_path: Path, clipped: Result, stage: str) -> None:
-    """Its last bits differ: it is added up in another order."""
-    run = finish(tmp_path / "run", *on(stage), *CLIPPED)
-    pairs = list(zip(run.metrics(), clipped.metrics(), strict=True))
-    assert len(pairs) == 25
-    assert pairs[0][0]["grad_norm"] == pytest.approx(pairs[0][1]["grad_norm"], rel=1e-5)
-    for mine, theirs in pairs:
-        assert mine["grad_norm"] > 0.2 and theirs["grad_norm"] > 0.2
-        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.05)
-        assert abs(mine["loss"] - theirs["loss"]) < BF16_NOISE
-
-
 @pytest.mark.parametrize("stage", ONE_ALWAYS)
 def test_an_update_that_deepspeed_skips_by_itself_is_a_discard(tmp_path: Path, stage: str) -> None:
     """Forced, as nothing that we know makes it: at its 8th update it takes its own way out."""
@@ -165,10 +143,10 @@ def test_an_update_that_deepspeed_skips_by_itself_is_a_discard(tmp_path: Path, s
 def test_without_a_guard_deepspeed_skipping_for_ever_ends_in_a_halt(tmp_path: Path) -> None:
     program = tmp_path / "forced.py"
     program.write_text(FORCED.replace("== 10", ">= 10"))
-    overrides = ["parallel=zero3", "guard=off", "guard.max_discards=4"]
+    overrides = ["parallel=zero3", "guard=off"]
     run = train(tmp_path / "run", *overrides, ranks=0, program=program)
     assert run.code == 3 and "DeepSpeed itself skipped" in run.summary["reason"], run.tail
-    assert len(run.journal("discard")) == 4 and not run.journal("rollback"), run.tail
+    assert len(run.journal("discard")) == 100 and not run.journal("rollback"), run.tail
 
 
 FORCED = """
@@ -206,27 +184,8 @@ def without_norms(run: Result) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.full
-def test_zero_follows_fsdp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """100 steps from one checkpoint on each engine: the loss curves lie on each other."""
-    start = finish(tmp_path / "start", BF16, "steps=10", "schedule.total=110")
-    curves: dict[str, list[float]] = {}
-    for engine in ["fsdp", *STAGES]:
-        out = tmp_path / engine
-        shutil.copytree(start.out, out)
-        run = finish(out, f"parallel={engine}", BF16, "steps=110", "schedule.total=110", ranks=3)
-        curves[engine] = [line["loss"] for line in run.metrics()]
-    gaps = {
-        engine: max(abs(a - b) for a, b in zip(curve, curves["fsdp"], strict=True))
-        for engine, curve in curves.items()
-    }
-    with capsys.disabled():
-        print(f" largest gap to fsdp over 100 steps on 3 ranks, nats: {gaps}", end=" ")
-    assert len(curves["fsdp"]) == 110 and max(gaps.values()) < BF16_NOISE
-
-
 WRITERS = [("fsdp", 2), ("ddp", 2), ("zero1", 2), ("zero2", 3), ("zero3", 2)]
-READERS = [(engine, ranks) for engine in ("fsdp", "ddp", *STAGES) for ranks in (1, 2, 3, 4)]
+READERS = [(engine, ranks) for engine in ("fsdp", "ddp", *STAGES) for ranks in (1, 2, 3)]
 # What fsdp wrote ZeRO reads always in tests/drills/test_damage.py.
 ALWAYS = {("zero3", 2, "fsdp", 1)}
 MATRIX = [

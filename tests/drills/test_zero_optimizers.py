@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 
 from tests.drills.compare import (
+    assert_as_if_never_there,
     assert_every_sample_once,
     assert_follows,
-    assert_same_end,
-    assert_same_run,
+    assert_killed_is_as_not,
+    in_turns,
 )
 from tests.drills.test_guests import POISON, SHORT
 from tests.drills.test_optimizers import OPTIMIZERS
 from tests.drills.test_zero import on
-from tests.run import Result, finish, metrics_step, skip_override, start, train
+from tests.run import Result, finish, train
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 FULL = pytest.mark.full
@@ -42,30 +43,18 @@ CASES = [
 @pytest.mark.parametrize(("stage", "name"), CASES)
 def test_poison_ends_as_if_it_was_never_there(tmp_path: Path, stage: str, name: str) -> None:
     how = [*SHORT, *on(stage), *SETTINGS[name]]
-    poisoned = finish(tmp_path / "poisoned", *how, POISON)
-    assert poisoned.journal("rollback"), poisoned.tail
-    never = finish(tmp_path / "never", *how, skip_override(poisoned.summary["skipped"]))
-    assert not never.journal("discard"), never.tail
-    assert_same_end(poisoned, never)
-    assert_every_sample_once(poisoned)
+    assert_every_sample_once(assert_as_if_never_there(tmp_path, how, POISON))
 
 
-@pytest.mark.parametrize(
-    ("stage", "name"), [pytest.param(*case.values, marks=FULL) for case in CASES]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("stage", "name"), [case.values for case in CASES])
 def test_killed_is_as_not_killed_and_engines_and_ranks_may_change(
     tmp_path: Path, stage: str, name: str
 ) -> None:
-    how = [*SHORT, *on(stage), *SETTINGS[name]]
-    whole = finish(tmp_path / "whole", *how)
-    killed = start(tmp_path / "killed", *how)
-    killed.until(lambda out: metrics_step(out) >= 17)
-    killed.kill()
-    assert_same_run(finish(tmp_path / "killed", *how), whole)
-    switched = tmp_path / "switched"
+    whole = assert_killed_is_as_not(tmp_path, [*SHORT, *on(stage), *SETTINGS[name]], at=17)
     for steps, engine, ranks in ((12, "fsdp", 2), (20, stage, 1), (30, stage, 3), (40, "fsdp", 1)):
-        how = [*SHORT, *on(engine), *SETTINGS[name], f"steps={steps}"]
-        run = finish(switched, *how, ranks=ranks)
+        how = [*SHORT, *on(engine), *SETTINGS[name]]
+        run = in_turns(tmp_path / "switched", how, (steps, ranks))
     assert_every_sample_once(run)
     assert_follows(run, whole)
 

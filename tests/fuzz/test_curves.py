@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from runner.command.read import curve_of
-from runner.data.text import TextSource
+from runner.config.schema import DataConfig
 from runner.system.parsing import json_text
 from runner.tools.backtest.column import FURTHER
 from runner.tools.backtest.recording import read_columns, read_curve
@@ -104,13 +104,10 @@ def test_tokenizer(num: int, tmp_path: Path, words: bytes) -> None:
 
     def work(data: bytes) -> None:
         path.write_bytes(data)
-        source = TextSource(
-            paths=[str(corpus)],
-            suffixes=[".txt"],
-            tokenizer=str(path),
-            cache=tmp_path / f"cache{next(tries)}",
+        cache = str(tmp_path / f"cache{next(tries)}")
+        made = open_text(
+            DataConfig(path=[str(corpus)], tokenizer=str(path), cache=cache, seq_len=4)
         )
-        made = open_text(source, seq_len=4, isolate_documents=False)
         top = max(int(made[index].tokens.max()) for index in range(len(made)))
         assert top < made.vocab_size
 

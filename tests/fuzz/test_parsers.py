@@ -12,6 +12,7 @@ import resource
 import shutil
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,14 @@ from hypothesis import strategies as st
 from runner.checkpoint.disk.directory import CheckpointDirectory
 from runner.checkpoint.disk.shards import collect_pieces, stamps, verify_files
 from runner.config.compose import compose, from_yaml, to_yaml
-from runner.config.schema import GuardConfig, RunConfig
+from runner.config.schema import DataConfig, GuardConfig, RunConfig
 from runner.config.validate import check
-from runner.convert.sources import open_source
+from runner.convert.weights import open_source
 from runner.data.cursor import SampleStream
 from runner.data.tokens import open_tokens
 from runner.distributed.env import JobEnv, launch_from, place_from, rendezvous_endpoint
 from runner.fault.spec import parse_faults
-from runner.health.crash_log import unexplained
+from runner.health.cause_reporter import unexplained
 from runner.health.rank_report import Report, read_fatal_log, read_reports
 from runner.health.root_cause import find_root_cause
 from runner.observe.journal import Journal, read_journal
@@ -350,7 +351,7 @@ def test_skipped_ranges(num: int) -> None:
         config.data.skip = value if isinstance(value, list) else [value]
         check(config, world_size=1)
         ledger = Ledger((start, stop) for start, stop in config.data.skip)
-        stream = SampleStream(num_samples=1000, seed=0, held_out_share=0.0, global_size=8)
+        stream = SampleStream.of_one(num_samples=1000, seed=0, held_out_share=0.0, global_size=8)
         plan = stream.plan(0, ledger)
         assert plan is not None
 
@@ -377,13 +378,9 @@ def test_faults(num: int) -> None:
 
 
 def open_corpus(path: Path) -> None:
+    is_isolated = path.suffix == ".idx"
     data = open_tokens(
-        paths=[str(path)],
-        token_dtype="auto",
-        vocab_size=100,
-        seq_len=4,
-        end_token=None,
-        isolate_documents=path.suffix == ".idx",
+        DataConfig(path=[str(path)], vocab_size=100, seq_len=4, isolate_documents=is_isolated)
     )
     for index in range(len(data)):
         assert data[index].tokens.shape == (5,)
@@ -454,17 +451,19 @@ def report() -> dict[str, Any]:
     frame = {"file": "runner/train/step.py", "line": 3, "function": "step"}
     entry = {
         "group": "0", "seq": 4, "op": "all_reduce", "sizes": [[2, 3]], "dtypes": ["Float"],
-        "finished": False, "line": "a.py:3 f",
+        "finished": False, "state": "scheduled", "line": "a.py:3 f",
     }  # fmt: skip
-    return Report(
-        rank=0,
-        world_size=2,
-        kind="hang",
-        step=3,
-        phase="forward",
-        stacks=[{"thread": "MainThread", "frames": [frame]}],
-        collectives=[entry, entry | {"seq": 5}],
-    ).to_json()
+    return asdict(
+        Report(
+            rank=0,
+            world_size=2,
+            kind="hang",
+            step=3,
+            phase="forward",
+            stacks=[{"thread": "MainThread", "frames": [frame]}],
+            collectives=[entry, entry | {"seq": 5}],
+        )
+    )
 
 
 def explain(folder: Path, data: bytes) -> None:
@@ -569,9 +568,10 @@ def test_launcher_variables(num: int) -> None:
 
 
 def import_all(path: Path) -> None:
-    for stored in open_source(path).values():
-        if np.prod(stored.shape, dtype=float) < 1e6:  # a caller compares shapes before it reads
-            stored.read()
+    weights = open_source(path)
+    for name, shape in weights.shapes.items():
+        if np.prod(shape, dtype=float) < 1e6:  # a caller compares shapes before it reads
+            weights.read(name, 0, math.prod(shape))
 
 
 @often

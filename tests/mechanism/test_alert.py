@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from runner.observe import alert
-from runner.observe.alert import CommandAlerts
+from runner.observe import tracker
 from runner.observe.journal import Journal
+from runner.observe.tracker import CommandAlerts
 from runner.policy.decision.history import Incident
 from runner.system.json_lines import LineFile
 from tests.made_run import incident
@@ -61,8 +61,8 @@ def test_a_line_that_was_there_is_not_told_again(tmp_path: Path) -> None:
 def test_a_command_that_hangs_delays_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(alert, "_COMMAND_SECONDS", 1.0)
-    monkeypatch.setattr(alert, "_MOST_WAITING", 3)
+    monkeypatch.setattr(tracker, "_COMMAND_SECONDS", 1.0)
+    monkeypatch.setattr(tracker, "_MOST_ALERTS", 3)
     alerts = CommandAlerts(f"sleep 600; {keep(tmp_path / 'told')}", tmp_path)
     for step in range(500):  # were one waited for, nothing would pile up
         alerts.tell(incident("straggler", step))

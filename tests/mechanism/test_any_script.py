@@ -13,10 +13,9 @@ from typing import Any, cast
 
 import pytest
 
+from runner.health.flight_recorder import read_dumps
 from runner.health.nvml import at_work
-from runner.health.trace_dump import read_dumps
-from runner.launch.script import Watched, _Watchdog
-from runner.launch.script_output import PROGRESS, Said, failures, tracebacks
+from runner.launch.script import PROGRESS, Said, Watched, _Watchdog, failures, tracebacks
 from tests.run import read_lines
 
 ROOT = Path(__file__).parents[2]
@@ -243,7 +242,7 @@ def test_when_a_script_is_taken_for_hung(
     if worked_ago:
         now -= worked_ago
         watchdog._why()
-        watchdog._gpus_work = lambda: False
+        watchdog.gpus_work = lambda: False
         now += worked_ago
     heard.heard = now - silent
     assert watchdog._why() == words

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 import torch
 
+from runner.config.compose import compose
 from runner.explain import clean_weights
-from runner.explain.agreed_numbers import AgreedNumbers, Changed
-from runner.explain.audit import Auditor, AuditRules
+from runner.explain.audit import AgreedNumbers, Auditor, Changed
 from runner.explain.same_batch import OwnGradients, SameBatch
-from runner.policy.odd_ranks import Opinion, changed_ranks, named, opinion_on
+from runner.policy.outlier_ranks import Opinion, changed_ranks, named, opinion_on
 from runner.policy.retention.records import Record, State
 
 GOOD, BAD, WORSE = [1.0, 2.0], [1.0, 2.0000000001], [1.5, 2.0]
 
 
 def told(*numbers: list[float], kinds: str = "") -> list[list[object]]:
-    return [[kinds[at : at + 1] or "x", one] for at, one in enumerate(numbers)]
+    return [[kinds[at : at + 1] or "x", own] for at, own in enumerate(numbers)]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_noise_is_no_fault_where_bits_do_not_repeat() -> None:
 )
 def test_who_is_named(rounds: list[tuple[list[float], ...]], ranks: tuple[int, ...]) -> None:
     every = [told(*numbers) for numbers in rounds]
-    assert named(every, [opinion_on(one, exactly=True) for one in every]) == ranks
+    assert named(every, [opinion_on(each, exactly=True) for each in every]) == ranks
 
 
 @pytest.mark.parametrize(
@@ -172,8 +172,39 @@ def test_no_weights_are_put_in_place_without_memory_for_a_copy_on_every_node(
     ring: Any = SimpleNamespace(restore=lambda records: None, before_update=lambda: None)
     ranks: Any = SimpleNamespace(sum=lambda numbers: [numbers[0] + lacking])
     stop: Any = SimpleNamespace(now=lambda: None)
-    weights = clean_weights.CleanWeights(engine, ring, ranks, 2, stop)
+    run = of_observers(ranks, stop, engine=engine, ring=ring)
+    run.group.place = SimpleNamespace(local_world_size=2)
+    weights = clean_weights.CleanWeights(run)
     assert (weights.compute(Ring().records[0], lambda: "done") == "done") is did
+
+
+one: Any = SimpleNamespace
+
+
+def of_observers(ranks: Any, stop: Any, **more: Any) -> Any:
+    """A run with audits every five steps, whose ranks and stop are these."""
+    return one(
+        observers=one(ranks=ranks),
+        group=one(
+            stop_look=one(through=lambda ranks: stop),
+            heart=one(enter=lambda phase: None),
+            device=torch.device("cpu"),
+        ),
+        config=compose(["debug.audit_every=5", "steps=100"]),
+        lease=one(run_lease=one(number=1)),
+        repeats_bits=True,
+        **{"stepper": one(newest_plan=object()), "written": one(report=str), **more},
+    )
+
+
+def reading(read_again: Callable[..., None], world_size: int = 2) -> Any:
+    """A run whose samples cannot be read again, so that nothing is computed."""
+    return of_observers(
+        one(world_size=world_size, sum=lambda numbers: numbers),
+        one(now=lambda: None),
+        engine=one(device=torch.device("cpu"), network=torch.nn.Identity()),
+        feed=one(read_again=lambda *asked: (read_again(*asked), (one(unreadable=["all"]),))[1]),
+    )
 
 
 def drawn() -> tuple[float, float, float]:
@@ -182,22 +213,7 @@ def drawn() -> tuple[float, float, float]:
 
 def test_reading_samples_again_leaves_no_trace_in_any_generator() -> None:
     """A data set of the user's may draw from each when it is asked for a sample."""
-
-    def read_again(plan: Any, rank: int) -> tuple[Any, ...]:
-        drawn()
-        return (SimpleNamespace(unreadable=["so that nothing is computed"]),)
-
-    one: Any = SimpleNamespace
-    same = SameBatch(
-        engine=one(device=torch.device("cpu"), network=torch.nn.Identity()),
-        feed=one(read_again=read_again),
-        ranks=one(world_size=2, sum=lambda numbers: numbers),
-        kind="",
-        seed=0,
-        takes_whole_step=False,
-        repeats_bits=True,
-        stop=one(now=lambda: None),
-    )
+    same = SameBatch(reading(lambda plan, rank: drawn()))
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     usual = drawn()
     random.setstate(states[0])
@@ -232,21 +248,18 @@ def test_what_an_audit_says(
     words: str,
     changed: tuple[int, ...],
 ) -> None:
-    one: Any = SimpleNamespace
     reports: list[Any] = []
+    ranks_told = one(gather=lambda value: [value] * len(numbers))
     auditor = Auditor(
+        of_observers(ranks_told, one(), written=one(report=reports.append)),
         same=one(repeats_bits=True),
-        steps=one(),
-        ranks=one(gather=lambda value: [value] * len(numbers)),
-        heart=one(),
-        rules=AuditRules(every=5, until=100, host="node0", incarnation=1),
         agreed=one(
-            changed=lambda batches: Changed(ranks=changed, step=0) if changed else None,
+            changed=lambda batches: Changed(changed, 0) if changed else None,
             keep_from_before=lambda step: None,
         ),
-        report=reports.append,
         replicas=one(look=lambda step, good_step: None),
     )
+    auditor._host = "node0"
     auditor.begin(0)
     auditor._good_step = good_step
     auditor._judge(10, [told(*numbers)] * 3, [{} for _ in numbers], ())
@@ -257,33 +270,8 @@ def test_what_an_audit_says(
 
 def test_audits_take_the_samples_of_each_rank_in_turn() -> None:
     asked: list[int] = []
-
-    def read_again(plan: Any, rank: int) -> tuple[Any, ...]:
-        asked.append(rank)
-        return (SimpleNamespace(unreadable=["so that nothing is computed"]),)
-
-    one: Any = SimpleNamespace
-    ranks = one(world_size=3, sum=lambda numbers: numbers)
-    same = SameBatch(
-        engine=one(device=torch.device("cpu"), network=torch.nn.Identity()),
-        feed=one(read_again=read_again),
-        ranks=ranks,
-        kind="",
-        seed=0,
-        takes_whole_step=False,
-        repeats_bits=True,
-        stop=one(now=lambda: None),
-    )
-    auditor = Auditor(
-        same=same,
-        steps=one(newest_plan=object()),
-        ranks=ranks,
-        heart=one(enter=lambda phase: None),
-        rules=AuditRules(every=5, until=100, host="", incarnation=1),
-        agreed=one(newest_step=None),
-        report=lambda incident: None,
-        replicas=one(),
-    )
+    run = reading(lambda plan, rank: asked.append(rank), world_size=3)
+    auditor = Auditor(run, same=SameBatch(run), agreed=one(newest_step=None), replicas=one())
     for updates in range(5, 35, 5):
         auditor.look(updates)
     assert asked == [1, 2, 0, 1, 2, 0]

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from runner.observe.bar import Bar
+from runner.command.bar import Bar
 from runner.observe.console import Working
 
 

@@ -63,10 +63,6 @@ def newest(ring: Path) -> Path:
     return max(ring.iterdir())
 
 
-def test_nothing_wrong(ring: Path) -> None:
-    assert loadable(ring) == [1, 2, 3]
-
-
 @pytest.mark.parametrize("name", ["manifest.json", "COMMITTED", "rank-00000.bin", "rank-00001.bin"])
 def test_every_byte_flipped(ring: Path, name: str) -> None:
     """One bit of each byte; all eight of them would be eight times the wait for the same."""

@@ -20,9 +20,7 @@ from runner.system.error import ConfigError
 from runner.train.save_schedule import (
     AutoInterval,
     FixedInterval,
-    SaveTimes,
     SnapshotInterval,
-    journalled,
     num_failures,
 )
 
@@ -48,7 +46,7 @@ def auto(history: History, told: list[Any], *, updates: int = 0, rank: int = 0) 
     )
 
 
-def drive(one: SaveTimes, first: int, last: int, seconds: float) -> list[int]:
+def drive(one: FixedInterval, first: int, last: int, seconds: float) -> list[int]:
     """Run these updates; returns those at which it saved."""
     saved = []
     for updates in range(first, last + 1):
@@ -69,7 +67,7 @@ def test_ranks_with_other_clocks_save_at_the_same_steps() -> None:
     assert saved[0] == saved[1] and told == []
     assert saved[0][:4] == [10, 20, 30, 35]  # saves cost next to nothing: as soon as proven
     assert histories[0].incidents == histories[1].incidents != []
-    assert journalled(histories[0], RULES) == 5
+    assert auto(histories[0], []).steps == 5
 
 
 def test_after_a_rollback_it_counts_from_where_the_run_went_back_to() -> None:
@@ -93,7 +91,7 @@ def test_a_restart_begins_with_the_journalled_interval() -> None:
     history.add(
         Incident(kind="interval", step=1, decision="", reason="", detail={"interval_steps": 10**9})
     )
-    assert journalled(history, RULES) == RULES.most
+    assert auto(history, []).steps == RULES.most
 
 
 def test_an_incarnation_crashes_once_however_often_it_is_told() -> None:
@@ -164,7 +162,7 @@ def test_ranks_take_snapshots_at_the_same_steps(monkeypatch: pytest.MonkeyPatch)
     again = SnapshotInterval(
         rules=SNAPSHOTS, history=histories[0], from_first=lambda v: v, report=print
     )
-    assert again.steps == 30 and journalled(histories[0], RULES) == RULES.first
+    assert again.steps == 30 and auto(histories[0], []).steps == RULES.first
 
 
 def test_a_fixed_interval_falls_on_its_multiples() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from runner.__main__ import COMMANDS, main
-from runner.config.compose import compose, fields, flat, from_yaml, packaged_configs
+from runner.config.compose import compose, documented, fields, flat, from_yaml, packaged_configs
 from runner.config.schema import RunConfig
 from tests import golden, warm
 
@@ -80,7 +80,7 @@ def test_help_lists_every_key_with_type_default_and_meaning(runner: Command) -> 
     done = runner("--help", "all")
     assert (done.code, done.err) == (0, "")
     lines = done.out.splitlines()
-    for name, spec, _ in fields(RunConfig()):
+    for name, spec, _ in documented(RunConfig()):
         (line,) = [line for line in lines if line.strip().startswith(f"{name}=")]
         assert line.endswith(spec.metadata["help"])
         assert "(" in line

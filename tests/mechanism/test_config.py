@@ -28,6 +28,7 @@ from runner.config.compose import (
 from runner.config.schema import ParallelKind, RunConfig
 from runner.config.validate import check
 from runner.fault.spec import parse_faults
+from runner.run_dir.paths import settings_differing
 from runner.system.error import ConfigError
 from tests import golden
 
@@ -129,7 +130,7 @@ def test_every_key_has_one_line_of_help(name: str, spec: Any, value: Any) -> Non
         "data.path=null", "optim.lr=-1", "optim.lr=nan", "optim.eps=inf", "data.held_out=1",
         "steps=0", "seed=-1", "debug.replica_check_every=111", "checkpoint.memory_slots=1",
         "checkpoint.memory_limit_gib=0", "checkpoint.write_mib_per_second=-1",
-        "checkpoint.every=5", "guard.min_history=999", "guard.persist=99", "schedule.total=3",
+        "checkpoint.every=5", "guard.min_history=999", "guard.pair_floor=1", "schedule.total=3",
         "data.skip=[[5,2]]", "data.skip=[[-1,2]]", "data.skip=[[1,2],7]", "data.skip=[[1,2,3]]",
         "data.skip=[[false,true]]", "data.skip=7", "faults=[melt@step=3]", "faults=[kill@rank=1]",
         "faults=null", "out=", "parallel.device=tpu", "hydra.run.dir=x", "+hydra.verbose=true",
@@ -418,6 +419,12 @@ def test_a_stored_key_of_an_earlier_version_is_read_by_its_present_name(tmp_path
         "compute.precision": "bf16",
         "compute.deterministic": True,
     }
+
+
+def test_a_run_with_another_value_of_what_is_constant_now_has_changed() -> None:
+    config = compose([])
+    stored = trajectory(config) | {"guard.drift_rise": 0.3, "guard.level_spread": 0.1}
+    assert settings_differing(stored, config) == {"guard.drift_rise": (0.3, 0.2)}
 
 
 def test_value_of_gives_one_setting() -> None:

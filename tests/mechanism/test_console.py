@@ -129,13 +129,6 @@ def test_an_incident_says_where_and_what(capsys: pytest.CaptureFixture[str]) -> 
     )
 
 
-def test_an_incident_without_a_place(capsys: pytest.CaptureFixture[str]) -> None:
-    Console(silent=False, every=1).incident(
-        Incident(kind="start", step=0, decision="begin", reason="a new run")
-    )
-    assert capsys.readouterr().out == "! step 0 start: a new run -> begin\n"
-
-
 @pytest.mark.parametrize("word", ["[bold]x", "[/nothing]", "runs/[a]/b", "x" * 200, "[link=a]"])
 def test_words_are_shown_as_they_are(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     """No markup is read into a path or an error, and nothing of it is cut off."""
@@ -146,14 +139,6 @@ def test_words_are_shown_as_they_are(word: str, capsys: pytest.CaptureFixture[st
     assert text.startswith(f"{word}\n")
     letters = re.sub(r"[\s│┌┐└┘─┬┴]", "", text)
     assert letters.count(word) == 3 and "[name]" in letters
-
-
-def test_a_table_has_its_rows_in_order(capsys: pytest.CaptureFixture[str]) -> None:
-    Console(silent=False, every=1).table("done", [("steps", "60"), ("loss", "1.2")])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].strip() == "done"
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
-    assert rows == [["steps", "60"], ["loss", "1.2"]]
 
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:

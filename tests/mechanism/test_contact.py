@@ -16,9 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from runner.health.lost_peer import LOST_CONTACT, UNCLEAR, message_of, whose_fault
 from runner.health.rank_report import Report
-from runner.health.root_cause import find_root_cause
+from runner.health.root_cause import LOST_CONTACT, UNCLEAR, find_root_cause, message_of, whose_fault
 
 # Where the text is from: seen here with torch 2.13, or a project's issue thread.
 ROWS = json.loads((Path(__file__).parents[1] / "data" / "lost_contact.json").read_text())

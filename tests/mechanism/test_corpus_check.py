@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,18 +22,18 @@ from runner.policy.decision.history import Incident
 from runner.policy.retention.records import State, on_disk
 from runner.system.error import ConfigError, DataError
 from runner.train import corpus_check as corpus_module
-from runner.train.corpus_check import CorpusCheck, ResumedOn
+from runner.train.corpus_check import CorpusCheck
 from tests.crash_world import Holder
+from tests.observed import OneRank
 
 KNOWN = {"data": "f", "sha256": "a" * 64, "files": [["a.bin", "1"], ["b.bin", "2"]]}
 
 
-class Ranks:
+class Ranks(OneRank):
     """Rank 0 of as many as ``others`` says; ``others`` are the digests that those tell."""
 
-    rank = 0
-
     def __init__(self, others: tuple[str, ...] = ()) -> None:
+        super().__init__()
         self.world_size = 1 + len(others)
         self._others = others
 
@@ -41,12 +42,6 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         return [json.loads(json.dumps(value)), *self._others]
-
-    def from_first(self, value: Any) -> Any:
-        return json.loads(json.dumps(value))
-
-    def all_or_none(self, what: str, work: Callable[[], Any]) -> Any:
-        return work()
 
 
 @dataclass
@@ -90,16 +85,18 @@ class World:
         return self.outcome
 
     def check(self, known: dict[str, Any] | None, *, allowed: bool = False) -> CorpusCheck:
-        made = CorpusCheck(
-            dataset=self.dataset,
-            ranks=self.ranks,  # type: ignore[arg-type]
+        one: Any = SimpleNamespace
+        run = one(
+            corpus=one(dataset=self.dataset),
+            group=one(heart=one(enter=str)),
+            ranks=self.ranks,
             ring=self.ring,
-            resumed=ResumedOn(step=10, known=known, is_change_allowed=allowed),
-            notes=self.folder / "notes",
-            report=self.told.append,
-            journal=self.noted.append,
-            moved=lambda: None,
+            config=one(resume=one(allow_change=allowed)),
+            resumed=one(step=10),
+            written=one(report=self.told.append),
+            journal=one(add=self.noted.append),
         )
+        made = CorpusCheck(run, known=known, notes=self.folder / "notes")
         made.begin()
         return made
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from runner.health.crash_log import unexplained
+from runner.health.cause_reporter import unexplained
 from runner.health.rank_report import Report, write_report
 from runner.run_dir.paths import RunDir
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace as parts
+from typing import Any
 
 import numpy as np
 import pytest
 
 from runner.data.dataset import Sample
+from runner.explain.curve_reader import CurveReader, unigram_entropy
 from runner.observe.metrics import MetricsLine
 from runner.policy.decision.history import Incident
 from runner.system.json_lines import LineFile
-from runner.train.curve_reader import CurveReader, unigram_entropy
 from tests.made_curves import TROUBLED, Made, healthy
 from tests.observed import observers
 from tests.run import TINY, train
@@ -44,15 +46,14 @@ class _Run:
         """As a restart does: with the lines and incidents of before."""
         length = self._path.stat().st_size if self._path.exists() else 0
         self.file = LineFile(self._path, length=length)
-        self.reader = CurveReader(
+        run: Any = parts(
             observers=self.observers,
-            metrics=self.file,
-            known=self.reported,
-            total=self._total,
-            warmup=self._warmup,
-            dataset=_Uniform(),  # type: ignore[arg-type]
-            report=self.reported.append,
+            reporter=parts(metrics_file=self.file),
+            history=parts(incidents=list(self.reported)),
+            corpus=parts(dataset=_Uniform()),
+            written=parts(report=self.reported.append),
         )
+        self.reader = CurveReader(run, total=self._total, warmup=self._warmup)
 
     def take(self, lines: Iterable[MetricsLine]) -> None:
         for line in lines:
@@ -130,7 +131,7 @@ def test_a_reading_that_fails_is_an_observer_that_fails(tmp_path: Path) -> None:
 def test_the_entropy_of_a_corpus(tmp_path: Path) -> None:
     assert unigram_entropy(_Uniform()) == pytest.approx(np.log(16), abs=0.005)  # type: ignore[arg-type]
     reader = _Run(tmp_path / "metrics.jsonl").reader
-    assert reader.columns() == {"corpus_entropy": pytest.approx(np.log(16), abs=0.005)}
+    assert reader.columns(None) == {"corpus_entropy": pytest.approx(np.log(16), abs=0.005)}
 
 
 _SLOW = (*TINY, "eval.every=40", "eval.samples=8", "steps=120", "optim.lr=1e-6")

@@ -10,18 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from runner.distributed.debug import debug_settings, keep_dump, set_debug
-from runner.distributed.env import place_from
+from runner.distributed.env import debug_settings, keep_dump, place_from, set_debug
 from runner.distributed.process_group import choose_device, end_group, start_group
 from tests import warm
 
 
 def test_what_the_user_set_is_kept() -> None:
     environment = {"NCCL_DEBUG": "WARN"}
-    wanted = debug_settings("nccl", subsystems="COLL", folder=Path("out/debug"))
+    wanted = debug_settings("nccl", folder=Path("out/debug"))
     effective = set_debug(environment, wanted)
     assert effective["NCCL_DEBUG"] == environment["NCCL_DEBUG"] == "WARN"
-    assert effective["NCCL_DEBUG_SUBSYS"] == "COLL"
+    assert effective["NCCL_DEBUG_SUBSYS"] == "INIT,COLL,ENV"
     assert effective["NCCL_DEBUG_FILE"].startswith("out/debug/nccl.")
     assert effective["TORCH_FR_BUFFER_SIZE"] == "2000"
     assert "TORCH_DISTRIBUTED_DEBUG" not in effective
@@ -39,7 +38,7 @@ def test_torchruns_choice_is_not_the_users(
     environment = ({name: told} if told else {}) | (
         {"TORCHELASTIC_RUN_ID": "none"} if has_torchrun else {}
     )
-    wanted = debug_settings("off", subsystems="", folder=Path("debug"))
+    wanted = debug_settings("off", folder=Path("debug"))
     assert set_debug(environment, wanted)[name] == environment[name] == effective
 
 
@@ -50,19 +49,19 @@ def test_nccls_watchdog_leaves_a_devices_error_to_the_training_thread(
     """It would abort the process before the report is written, and the cause would be an abort."""
     name = "TORCH_NCCL_RETHROW_CUDA_ERRORS"
     environment = {name: chosen} if chosen else {}
-    wanted = debug_settings("off", subsystems="", folder=Path("debug"))
+    wanted = debug_settings("off", folder=Path("debug"))
     assert set_debug(environment, wanted)[name] == environment[name] == effective
 
 
 @pytest.mark.parametrize(("kind", "timed"), [("off", False), ("nccl", True), ("collectives", True)])
 def test_when_the_begin_on_the_device_is_recorded(kind: str, timed: bool) -> None:
-    settings = debug_settings(kind, subsystems="", folder=Path("debug"))
+    settings = debug_settings(kind, folder=Path("debug"))
     assert ("TORCH_NCCL_ENABLE_TIMING" in settings) == timed
 
 
 def test_a_restart_overwrites_no_dump(tmp_path: Path) -> None:
     keep_dump(tmp_path / "not there", 3)
-    prefix = debug_settings("off", subsystems="", folder=tmp_path)["TORCH_FR_DUMP_TEMP_FILE"]
+    prefix = debug_settings("off", folder=tmp_path)["TORCH_FR_DUMP_TEMP_FILE"]
     for when in (1_700_000_000, 1_700_000_060):
         dump = Path(f"{prefix}3")  # as torch names it
         dump.write_bytes(b"entries")
@@ -87,7 +86,7 @@ def enter_different_collectives(kind: str) -> None:
     """As training does it: settings first, then the group, then a rank that strays."""
     place = place_from(os.environ)
     device = choose_device("cpu", place)
-    set_debug(os.environ, debug_settings(kind, subsystems="", folder=Path("debug")))
+    set_debug(os.environ, debug_settings(kind, folder=Path("debug")))
     start_group(place, device, timeout_seconds=20)
     dist.all_reduce(torch.zeros(1 + place.rank))
     end_group()

@@ -16,8 +16,8 @@ from runner.distributed.agreement import Ranks
 from runner.engine.determinism import be_deterministic, repeats_bits
 from runner.engine.protocol import LocalSums, MicroStep
 from runner.run_dir.paths import RunDir, settings_differing
-from runner.session.final_digest import collect_digest
-from runner.train.collection import EVERY, collect, collected_at_boundaries
+from runner.session.summary import collect_digest
+from runner.train.periodic import EVERY, collect, collected_at_boundaries
 from tests.mechanism.test_engine import CPU, RATE, batch, build
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -25,10 +25,10 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 @pytest.fixture
 def switches() -> Iterator[None]:
-    before = torch.utils.deterministic.fill_uninitialized_memory
+    before = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     yield
     torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = before
+    torch.utils.deterministic.fill_uninitialized_memory = before  # type: ignore[attr-defined]
 
 
 def test_the_switch(switches: None) -> None:

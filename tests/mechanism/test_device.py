@@ -19,7 +19,7 @@ from runner.distributed.rendezvous import difference
 from runner.engine import zero
 from runner.launch import torchrun
 from runner.run_dir.time_account import past
-from runner.session.start_line import start_incident
+from runner.session.opening import start_incident
 from runner.system.environment import variables
 from runner.system.error import ConfigError, StartError
 from tests.run import train
@@ -142,7 +142,8 @@ def test_another_driver_or_gpu_is_warned_of_and_not_refused(
     )  # fmt: skip
     lease: Any = SimpleNamespace(run_lease=SimpleNamespace(number=1), config_digest="")
     resumed: Any = SimpleNamespace(step=0)
-    start = start_incident(group, lease, resumed, past([], [], []), reason="", parallel="", data="")
+    run: Any = SimpleNamespace(group=group, lease=lease, resumed=resumed)
+    start = start_incident(run, past([], [], []), reason="", parallel="", data="")
     assert list(start.detail["hosts"]) == ["a", "b"]
     [line] = lines
     assert line.startswith("warning: ") and "driver: rank 1: 565.57.01" in line

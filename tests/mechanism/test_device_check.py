@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.health.device_check import DeviceReport, check_devices, judge
+from runner.health.checks import DeviceReport, check_devices, judge
 from runner.health.nvml import GpuHealth, gpu_health
 from runner.health.root_cause import is_hardware
 

@@ -36,7 +36,9 @@ def states() -> tuple[Any, ...]:
 
 
 def feed(dataset: Dataset, *, rank: int = 0, world_size: int = 1, workers: int = 0) -> Feed:
-    order = SampleStream(num_samples=len(dataset), seed=1, held_out_share=0.0, global_size=SIZE)
+    order = SampleStream.of_one(
+        num_samples=len(dataset), seed=1, held_out_share=0.0, global_size=SIZE
+    )
     return Feed(
         dataset,
         order,

@@ -25,6 +25,7 @@ from runner.config.schema import (
     Precision,
     RunConfig,
 )
+from runner.data.cursor import shard_batch
 from runner.data.feed import NOT_COUNTED, MicroBatch
 from runner.distributed.agreement import Ranks
 from runner.distributed.env import RankEnv, place_from
@@ -35,10 +36,9 @@ from runner.fault.inject import Disturbance, FaultInjector
 from runner.fault.wrap import FaultyEngine
 from runner.model.decoder import Decoder, DecoderShape
 from runner.model.loss import sequence_losses
-from runner.policy.batch_shards import shard_batch
-from runner.session.final_digest import collect_digest
 from runner.session.parts import engine as build_engine
 from runner.session.parts import layout
+from runner.session.summary import collect_digest
 from tests import warm
 from tests.mechanism.weights import set_initial_weights
 

@@ -1,68 +1,47 @@
-"""The count of causes: what is right, what is a wrong name, and what the page says of it."""
+"""The trials of unseen kinds: who is named wrongly, and what the page says of it."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from scripts.explain_trials import page
-from scripts.explain_trials.outcome import Outcome, Trial, append, judge, read
+from scripts.explain_trials import PAGE, ROWS, Row, _wrong, read_rows, section, with_section
+from tests.unseen_kinds import Incident, drawn, healthy
 
-
-def outcome(trial: Trial) -> Outcome:
-    return Outcome(
-        key=f"one/1/0/{trial.kind}",
-        layout="one",
-        kind=trial.kind,
-        tuned=True,
-        group="",
-        causes=trial.causes,
-    )
+ROOT = Path(__file__).parents[2]
 
 
 def cause(said: str, **named: Any) -> dict[str, Any]:
-    nothing = {"ranks": [], "positions": [], "module": "", "step": None, "rate_factor": None}
-    return {**nothing, "cause": said, "why": "", "steps": 3, **named}
+    return {"ranks": [], "positions": [], "module": "", "cause": said, **named}
 
 
-STICKY = Trial(kind="a sick rank", causes=("hardware, sticky",), ranks=(1,))
-SAMPLES = Trial(kind="two samples", causes=("data",), positions=(4, 9))
+def wrong(incident: Incident, skipped: list[list[int]], *causes: dict[str, Any]) -> list[str]:
+    return _wrong(incident, SimpleNamespace(summary={"skipped": skipped}), causes)  # type: ignore
 
 
-def test_a_rank_that_was_not_hit_is_a_wrong_name() -> None:
-    right = judge(outcome(STICKY), STICKY, [cause("hardware, sticky", ranks=[1])])
-    assert right.is_right and right.is_complete and not right.wrong_ranks
-    wrong = judge(outcome(STICKY), STICKY, [cause("hardware, sticky", ranks=[0, 1])])
-    assert wrong.is_right and not wrong.is_complete and wrong.wrong_ranks == [0]
-    other = judge(outcome(SAMPLES), SAMPLES, [cause("hardware, sticky", ranks=[0])])
-    assert not other.is_right and other.wrong_ranks == [0]
+def test_what_was_not_hit_is_a_wrong_name() -> None:
+    sick = Incident(name="a sick rank", causes=("hardware, sticky",), ranks=(1,))
+    assert wrong(sick, [], cause("hardware, sticky", ranks=[1])) == []
+    assert wrong(sick, [], cause("hardware, sticky", ranks=[0, 1])) == ["rank 0"]
+    bad = Incident(name="two samples", positions=(4, 9), sites=("ffn",))
+    named = cause("data", positions=[4, 5], module="blocks.0.ffn")
+    assert wrong(bad, [[4, 6]], named) == ["sample 5", "skipped 5"]
+    assert wrong(bad, [], cause("numerics", module="head")) == ["head"]
 
 
-def test_samples_are_counted_both_ways() -> None:
-    found = judge(outcome(SAMPLES), SAMPLES, [cause("data", positions=[4, 5])])
-    assert (found.precision, found.recall, found.wrong_samples) == (0.5, 0.5, [5])
-    assert found.is_right and not found.is_complete
+def test_the_page_has_the_counts_of_its_rows() -> None:
+    page, rows = (ROOT / PAGE).read_text(), read_rows(ROOT / ROWS)
+    assert with_section(page, rows) == page
+    asked = {"group": "g", "causes": ("data",), "commit": "c", "moved": True}
+    right = Row(key="0/a", said="data", **asked)
+    accused = Row(key="0/b", said="numerics", wrong=["head"], **asked)
+    text = section([right, accused])
+    assert "| all | 2 | 1/2 (50.0 %) | 1 | 2/2 | 2/2 | 2/2 |" in text
+    assert "* 0/b, data: numerics; named wrongly: head\n" in text
 
 
-def test_the_last_cause_that_is_named_counts() -> None:
-    trial = Trial(kind="a weight", causes=("state corrupted",), step=34)
-    told = [cause("unclear"), cause("state corrupted", step=35), cause("unclear")]
-    found = judge(outcome(trial), trial, told)
-    assert found.is_right and found.is_complete and found.computations == 9
-    late = judge(outcome(trial), trial, [cause("state corrupted", step=36)])
-    assert late.is_right and not late.is_complete
-
-
-def test_rows_come_back_and_make_the_page(tmp_path: Path) -> None:
-    right = judge(outcome(STICKY), STICKY, [cause("hardware, sticky", ranks=[1])])
-    wrong = judge(outcome(SAMPLES), SAMPLES, [cause("hardware, sticky", ranks=[0])])
-    file = tmp_path / "rows.jsonl"
-    append(file, [right])
-    append(file, [wrong])
-    with file.open("a") as torn:
-        torn.write('{"key": "a line of wh')
-    assert read(file) == [right, wrong]
-    made = page.text(read(file), [])
-    assert "| verdict right | 1/2 (50.0 %) | 95 % |" in made
-    assert "| wrong ranks named | 1 | 0 |" in made
-    assert "| data | two samples 1/1 (1 hardware, sticky) |  |" in made
+def test_a_seed_draws_the_same_incidents_with_names_of_their_own() -> None:
+    names = [incident.name for incident in (*drawn(3), *healthy(3))]
+    assert len(set(names)) == len(names) > 60
+    assert list(drawn(3)) == list(drawn(3)) != list(drawn(4))

@@ -20,27 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.fault.inject import Disturbance, DrillError, FaultInjector
-from runner.fault.spec import Fault, parse_faults
+from runner.fault.spec import KINDS, Fault, parse_faults
 from runner.fault.wrap import FaultyHeart, MicroBatchFaults, wrap_engine, wrap_group, wrap_heart
 from runner.system.error import ConfigError
-
-KINDS = (
-    "nan_grad",
-    "nan_loss",
-    "flip_grad",
-    "misread",
-    "spoil_state",
-    "sticky",
-    "wrong",
-    "wrong_grad",
-    "poison",
-    "spike",
-    "kill",
-    "hang",
-    "mismatch",
-    "slow",
-    "corrupt_checkpoint",
-)
 
 
 def parse(text: str) -> Fault:
@@ -54,7 +36,6 @@ def parse(text: str) -> Fault:
         ("nan_grad@step=20,rank=1", {"kind": "nan_grad", "steps": (20, 21), "rank": 1}),
         ("nan_grad@step=20", {"kind": "nan_grad", "steps": (20, 21), "rank": None}),
         ("nan_loss@step=20,rank=0", {"kind": "nan_loss", "steps": (20, 21), "rank": 0}),
-        ("nan_loss@rank=0,step=20", {"kind": "nan_loss", "steps": (20, 21), "rank": 0}),
         ("poison@samples=400-431", {"kind": "poison", "samples": (400, 432)}),
         ("poison@samples=400", {"kind": "poison", "samples": (400, 401)}),
         ("spike@samples=4-7,scale=2.5", {"kind": "spike", "samples": (4, 8), "scale": 2.5}),
@@ -87,12 +68,8 @@ def test_many_keep_their_order() -> None:
         ("melt@step=3", ["kinds: ", *KINDS]),
         ("kill", ["KIND@key=value"]),
         ("kill@", ["kill needs step"]),
-        ("kill@rank=1", ["kill needs step"]),
-        ("slow@step=3", ["slow needs seconds"]),
         ("slow@rank=1", ["slow needs seconds, step"]),
-        ("poison@step=3", ["poison needs samples"]),
         ("poison@samples=3,rank=1", ["poison knows no rank", "takes samples"]),
-        ("spike@samples=3,rank=1", ["spike knows no rank", "takes samples, scale"]),
         ("corrupt_checkpoint@step=3,rank=1", ["knows no rank", "takes step"]),
         (
             "kill@step=3,seconds=2",
@@ -100,14 +77,12 @@ def test_many_keep_their_order() -> None:
         ),
         ("kill@step", ["'step' is not key=value"]),
         ("kill@step=soon", ["step=soon", "whole number"]),
-        ("kill@step=-3", ["step=-3", "whole number"]),
         ("kill@step=1.5", ["step=1.5", "whole number"]),
         ("kill@step=5-3", ["step=5-3", "backwards"]),
         ("kill@step=3,rank=one", ["rank=one", "0 or more"]),
         ("kill@step=3,rank=-1", ["rank=-1", "0 or more"]),
         ("kill@step=3,rank=0.5", ["rank=0.5", "0 or more"]),
         ("slow@step=3,seconds=nan", ["seconds=nan", "0 or more"]),
-        ("slow@step=3,seconds=inf", ["seconds=inf", "0 or more"]),
         ("spike@samples=3,scale=-2", ["scale=-2", "0 or more"]),
         ("kill@step=3,step=4", ["step", "a key is repeated"]),
     ],
@@ -197,11 +172,11 @@ def steps_that_fire(one: FaultInjector, positions: Sequence[int | None] = (0, 1)
 
 @pytest.mark.parametrize("kind", ["nan_grad", "nan_loss"])
 def test_a_fault_of_a_step_fires_once_a_run(tmp_path: Path, kind: str) -> None:
-    text = f"{kind}@step=3"
-    first = injector(tmp_path, text)
-    assert steps_that_fire(first) == [3]
+    texts = f"{kind}@step=3", f"{kind}@step=5"
+    first = injector(tmp_path, *texts)
+    assert steps_that_fire(first) == [3, 5]
     assert steps_that_fire(first) == []  # rolled back, the same steps again
-    assert steps_that_fire(injector(tmp_path, text)) == []  # started again
+    assert steps_that_fire(injector(tmp_path, *texts)) == []  # started again
 
 
 def test_it_fires_once_on_each_rank_it_is_for(tmp_path: Path) -> None:
@@ -209,11 +184,6 @@ def test_it_fires_once_on_each_rank_it_is_for(tmp_path: Path) -> None:
     assert [steps_that_fire(one) for one in everywhere] == [[3], [3], [3]]
     one_rank = [injector(tmp_path, "nan_loss@step=4,rank=1", rank=rank) for rank in range(3)]
     assert [steps_that_fire(one) for one in one_rank] == [[], [4], []]
-
-
-def test_two_faults_do_not_share_a_marker(tmp_path: Path) -> None:
-    both = injector(tmp_path, "nan_loss@step=3", "nan_loss@step=5")
-    assert steps_that_fire(both) == [3, 5]
 
 
 def test_only_the_first_micro_batch_of_the_step_is_hit(tmp_path: Path) -> None:
@@ -241,13 +211,8 @@ def test_faults_of_samples_happen_whenever_they_are_read(tmp_path: Path) -> None
             one.before_step(step)
             poisoned = one.disturbance([9, 10, None, 11, 12])
             assert poisoned is not None and poisoned.activation_scale is not None
-            assert [math.isnan(scale) for scale in poisoned.activation_scale] == [
-                False,
-                True,
-                False,
-                True,
-                False,
-            ]
+            hit = [n for n, scale in enumerate(poisoned.activation_scale) if math.isnan(scale)]
+            assert hit == [1, 3]
             assert one.disturbance([20, 22, None]) == Disturbance(
                 activation_scale=(1.0, 1.0, 1.0), loss_scale=(7.0, 1.0, 1.0)
             )
@@ -257,7 +222,7 @@ def test_faults_of_samples_happen_whenever_they_are_read(tmp_path: Path) -> None
 def test_without_faults_nothing_happens(tmp_path: Path) -> None:
     one = injector(tmp_path)
     assert steps_that_fire(one) == []
-    assert one.claims_other_identity() is False
+    assert one.in_step("mismatch") is False
     assert not (tmp_path / "faults").exists()
 
 
@@ -266,7 +231,7 @@ def test_mismatch_lasts_one_step(tmp_path: Path) -> None:
     told = []
     for step in (2, 3, 4, 3):
         one.before_step(step)
-        told.append(one.claims_other_identity())
+        told.append(one.in_step("mismatch"))
     assert told == [False, True, False, False]
 
 

@@ -22,7 +22,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.config.schema import DataConfig
+from runner.config.schema import DataConfig, TokenDtype
 from runner.data.cursor import BatchPlan, SampleStream
 from runner.data.dataset import Dataset, Sample
 from runner.data.feed import NOT_COUNTED, Feed, MicroBatch, RankShare, _quiet_worker
@@ -42,7 +42,9 @@ LANGUAGE = SyntheticLanguage(vocab_size=20, samples=50, seq_len=SEQ_LEN, seed=1)
 def stream(
     num_samples: int = 50, *, share: float = 0.1, seed: int = 3, size: int = 8
 ) -> SampleStream:
-    return SampleStream(num_samples=num_samples, seed=seed, held_out_share=share, global_size=size)
+    return SampleStream.of_one(
+        num_samples=num_samples, seed=seed, held_out_share=share, global_size=size
+    )
 
 
 def walked(one: SampleStream, ledger: Ledger, *, share: float, start: int = 0) -> Iterator[int]:
@@ -519,14 +521,16 @@ def test_the_first_token_of_a_document_is_not_predicted(tmp_path: Path, workers:
     ids += [7] * (10 * SEQ_LEN)
     np.array(ids, dtype="<u2").tofile(tmp_path / "corpus.bin")
     dataset = open_tokens(
-        paths=[str(tmp_path / "corpus.bin")],
-        token_dtype="uint16",
-        vocab_size=32,
-        seq_len=SEQ_LEN,
-        end_token=1,
-        isolate_documents=True,
+        DataConfig(
+            path=[str(tmp_path / "corpus.bin")],
+            token_dtype=TokenDtype.uint16,
+            vocab_size=32,
+            seq_len=SEQ_LEN,
+            end_token=1,
+            isolate_documents=True,
+        )
     )
-    whole = SampleStream(
+    whole = SampleStream.of_one(
         num_samples=len(dataset), seed=3, held_out_share=0, global_size=len(dataset)
     )
     options = {"global_size": len(dataset), "micro_size": 4, "workers": workers}
@@ -639,13 +643,13 @@ def test_an_interpreter_ends_with_a_feed_that_was_not_closed() -> None:
 
 def test_loading_processes_end_when_they_are_told_to_and_not_by_a_signal() -> None:
     with ranks(1, workers=2) as (feed,):
-        check_fetch([feed], *plans(stream(), Ledger(), 1), Ledger())
+        check_fetch([feed], *plans(stream(), Ledger(), 1), Ledger())  # type: ignore[call-arg]
         workers = multiprocessing.active_children()
         assert len(workers) == 2
         for worker in workers:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
                 os.kill(worker.pid or 0, number)
-        check_fetch([feed], *plans(stream(), Ledger(), 1), Ledger())
+        check_fetch([feed], *plans(stream(), Ledger(), 1), Ledger())  # type: ignore[call-arg]
         assert all(worker.is_alive() for worker in workers)
         feed._end_workers()  # as on any way out
         for worker in workers:

@@ -144,17 +144,6 @@ def test_a_second_launch_of_the_same_name_is_no_restart(tmp_path: Path) -> None:
         old.check()
 
 
-def test_a_claim_of_a_version_that_told_no_agents(tmp_path: Path) -> None:
-    old = taken(tmp_path, job("torchrun x"))
-    path = tmp_path / "000001.json"
-    claim = json.loads(path.read_text())
-    del claim["agents"]
-    path.write_text(json.dumps(claim))
-    with beating(old), pytest.raises(ConfigError, match="in use by a living run"):
-        taken(tmp_path, replace(job("torchrun x"), agents=("a",)))
-    assert taken(tmp_path, job("torchrun x", restart=1)).number == 2
-
-
 def test_taking_over_by_force(tmp_path: Path) -> None:
     old = taken(tmp_path)
     assert taken(tmp_path, take_over=True).number == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,10 @@ from hypothesis import strategies as st
 
 from runner.system.files import (
     file_digest,
-    remove_folder,
-    sync_directory,
     write_durably,
     write_json,
 )
 from runner.system.json_lines import LineFile, read_lines
-from runner.system.parsing import parse_json
 
 LINES = st.lists(
     st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5) | st.none()),
@@ -65,29 +61,11 @@ def test_json_is_canonical(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "a").read_text()) == {"a": [1.5, None], "b": 1}
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_json_has_no_nan(tmp_path: Path, value: float) -> None:
-    write_json(tmp_path / "file", {"loss": 1.0})
-    assert json.loads((tmp_path / "file").read_text()) == {"loss": 1.0}
-    write_json(tmp_path / "file", {"loss": [value]})
-    told = {"loss": [None], "nonfinite": {"loss[0]": repr(value)}}
-    assert parse_json((tmp_path / "file").read_bytes()) == told
-
-
 @pytest.mark.parametrize("size", [0, 1, (1 << 22) - 1, 1 << 22, (1 << 22) + 1])
 def test_digest_is_sha256_of_the_whole_file(tmp_path: Path, size: int) -> None:
     data = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
     (tmp_path / "file").write_bytes(data)
     assert file_digest(tmp_path / "file") == hashlib.sha256(data).hexdigest()
-
-
-def test_a_folder_is_removed_with_what_is_in_it(tmp_path: Path) -> None:
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "a" / "b" / "file").touch()
-    remove_folder(tmp_path / "a")
-    assert names(tmp_path) == []
-    with pytest.raises(FileNotFoundError):
-        sync_directory(tmp_path / "a")
 
 
 # JSON lines
@@ -102,19 +80,6 @@ def written(path: Path, lines: list[dict[str, Any]]) -> bytes:
     assert file.sync() == path.stat().st_size
     file.close()
     return path.read_bytes()
-
-
-def test_a_file_that_is_not_there_has_no_lines(tmp_path: Path) -> None:
-    assert read_lines(tmp_path / "file") == ([], 0)
-
-
-@given(lines=LINES)
-def test_what_is_appended_is_read_back(
-    tmp_path_factory: pytest.TempPathFactory, lines: list[dict[str, Any]]
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "lines.jsonl"
-    data = written(path, lines)
-    assert read_lines(path) == (lines, len(data))
 
 
 @given(lines=LINES, data=st.data())
@@ -143,23 +108,6 @@ def test_garbage_ends_the_reading(tmp_path: Path, garbage: bytes) -> None:
     path = tmp_path / "file"
     path.write_bytes(b'{"a": 1}\n' + garbage + b'{"b": 2}\n')
     assert read_lines(path) == ([{"a": 1}], 9)
-
-
-@pytest.mark.parametrize("length", [0, 9, 18])
-def test_a_file_is_cut_back_on_opening(tmp_path: Path, length: int) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b'{"a": 1}\n{"a": 2}\n')
-    LineFile(path, length=length).close()
-    assert path.stat().st_size == length
-
-
-def test_a_line_with_nan_is_written_without_it(tmp_path: Path) -> None:
-    file = LineFile(tmp_path / "file", length=0)
-    file.append({"loss": math.nan}, durably=False)
-    file.append({"loss": 1}, durably=False)
-    file.close()
-    first = {"loss": None, "nonfinite": {"loss": "nan"}}
-    assert read_lines(tmp_path / "file")[0] == [first, {"loss": 1}]
 
 
 def test_a_line_that_is_no_json_is_refused_and_leaves_nothing(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runner.model.frozen import frozen_names
+from runner.model.blueprint import frozen_names
 from runner.system.error import ConfigError
 
 NAMES = ["embedding.weight", "blocks.0.ffn.up.weight", "blocks.1.ffn.up.weight", "norm.weight"]

@@ -110,19 +110,6 @@ def test_lines_are_kept_and_written_in_order(
     file.close()
 
 
-def test_what_is_torn_is_mended_before_the_next_line(tmp_path: Path, disk: Disk) -> None:
-    path, clock = tmp_path / "m", Clock()
-    file = LineFile(path, length=0, clock=clock)
-    file.append({"n": 0}, durably=True)
-    disk.free, disk.cuts = 4, False
-    file.append({"n": 1}, durably=True)
-    assert path.read_bytes() == b'{"n": 0}\n{"n"' and numbers(path) == [0]
-    disk.free, disk.cuts = float("inf"), True
-    clock.now += 1.0
-    file.append({"n": 2}, durably=True)
-    assert numbers(path) == [0, 1, 2] and file.kept is None
-
-
 @pytest.mark.parametrize("syncs", [True, False])
 def test_what_no_fsync_vouches_for_is_written_anew(tmp_path: Path, disk: Disk, syncs: bool) -> None:
     """On a network the disk is found full only then, and the kernel drops what it had."""

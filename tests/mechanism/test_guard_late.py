@@ -64,41 +64,32 @@ def told_of(out: Path) -> list[dict[str, Any]]:
 def test_late_is_at_once(
     tmp_path: Path, kind: str, optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer]
 ) -> None:
-    ends = []
-    for name, sync in (("at-once", True), ("late", False)):
+    def ended(name: str, **settings: Any) -> Any:
         loader = KINDS[kind](batches(ALONE))
-        job, guard = guarded(tmp_path / name, loader, optimizer=optimizer, sync=sync)
-        ends.append((job.state(), guard.skipped, guard.updates))
-        guard.close()
-    same(ends[1], ends[0])
+        return finish(tmp_path / name, lambda: loader, optimizer=optimizer, **settings)
+
+    same(ended("late", sync=False), ended("at-once"))
     assert told_of(tmp_path / "late") == told_of(tmp_path / "at-once")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rollback(tmp_path: Path, kind: str) -> None:
     """Which checkpoint it goes back to is the ring's: it depends on what is proven by then."""
-    job, guard = guarded(tmp_path / "a", KINDS[kind](batches(BAD)), optimizer=fused, sync=False)
+    bad, good = KINDS[kind](batches(BAD)), KINDS[kind](batches())
+    end, skipped = finish(tmp_path / "a", lambda: bad, optimizer=fused, sync=False)
     assert len(journal(tmp_path / "a", "rollback")) == 1
-    end, skipped = job.state(), guard.skipped
-    guard.close()
-    told, other = guarded(tmp_path / "b", KINDS[kind](batches()), optimizer=fused, skip=skipped)
-    same(end, told.state())
-    other.close()
+    same(end, finish(tmp_path / "b", lambda: good, optimizer=fused, skip=skipped)[0])
 
 
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=FULL if kind == "indexed" else ()) for kind in KINDS]
 )
 def test_killed_and_started_again(tmp_path: Path, kind: str) -> None:
-    data = batches({5, 18, 30, 31, 32})
-    job, guard = finish(
-        tmp_path / "a", lambda: KINDS[kind](data), [13, 2, 20], optimizer=fused, sync=False
-    )
-    end, skipped = job.state(), guard.skipped
-    guard.close()
-    told, other = guarded(tmp_path / "b", KINDS[kind](data), optimizer=fused, skip=skipped)
-    same(end, told.state())
-    other.close()
+    def loader() -> Any:
+        return KINDS[kind](batches({5, 18, 30, 31, 32}))
+
+    end, skipped = finish(tmp_path / "a", loader, [13, 2, 20], optimizer=fused, sync=False)
+    same(end, finish(tmp_path / "b", loader, optimizer=fused, skip=skipped)[0])
 
 
 class Counting(torch.nn.Module):
@@ -147,21 +138,17 @@ def test_what_modules_count_is_as_before_the_step_that_was_read_late(tmp_path: P
 def accumulated(out: Path, loader: Any, **settings: Any) -> tuple[Any, Guard, list[bool]]:
     """Three batches a step, of which the first one's loss may be NaN and its gradients finite."""
     job, allowed = Job.make(fused), []
-    guard = Guard(
-        out, model=job.model, optimizer=job.optimizer, scheduler=job.scheduler, clip=CLIP,
-        accumulate=3, **{**RULES, **settings},
-    )  # fmt: skip
+    guard = job.guard(out, clip=CLIP, accumulate=3, **settings)
     for count, batch in enumerate(guard.over(loader)):
         loss = job.backward(batch[0])
         if count % 3 < 2:
             guard.note(loss * batch[1])
             continue
         allowed.append(guard.ok(loss))
-        if allowed[-1]:
-            job.optimizer.step()
-            job.scheduler.step()
-        job.optimizer.zero_grad()
-    return job.state(), guard, allowed
+        job.update(allowed[-1])
+    end = job.state()
+    guard.close()
+    return end, guard, allowed
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -171,10 +158,7 @@ def test_several_batches_a_step_are_given_once_more(tmp_path: Path, kind: str) -
     assert guard.skipped == [(33, 36)] and guard.updates == 21
     # The step after the bad one was computed too early: it is not allowed, and computed again.
     assert allowed == [True] * 12 + [False] + [True] * 10
-    told, other, _ = accumulated(tmp_path / "b", KINDS[kind](data), skip=guard.skipped)  # type: ignore[arg-type]
-    same(end, told)
-    guard.close()
-    other.close()
+    same(end, accumulated(tmp_path / "b", KINDS[kind](data), skip=guard.skipped)[0])  # type: ignore[arg-type]
 
 
 class Augmented:
@@ -189,11 +173,10 @@ class Augmented:
 
 
 def test_where_reading_draws_random_numbers_it_waits(tmp_path: Path) -> None:
-    ends = []
-    for name, sync in (("at-once", True), ("late", False)):
-        job, guard = guarded(tmp_path / name, Augmented(batches(ALONE)), optimizer=fused, sync=sync)
-        ends.append((job.state(), guard.skipped))
-        guard.close()
+    ends = [
+        finish(tmp_path / name, lambda: Augmented(batches(ALONE)), optimizer=fused, sync=sync)
+        for name, sync in (("at-once", True), ("late", False))
+    ]
     same(ends[1], ends[0])
 
 
@@ -201,11 +184,9 @@ def test_it_ends_at_the_very_update(tmp_path: Path) -> None:
     ends = []
     for name, sync in (("at-once", True), ("late", False)):
         job = Job.make(fused)
-        guard = Guard(tmp_path / name, model=job.model, optimizer=job.optimizer, sync=sync, **RULES)
+        guard = job.guard(tmp_path / name, sync=sync)
         for batch in guard.over(batches({6, 21}), steps=21):
-            if guard.ok(job.backward(batch)):
-                job.optimizer.step()
-            job.optimizer.zero_grad()
+            job.update(guard.ok(job.backward(batch)))
         ends.append((job.state(), guard.skipped, guard.updates))
         guard.close()
     same(ends[1], ends[0])
@@ -218,14 +199,12 @@ def test_a_loop_left_in_a_speculative_step_loses_no_batch(tmp_path: Path, kind: 
     data = batches({7}, num=14)
     for stop in (8, None):
         job = Job.make(fused)
-        guard = Guard(tmp_path, model=job.model, optimizer=job.optimizer, every=50, sync=False)
+        guard = job.guard(tmp_path, every=50, sync=False)
         for number, batch in enumerate(guard.over(KINDS[kind](data))):
             if number == stop:
                 assert guard._steps.is_unread
                 break
-            if guard.ok(job.backward(batch)):
-                job.optimizer.step()
-            job.optimizer.zero_grad()
+            job.update(guard.ok(job.backward(batch)))
         guard.close()
     assert guard.skipped == ([(7, 8)] if kind == "plain" else [(7, 9)])
     assert guard.updates == (13 if kind == "plain" else 12)
@@ -236,24 +215,17 @@ def test_another_start_may_wait(tmp_path: Path) -> None:
     data = batches({18, 30, 31, 32})
     with pytest.raises(Killed):
         guarded(tmp_path / "a", data, kill_at=20, optimizer=fused, sync=False)
-    job, guard = guarded(tmp_path / "a", data, optimizer=fused)
-    whole, other = guarded(tmp_path / "b", data, optimizer=fused)
-    same(job.state(), whole.state())
-    guard.close()
-    other.close()
+    end = finish(tmp_path / "a", lambda: data, optimizer=fused)
+    same(end, finish(tmp_path / "b", lambda: data, optimizer=fused))
 
 
 def test_what_cannot_be_held_back_is_refused(tmp_path: Path) -> None:
-    job = Job.make()
     with pytest.raises(ConfigError, match=r"sync=False needs optimizers .* this is AdamW"):
-        Guard(tmp_path / "a", model=job.model, optimizer=job.optimizer, sync=False)
+        Job.make().guard(tmp_path / "a", sync=False)
     job = Job.make(fused)
-    scaler = torch.amp.GradScaler("cpu")
     with pytest.raises(ConfigError, match="GradScaler"):
-        Guard(
-            tmp_path / "b", model=job.model, optimizer=job.optimizer, scheduler=[scaler], sync=False
-        )
-    guard = Guard(tmp_path / "c", model=job.model, optimizer=job.optimizer, sync=False)
+        Job(job.model, job.optimizer, torch.amp.GradScaler("cpu")).guard(tmp_path / "b", sync=False)
+    guard = job.guard(tmp_path / "c", sync=False)
     with pytest.raises(ConfigError, match=r"sync=False needs guard\.over"):
         guard.take(0)
     guard._finalizer()

@@ -59,6 +59,16 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
 
 
+class Killed(Exception):
+    pass
+
+
+def die(guard: Guard) -> None:
+    """Nothing is saved: as a process that is gone, but for its lease."""
+    guard._finalizer()
+    raise Killed
+
+
 @dataclass
 class Job:
     """What a script builds."""
@@ -81,6 +91,26 @@ class Job:
         loss = self.model(batch).square().mean()
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
+
+    def update(self, is_allowed: bool) -> None:
+        if is_allowed:
+            self.optimizer.step()
+            self.scheduler.step()
+        self.optimizer.zero_grad()
+
+    def guard(self, out: Path, **settings: Any) -> Guard:
+        rules = {**RULES, **settings}
+        return Guard(
+            out, model=self.model, optimizer=self.optimizer, scheduler=self.scheduler, **rules
+        )
+
+    def train(self, guard: Guard, loader: Any, kill_at: int | None = None) -> None:
+        """A pass; it dies within the step ``kill_at`` of this start."""
+        for count, batch in enumerate(guard.over(loader)):
+            loss = self.backward(batch)
+            if count == kill_at:
+                die(guard)
+            self.update(guard.ok(loss))
 
     def state(self) -> dict[str, Any]:
         return {
@@ -123,9 +153,7 @@ def bare(
             continue
         job.backward(batch)
         torch.nn.utils.clip_grad_norm_(job.model.parameters(), CLIP)
-        job.optimizer.step()
-        job.scheduler.step()
-        job.optimizer.zero_grad()
+        job.update(True)
     return job.state()
 
 
@@ -165,10 +193,6 @@ KINDS: dict[str, Callable[[list[torch.Tensor]], Any]] = {
 }
 
 
-class Killed(Exception):
-    pass
-
-
 def guarded(
     out: Path,
     loader: Any,
@@ -177,30 +201,22 @@ def guarded(
     optimizer: Optimizers = adamw,
     **settings: Any,
 ) -> tuple[Job, Guard]:
-    """The same loop with a guard; it dies within the step ``kill_at`` of this start."""
+    """The same loop with a guard."""
     job = Job.make(optimizer)
-    rules = {**RULES, **settings}
-    guard = Guard(
-        out, model=job.model, optimizer=job.optimizer, scheduler=job.scheduler, clip=CLIP, **rules
-    )
-    for count, batch in enumerate(guard.over(loader)):
-        loss = job.backward(batch)
-        if count == kill_at:
-            guard._finalizer()  # nothing is saved: as a process that is gone, but for its lease
-            raise Killed
-        if guard.ok(loss):
-            job.optimizer.step()
-            job.scheduler.step()
-        job.optimizer.zero_grad()
+    guard = job.guard(out, clip=CLIP, **settings)
+    job.train(guard, loader, kill_at)
     return job, guard
 
 
-def finish(out: Path, loader: Callable[[], Any], kills: list[int], **settings: Any) -> Any:
-    """Run, kill, start again, until it is through."""
+def finish(out: Path, loader: Callable[[], Any], kills: list[int] = [], **settings: Any) -> Any:  # noqa: B006
+    """Run, kill, start again, until it is through; what it ends with, and what it skipped."""
     for kill_at in kills:
         with pytest.raises(Killed):
             guarded(out, loader(), kill_at=kill_at, **settings)
-    return guarded(out, loader(), **settings)
+    job, guard = guarded(out, loader(), **settings)
+    end = job.state()
+    guard.close()
+    return end, guard.skipped
 
 
 def journal(out: Path, kind: str) -> list[dict[str, Any]]:
@@ -229,16 +245,12 @@ def test_bad_batches_leave_no_trace(tmp_path: Path, kind: str) -> None:
 )
 def test_killed_and_started_again(tmp_path: Path, kind: str) -> None:
     data = batches({5, 18, 30, 31, 32})
-    job, guard = finish(tmp_path / "a", lambda: KINDS[kind](data), [13, 2, 20])
-    end, skipped = job.state(), guard.skipped
-    guard.close()
-    whole, other = guarded(tmp_path / "b", KINDS[kind](data))
-    unbroken = whole.state()
+    end, skipped = finish(tmp_path / "a", lambda: KINDS[kind](data), [13, 2, 20])
+    whole, others = finish(tmp_path / "b", lambda: KINDS[kind](data))
     if kind != "plain":  # which checkpoint it goes back to, and so what it skips, is the ring's
-        assert skipped == other.skipped
+        assert skipped == others
     same(end, bare(data, skipped))
-    same(unbroken, bare(data, other.skipped))
-    other.close()
+    same(whole, bare(data, others))
 
 
 class Lazy(Stateful):
@@ -250,13 +262,9 @@ class Lazy(Stateful):
 
 
 def test_a_loader_that_draws_with_its_first_batch(tmp_path: Path) -> None:
-    job, guard = finish(tmp_path / "a", lambda: Lazy(batches({5, 30, 31, 32})), [13, 2, 20])
-    end, skipped = job.state(), guard.skipped
-    guard.close()
+    end, skipped = finish(tmp_path / "a", lambda: Lazy(batches({5, 30, 31, 32})), [13, 2, 20])
     assert len(journal(tmp_path / "a", "rollback")) == 1
-    told, other = guarded(tmp_path / "b", Lazy(batches()), skip=skipped)
-    same(end, told.state())
-    other.close()
+    same(end, finish(tmp_path / "b", lambda: Lazy(batches()), skip=skipped)[0])
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.full)])
@@ -276,14 +284,10 @@ def test_a_stateful_dataloader(tmp_path: Path, workers: int) -> None:
     whole = [batch[0, 1].item() for batch in loader(set())]
     order = [[b[0, 1].item() for b in batches()].index(value) for value in whole]
     bad = {order[number] for number in (5, 30, 31, 32)}
-    job, guard = finish(tmp_path / "a", lambda: loader(bad), [13, 2, 20])
-    end, skipped = job.state(), guard.skipped
-    guard.close()
+    end, skipped = finish(tmp_path / "a", lambda: loader(bad), [13, 2, 20])
     assert len(journal(tmp_path / "a", "rollback")) == 1
     assert skipped == [(5, 6), (29, 33)] or skipped == [(5, 6), (30, 33)]
-    told, other = guarded(tmp_path / "b", loader(set()), skip=skipped)
-    same(end, told.state())
-    other.close()
+    same(end, finish(tmp_path / "b", lambda: loader(set()), skip=skipped)[0])
 
 
 def test_one_that_was_told_to_skip_is_the_same(tmp_path: Path) -> None:
@@ -322,113 +326,76 @@ def lbfgs_like(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("optimizer", [sgd, lbfgs_like])
 def test_any_optimizer(tmp_path: Path, optimizer: Optimizers) -> None:
     data = batches({20, 21, 22}, num=36)
-    job, guard = finish(tmp_path / "a", lambda: data, [11], optimizer=optimizer)
-    end = job.state()
+    end, skipped = finish(tmp_path / "a", lambda: data, [11], optimizer=optimizer)
     assert journal(tmp_path / "a", "rollback")
-    guard.close()
-    same(end, bare(data, guard.skipped, optimizer))
+    same(end, bare(data, skipped, optimizer))
 
 
 def test_shuffled_epochs_of_a_dataloader(tmp_path: Path) -> None:
     """Shuffling draws from the global generator at each epoch: a restart in the second one."""
     data = batches({3}, num=20)
 
-    def epochs(out: Path | None, kill_at: int) -> tuple[dict[str, Any], list[tuple[int, int]]]:
+    def epochs(out: Path, kill_at: int = -1) -> tuple[dict[str, Any], list[tuple[int, int]]]:
         job = Job.make()
-        guard = (
-            None if out is None else Guard(out, model=job.model, optimizer=job.optimizer, **RULES)
-        )
+        guard = job.guard(out)
         loader = DataLoader(data, batch_size=None, shuffle=True)  # type: ignore[arg-type]
-        number, applied = 0, []
-        for _ in range(3):
-            for batch in loader if guard is None else guard.over(loader):
-                loss = job.backward(batch)
-                number += 1
-                if guard is not None and number == kill_at:
-                    guard._finalizer()
-                    raise Killed
-                if bool(torch.isfinite(loss)) if guard is None else guard.ok(loss):
-                    job.optimizer.step()
-                job.optimizer.zero_grad()
+        for epoch in range(3):
+            job.train(guard, loader, kill_at - epoch * len(data))
         end = job.state()
-        if guard is not None:
-            applied = guard.skipped
-            guard.close()
-        return end, applied
+        guard.close()
+        return end, guard.skipped
 
     with pytest.raises(Killed):
-        epochs(tmp_path / "a", 33)
-    end, skipped = epochs(tmp_path / "a", -1)
-    whole, others = epochs(tmp_path / "b", -1)
+        epochs(tmp_path / "a", 32)
+    end, skipped = epochs(tmp_path / "a")
+    whole, others = epochs(tmp_path / "b")
     assert len(skipped) == 3 and skipped == others
     same(end, whole)
 
 
+def accumulated(out: Path, data: Any, bad: Any = (), kill_at: int = -1, **settings: Any) -> Any:
+    """Four batches make a step; the loss of those in ``bad`` is NaN, its gradients are not."""
+    job = Job.make()
+    guard = job.guard(out, accumulate=4, **settings)
+    for count, batch in enumerate(guard.over(data)):
+        loss = job.backward(batch)
+        if count == kill_at:
+            die(guard)
+        assert guard._steps.in_hand is not None
+        if guard._steps.in_hand[1] - 1 in bad:
+            loss = loss * NAN
+        if count % 4 < 3:
+            guard.note(loss)
+        else:
+            job.update(guard.ok(loss))
+    end = job.state()
+    guard.close()
+    return end, guard.skipped
+
+
 def test_several_batches_make_a_step(tmp_path: Path) -> None:
     data = batches({21}, num=40)
-
-    def accumulated(out: Path | None, kill_at: int = -1) -> dict[str, Any]:
-        job = Job.make()
-        guard = None
-        if out is not None:
-            guard = Guard(out, model=job.model, optimizer=job.optimizer, accumulate=4, **RULES)
-        skip = range(20, 24) if guard is None else range(0)
-        count = 0
-        numbered = enumerate(data if guard is None else guard.over(data))
-        for number, batch in numbered:
-            if number in skip:
-                continue
-            loss = job.backward(batch)
-            count += 1
-            if count == kill_at and guard is not None:
-                guard._finalizer()
-                raise Killed
-            if count % 4:
-                continue
-            if guard is None or guard.ok(loss):
-                job.optimizer.step()
-            job.optimizer.zero_grad()
-        end = job.state()
-        if guard is not None:
-            assert guard.skipped == [(20, 24)]
-            guard.close()
-        return end
-
     with pytest.raises(Killed):
-        accumulated(tmp_path / "a", 34)
-    end = accumulated(tmp_path / "a")
-    same(end, accumulated(None))
+        accumulated(tmp_path / "a", data, kill_at=33)
+    end, skipped = accumulated(tmp_path / "a", data)
+    assert skipped == [(20, 24)]
+    job = Job.make()
+    for number, batch in enumerate(data):
+        if number not in range(20, 24):
+            job.backward(batch)
+            if number % 4 == 3:
+                job.update(True)
+    same(end, job.state())
 
 
 def test_nan_in_the_loss_of_an_early_batch_of_a_step(tmp_path: Path) -> None:
     """Its gradients are finite, so that nothing else shows it."""
-    data, bad = batches(num=80), {9, 46}
-
-    def accumulated(out: Path, bad: set[int], **settings: Any) -> tuple[dict[str, Any], Guard]:
-        job = Job.make()
-        rules = {**RULES, **settings}
-        guard = Guard(out, model=job.model, optimizer=job.optimizer, accumulate=4, **rules)
-        for count, batch in enumerate(guard.over(data)):
-            loss = job.backward(batch)
-            assert guard._steps.in_hand is not None
-            if guard._steps.in_hand[1] - 1 in bad:
-                loss = loss * NAN
-            if count % 4 < 3:
-                guard.note(loss)
-                continue
-            if guard.ok(loss):
-                job.optimizer.step()
-            job.optimizer.zero_grad()
-        return job.state(), guard
-
-    end, guard = accumulated(tmp_path / "a", bad)
-    assert guard.skipped == [(8, 12), (44, 48)]
+    data = batches(num=80)
+    end, skipped = accumulated(tmp_path / "a", data, {9, 46})
+    assert skipped == [(8, 12), (44, 48)]
     named = [line["sample_ids"] for line in journal(tmp_path / "a", "discard")]
     assert named == [["batch 9"], ["batch 46"]]
-    told, other = accumulated(tmp_path / "b", set(), skip=guard.skipped)
-    same(end, told)
-    guard.close()
-    other.close()
+    same(end, accumulated(tmp_path / "b", data, skip=skipped)[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -438,16 +405,12 @@ def test_a_loop_that_is_left_early_and_closed(tmp_path: Path, kind: str) -> None
 
     def some(leave_at: int | None) -> tuple[Job, Guard]:
         job = Job.make()
-        parts: dict[str, Any] = {"model": job.model, "optimizer": job.optimizer}
-        guard = Guard(tmp_path, **parts, scheduler=job.scheduler, clip=CLIP, **RULES)
+        guard = job.guard(tmp_path, clip=CLIP)
         for batch in guard.over(KINDS[kind](data)):
             loss = job.backward(batch)
             if guard.updates == leave_at:
                 break
-            if guard.ok(loss):
-                job.optimizer.step()
-                job.scheduler.step()
-            job.optimizer.zero_grad()
+            job.update(guard.ok(loss))
         guard.close()
         return job, guard
 
@@ -470,16 +433,10 @@ def test_a_loop_that_never_asks_is_told(tmp_path: Path) -> None:
 
 def test_one_batch_and_two_guards_in_a_process(tmp_path: Path) -> None:
     jobs = [Job.make(), Job.make()]
-    guards = [
-        Guard(tmp_path / str(number), model=job.model, optimizer=job.optimizer)
-        for number, job in enumerate(jobs)
-    ]
+    guards = [job.guard(tmp_path / str(number)) for number, job in enumerate(jobs)]
     for guard, job in zip(guards, jobs, strict=True):
         for _ in range(3):
-            for batch in guard.over(batches(num=1)):
-                if guard.ok(job.backward(batch)):
-                    job.optimizer.step()
-                job.optimizer.zero_grad()
+            job.train(guard, batches(num=1))
         assert guard.updates == 3 and guard.skipped == []
     with pytest.raises(ConfigError, match=r"in use by a living run.*: this process itself"):
         Guard(tmp_path / "0", model=jobs[0].model, optimizer=jobs[0].optimizer, stale_seconds=5)
@@ -489,11 +446,8 @@ def test_one_batch_and_two_guards_in_a_process(tmp_path: Path) -> None:
 
 def test_without_a_gate_everything_is_applied(tmp_path: Path) -> None:
     job = Job.make()
-    guard = Guard(tmp_path, model=job.model, optimizer=job.optimizer, enabled=False)
-    for batch in guard.over(batches({1}, num=3)):
-        assert guard.ok(job.backward(batch))
-        job.optimizer.step()
-        job.optimizer.zero_grad()
+    guard = job.guard(tmp_path, enabled=False)
+    job.train(guard, batches({1}, num=3))
     assert guard.updates == 3 and not torch.isfinite(job.model.scale).all()
     guard._finalizer()
 
@@ -512,9 +466,7 @@ def test_several_groups_and_a_last_batch_that_is_smaller(tmp_path: Path) -> None
 
     rows = torch.cat(batches({7}, num=24))[:-3]
     loader = DataLoader(rows, batch_size=8)  # type: ignore[arg-type]
-    job, guard = finish(tmp_path, lambda: loader, [9], optimizer=groups)
-    end, skipped = job.state(), guard.skipped
-    guard.close()
+    end, skipped = finish(tmp_path, lambda: loader, [9], optimizer=groups)
     assert skipped == [(7, 8)]
     same(end, bare(loader, skipped, groups))  # type: ignore[arg-type]
 
@@ -539,19 +491,17 @@ def test_it_gives_up_with_its_exit_code(tmp_path: Path) -> None:
 
 
 def test_a_stop_is_saved_and_has_its_exit_code(tmp_path: Path) -> None:
-    data, job = batches(num=20), Job.make()
-    guard = Guard(tmp_path, model=job.model, optimizer=job.optimizer, **RULES)
+    job = Job.make()
+    guard = job.guard(tmp_path)
     with pytest.raises(SystemExit) as caught:
-        for number, batch in enumerate(guard.over(data)):
+        for number, batch in enumerate(guard.over(batches(num=20))):
             loss = job.backward(batch)
             if number == 12:
                 guard._run.group.stop.ask("SIGTERM")
-            if guard.ok(loss):
-                job.optimizer.step()
-            job.optimizer.zero_grad()
+            job.update(guard.ok(loss))
     assert caught.value.code == 75
     again = Job.make()
-    other = Guard(tmp_path, model=again.model, optimizer=again.optimizer, **RULES)
+    other = again.guard(tmp_path)
     assert other.resumed_step == 13
     same(job.model.state_dict(), again.model.state_dict())
     other.close()
@@ -572,23 +522,21 @@ def test_a_stop_is_saved_and_has_its_exit_code(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
     job = Job.make()
-    with pytest.raises(ConfigError, match=words.replace("(", "\\(")):
+    with pytest.raises(ConfigError, match=words):
         Guard(tmp_path, model=job.model, optimizer=job.optimizer, **settings)
 
 
 def test_another_model_and_other_settings_are_refused(tmp_path: Path) -> None:
     guarded(tmp_path, batches(num=4))[1].close()
-    job = Job.make()
     with pytest.raises(ConfigError, match=r"guard.persist: was 3, now 4"):
-        Guard(tmp_path, model=job.model, optimizer=job.optimizer, **{**RULES, "persist": 4})
+        Job.make().guard(tmp_path, persist=4)
     other = nn.Linear(2, 2)
     with pytest.raises(CheckpointError, match="another model"):
         Guard(tmp_path, model=other, optimizer=torch.optim.SGD(other.parameters()), **RULES)
 
 
 def test_ok_wants_a_batch(tmp_path: Path) -> None:
-    job = Job.make()
-    guard = Guard(tmp_path, model=job.model, optimizer=job.optimizer, **RULES)
+    guard = Job.make().guard(tmp_path)
     with pytest.raises(ConfigError, match=r"guard.over"):
         guard.ok(1.0)
     with pytest.raises(ConfigError, match="mapping"):

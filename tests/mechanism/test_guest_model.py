@@ -21,6 +21,7 @@ from runner.engine.protocol import Engine, MicroStep
 from runner.model.blueprint import GuestBlueprint
 from runner.model.recorded import record
 from runner.session import parts
+from runner.session.corpus import open_dataset
 from runner.system.error import ConfigError
 from tests import guests
 
@@ -49,7 +50,7 @@ def settings(target: str, *more: str) -> RunConfig:
 
 def blueprint(target: str, *more: str) -> GuestBlueprint:
     config = settings(target, *more)
-    made = parts.blueprint(config, parts.open_dataset(config))
+    made = parts.blueprint(config, open_dataset(config))
     assert isinstance(made, GuestBlueprint)
     return made
 
@@ -221,7 +222,7 @@ def test_a_recorded_constructor_is_repeated_tensor_by_tensor() -> None:
 
 def test_a_constructor_that_needs_values_is_run_in_memory() -> None:
     made = blueprint("Looking")
-    assert "DataDependent" in made.why_in_memory
+    assert "DataDependent" in made.twin.why
     one = step(build("Looking"), batch("Looking"))
     assert one.loss == step(build("Looking"), batch("Looking")).loss
 

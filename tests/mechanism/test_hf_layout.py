@@ -17,10 +17,12 @@ from runner.config.compose import compose
 from runner.model.decoder import Decoder, DecoderShape, RopeScaling, rotary_table
 from runner.run_dir.paths import RunDir, settings_differing
 from runner.session import parts
+from runner.session.corpus import open_dataset
 from runner.startup.precision import settle_rope
 from runner.system.error import ConfigError
 from tests.mechanism.test_import_model import LLAMA, QWEN, Import, import_, saved
 from tests.mechanism.weights import set_initial_weights
+from tests.observed import OneRank
 
 __all__ = ["import_"]
 # So short that both kinds of frequency and those between them lie within a few positions.
@@ -40,7 +42,7 @@ def decoder(folder: Path, settings: list[str]) -> Decoder:
     from safetensors.torch import load_file
 
     config = compose(settings)
-    made = Decoder(parts.model_shape(config, parts.open_dataset(config)))
+    made = Decoder(parts.model_shape(config, open_dataset(config)))
     made.load_state_dict(load_file(folder / "model.safetensors"))
     return made
 
@@ -107,7 +109,7 @@ def test_rotations_are_stretched_as_in_llama_3() -> None:
 def test_the_presets_are_what_they_are_called(preset: str) -> None:
     """Their numbers in the published config.json."""
     config = compose([f"model={preset}", "data=synthetic", "data.vocab_size=128256"])
-    shape = parts.model_shape(config, parts.open_dataset(config))
+    shape = parts.model_shape(config, open_dataset(config))
     factor, tied, dim = {"llama_1b": (32.0, True, 2048), "llama_8b": (8.0, False, 4096)}[preset]
     assert shape.rope_scaling == RopeScaling(
         factor=factor, low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=8192
@@ -115,26 +117,14 @@ def test_the_presets_are_what_they_are_called(preset: str) -> None:
     assert (shape.dim, shape.tied_head, shape.norm_eps) == (dim, tied, 1e-5)
 
 
-class _Alone:
-    """One rank."""
-
-    rank = 0
-
-    def all_or_none(self, what: str, work: Any) -> Any:
-        return work()
-
-    def from_first(self, value: Any) -> Any:
-        return value
-
-
 def test_a_run_from_before_the_scaling_goes_on_without() -> None:
     config = compose(["model=llama_8b", "data=synthetic"])
     said: list[str] = []
     old = {"model.rope_theta": 500000.0, "model.dim": 4096}
-    settled = settle_rope(config, lambda: old, _Alone(), said.append)
+    settled = settle_rope(config, lambda: old, OneRank(), said.append)
     assert settled.model.rope_scaling is None and "as the run began" in said[0]
     for stored in ({}, {**old, "model.rope_scaling.factor": 8.0}, {**old, "model.rope_scaling": 0}):
-        assert settle_rope(config, lambda told=stored: told, _Alone(), said.append) is config
+        assert settle_rope(config, lambda told=stored: told, OneRank(), said.append) is config
     changed = settings_differing({**old, "model.rope_scaling.factor": 8.0}, settled)
     assert changed["model.rope_scaling.factor"] == (8.0, None)
     assert "model.kind" not in changed and "model.lora" not in changed
@@ -177,7 +167,7 @@ def test_a_decoder_that_is_not_ours_is_refused(tmp_path: Path) -> None:
         DecoderShape(vocab_size=8, dim=8, layers=1, heads=2, kv_heads=1, ffn_dim=8, seq_len=4)
     )
     set_initial_weights(made, seed=0)
-    from runner.convert.model_layout import llama_config, llama_name
+    from runner.convert.model_config import llama_config, llama_name
 
     with pytest.raises(ConfigError, match="is no parameter of the decoder"):
         llama_name("layers.0.weight")

@@ -6,18 +6,19 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from runner.checkpoint.disk.shards import collect_pieces
-from runner.config.schema import GuardConfig, RunConfig
+from runner.config.schema import DataConfig, GuardConfig, RunConfig, TokenDtype
 from runner.config.validate import check
 from runner.data.tokens import open_tokens
 from runner.distributed.env import JobEnv, launch_from, place_from, rendezvous_endpoint
 from runner.fault.spec import parse_faults
-from runner.health.crash_log import unexplained
+from runner.health.cause_reporter import unexplained
 from runner.health.rank_report import Report, read_fatal_log, read_reports
 from runner.health.root_cause import find_root_cause
 from runner.observe.journal import read_journal
@@ -174,10 +175,10 @@ def test_a_heartbeat_that_is_no_text(tmp_path: Path) -> None:
 
 
 def report(**changes: Any) -> dict[str, Any]:
-    return Report(rank=0, world_size=2, kind="hang", step=1, phase="x").to_json() | changes
+    return asdict(Report(rank=0, world_size=2, kind="hang", step=1, phase="x")) | changes
 
 
-ENTRY = {
+ENTRY = {"state": "scheduled", 
     "group": "0", "seq": 1, "op": "a", "sizes": [[1]], "dtypes": ["f"], "finished": False,
     "line": "",
 }  # fmt: skip
@@ -320,7 +321,5 @@ def test_a_range_past_what_64_bits_hold() -> None:
 def test_a_token_file_that_is_a_pipe_blocks_nobody(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
     with pytest.raises(DataError, match="no plain file"):
-        open_tokens(
-            paths=[str(tmp_path / name)], token_dtype="uint16", vocab_size=9, seq_len=2,
-            end_token=None, isolate_documents=False,
-        )  # fmt: skip
+        path = [str(tmp_path / name)]
+        open_tokens(DataConfig(path=path, token_dtype=TokenDtype.uint16, vocab_size=9, seq_len=2))

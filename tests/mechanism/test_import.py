@@ -19,6 +19,7 @@ from runner.config.compose import compose
 from runner.model.decoder import Decoder
 from runner.policy.decision.skip_ledger import Ledger
 from runner.session import parts
+from runner.session.corpus import open_dataset, sample_stream
 from tests.run import TINY, finish
 from tests.stored import read_range
 
@@ -63,7 +64,7 @@ def params(weights: Mapping[str, torch.Tensor]) -> Weights:
 def model() -> Decoder:
     config = compose(TINY)
     torch.manual_seed(5)
-    return Decoder(parts.model_shape(config, parts.open_dataset(config)))
+    return Decoder(parts.model_shape(config, open_dataset(config)))
 
 
 @pytest.fixture
@@ -127,8 +128,8 @@ def test_a_run_trains_on_from_an_import(
 def source_loss(weights: Weights, settings: tuple[str, ...]) -> float:
     """FP32 loss of these weights on the run's first batch."""
     config = compose([*TINY, *settings])
-    dataset = parts.open_dataset(config)
-    stream = parts.sample_stream(config, dataset)
+    dataset = open_dataset(config)
+    stream = sample_stream(config, dataset)
     plan = stream.plan(0, Ledger())
     rows = torch.stack(
         [torch.as_tensor(dataset[int(i)].tokens).long() for i in stream.indices(plan.positions)]

@@ -24,6 +24,7 @@ from runner.config.compose import compose
 from runner.convert.model_config import read_model
 from runner.model.decoder import Decoder
 from runner.session import parts
+from runner.session.corpus import open_dataset, sample_stream
 from runner.system.error import ConfigError
 from tests.run import ONE_LAYER, TINY, TWO_LAYERS, finish
 from tests.stored import read_range
@@ -175,7 +176,7 @@ def added(text: str) -> list[str]:
 def decoder_of(out: Path, settings: list[str]) -> Decoder:
     """The decoder of these settings, with the weights in the run's only checkpoint."""
     config = compose([*SETTINGS, SEQ, *settings])
-    model = Decoder(parts.model_shape(config, parts.open_dataset(config)))
+    model = Decoder(parts.model_shape(config, open_dataset(config)))
     (entry,), damaged = CheckpointDirectory(out / "ring").entries()
     assert not damaged
     state = {
@@ -224,8 +225,8 @@ def test_a_run_trains_from_what_the_command_says(import_: Import, tmp_path: Path
     assert main(told) == 0
     result = finish(again, TWO_LAYERS, *shared, *added(text), "model.dim=48", ranks=0)
     config = compose([*SETTINGS, *shared, *added(text), "model.dim=48"])
-    dataset = parts.open_dataset(config)
-    indices = parts.sample_stream(config, dataset).indices(range(4))
+    dataset = open_dataset(config)
+    indices = sample_stream(config, dataset).indices(range(4))
     rows = torch.stack([torch.as_tensor(dataset[int(i)].tokens).long() for i in indices])
     logits = reference(LLAMA, foreign_weights(LLAMA), rows[:, :-1])
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())

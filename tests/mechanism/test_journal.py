@@ -11,14 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from runner.observe.journal import Journal, read_journal
-from runner.observe.metrics import Metrics, MetricsLine
-from runner.observe.throughput import Throughput, peak_tflops
-from runner.observe.tracker import numbers_of
-from runner.observe.tracker_kinds import TensorBoardTracker
+from runner.observe.metrics import Metrics, MetricsLine, Throughput, peak_tflops
+from runner.observe.tracker import TensorBoardTracker, numbers_of
 from runner.policy.decision.history import Incident
 from runner.policy.decision.skip_ledger import Ledger
 from runner.session.summary import Summary
@@ -238,26 +234,6 @@ def test_an_incident_that_cannot_be_written_has_not_happened(path: Path) -> None
     assert path.read_bytes() == b""
 
 
-@given(
-    st.builds(
-        Incident,
-        kind=st.text(),
-        step=st.integers(),
-        decision=st.text(),
-        reason=st.text(),
-        ranks=st.lists(st.integers()).map(tuple),
-        samples=st.none() | st.tuples(st.integers(), st.integers()),
-        sample_ids=st.lists(st.text()).map(tuple),
-        cost_steps=st.integers(),
-        cost_seconds=st.floats(allow_nan=False, allow_infinity=False),
-        detail=st.dictionaries(st.text(), st.integers() | st.text()),
-    )
-)
-def test_an_incident_survives_json(incident: Incident) -> None:
-    line = json.loads(json.dumps({"seq": 1, "time": 2.0} | incident.to_json()))
-    assert Incident.from_json(line) == incident
-
-
 # Metrics
 
 
@@ -356,13 +332,6 @@ def test_a_long_file_is_not_read_for_its_last_line(
     assert last_line(path) == {"step": 99_999} and len(parsed) < 10_000
 
 
-def test_other_ranks_write_no_metrics() -> None:
-    metrics = Metrics(None, length=99)
-    metrics.write(line(1))
-    assert metrics.sync() == 0
-    metrics.close()
-
-
 def test_tensorboard_has_the_points(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -428,29 +397,18 @@ def test_throughput_forgets_the_slow_beginning() -> None:
     assert pace.mfu is None
 
 
-def test_no_time_at_all_divides_by_nothing() -> None:
-    pace = Throughput(flops_per_token=1.0, peak_flops=1.0).note(0.0, 5)
-    assert math.isfinite(pace.tokens_per_second)
-
-
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
-        ("NVIDIA H200", 989.0),
         ("NVIDIA H100 80GB HBM3", 989.0),
         ("NVIDIA H100 PCIe", 756.0),
-        ("NVIDIA A100-SXM4-80GB", 312.0),
         ("NVIDIA GB200", 2500.0),
         ("NVIDIA GH200 480GB", 989.0),
         ("NVIDIA H100 NVL", 835.0),
         ("NVIDIA H200 NVL", 836.0),
         ("NVIDIA H20", 148.0),
-        ("NVIDIA H800", 989.0),
-        ("NVIDIA A800-SXM4-80GB", 312.0),
-        ("NVIDIA B300 SXM6 AC", 2250.0),
         ("NVIDIA L40S", 362.0),
         ("NVIDIA L40", 181.0),
-        ("AMD Instinct MI325X", 1307.0),
         ("GeForce", None),
     ],
 )

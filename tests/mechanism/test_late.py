@@ -12,7 +12,9 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,10 +35,10 @@ from runner.fault.wrap import wrap_engine, wrap_group, wrap_heart
 from runner.health.heartbeat import Heartbeat
 from runner.observe.backlog import Backlog
 from runner.observe.journal import Journal
+from runner.policy.decision import judge
 from runner.policy.decision.history import Incident
 from runner.policy.decision.signals import Limits
-from runner.policy.decision.skip_ledger import Ledger
-from runner.policy.decision.unreadable import Unreadable
+from runner.policy.decision.skip_ledger import Ledger, Unreadable
 from runner.policy.retention.records import (
     Reach,
     Record,
@@ -48,13 +50,14 @@ from runner.policy.retention.records import (
 )
 from runner.policy.schedule import Schedule
 from runner.system.error import RunnerError
-from runner.train.checkpoints import Checkpoints, Preemption, Proofs, SaveSchedule
-from runner.train.gate import is_within
+from runner.train.agreed_step import is_within
+from runner.train.checkpoints import Checkpoints
 from runner.train.guard import Guard
 from runner.train.loop import Loop
-from runner.train.periodic import Periodic
+from runner.train.periodic import Inspection, Periodic, falls_due
 from runner.train.recovery import Recovery
-from runner.train.save_schedule import FixedInterval
+from runner.train.run import RunJournal
+from runner.train.save_schedule import FixedInterval, SaveSchedule
 from runner.train.state import TrainState
 from runner.train.step import Stepper, StepRules
 from runner.train.step_runner import StepPlanner, StepRunner
@@ -110,7 +113,7 @@ class OneNumber:
     def accumulate(self, works: Sequence[MicroStep]) -> LocalSums:
         self.num_computed += 1
         [work] = works
-        positions = [p for p in work.batch.positions if p is not None]
+        positions = [p for p in work.batch.positions if p is not None]  # type: ignore[attr-defined]
         level = 2.0 + torch.exp(-self.count / 10)
         losses = torch.stack([level + self.story.extra(p) for p in positions] or [level])
         [fault] = self._faults
@@ -122,7 +125,7 @@ class OneNumber:
             loss=losses.sum(),
             grad_square=(len(losses) + wild + self.weight.abs()).square(),
             nonfinite=(~torch.isfinite(losses)).any().double(),
-            count=torch.tensor(float(sum(work.batch.counts())), dtype=torch.float64),
+            count=torch.tensor(float(sum(work.batch.counts())), dtype=torch.float64),  # type: ignore[attr-defined]
             sequences=Sequences(losses=(losses,), gradient_norms=()),
         )
 
@@ -326,9 +329,11 @@ class End:
 def live(story: Story, folder: Path, *, late: bool) -> tuple[End, Lines]:
     """One whole run."""
     engine, ranks = OneNumber(story), Ranks(CPU)
-    stream = SampleStream(num_samples=100_000, seed=1, held_out_share=0.01, global_size=BATCH)
+    stream = SampleStream.of_one(
+        num_samples=100_000, seed=1, held_out_share=0.01, global_size=BATCH
+    )
     stop = Stop(story, stream)
-    fast = {"window": 12, "min_history": 6, "persist_window": 6, "level_steps": 4}
+    fast = {"window": 12, "min_history": 6, "level_steps": 4}
     changes = fast | {"cooldown_steps": 9, "drift_nats": 0.5} | story.rules
     rules = remedy_rules(**changes, enabled=story.guarded, batch=BATCH)
     state = TrainState(rules.guard)
@@ -337,54 +342,49 @@ def live(story: Story, folder: Path, *, late: bool) -> tuple[End, Lines]:
     faults = FaultInjector(parse_faults(story.faults), rank=0, markers=folder)
     evaluated: list[Any] = []
     inspected: list[Any] = []
-    parts: dict[str, Any] = {
-        "engine": engine,
-        "feed": Batches(story),
-        "dataset": Names(),
-        "ring": ring,
-        "reporter": lines,
-        "stop": stop,
-    }
-    stepper = Stepper(
-        engine=wrap_engine(parts["engine"], faults, parts["engine"]),
-        feed=parts["feed"],
-        dataset=parts["dataset"],
-        ranks=wrap_group(ranks, faults),
-        rules=StepRules(seed=0, clip=1.0, guarded=story.guarded, config_digest="", code=""),
-        heart=wrap_heart(Heartbeat(), faults, parts["ring"]),
-    )
-    recovery = Recovery(
-        stepper=stepper,
-        ring=parts["ring"],
-        journal=journal,
-        reporter=parts["reporter"],
-        max_unreadable=3,
-        rules=rules,
-    )
-    heart = Heartbeat()
     backlog = Backlog(patience_seconds=1.0, ask_to_stop=str, from_first=ranks.from_first, say=str)
-    saves = SaveSchedule(disk=FixedInterval(story.checkpoint), memory=None)
-    periodic = Periodic(
-        evaluate=lambda: evaluated.append(engine.weight.item()) or float(len(evaluated)),
-        evaluate_every=story.evaluate,
-        inspect=lambda updates: inspected.append(
-            (updates, engine.weight.item())
-            if story.inspect and updates % story.inspect == 0
-            else None
+    parts: Any = SimpleNamespace(engine=engine, feed=Batches(story), dataset=Names())
+    told: Any = lines
+    run: Any = SimpleNamespace(
+        group=SimpleNamespace(
+            heart=Heartbeat(),
+            stop=stop,
+            stop_look=SimpleNamespace(note=bool),
+            asked_to_stop=lambda: ["asked"],
         ),
-        is_inspection_due=lambda updates: story.inspect > 0 and updates % story.inspect == 0,
-        reporter=parts["reporter"],
-        heart=heart,
-    )
-    planner = StepPlanner(
-        stream=stream,
+        corpus=SimpleNamespace(stream=stream),
+        ring=ring,
         journal=journal,
-        schedule=Schedule(schedule=ScheduleConfig(warmup=5), peak=0.1, total=STEPS),
-        progress=ring.progress,
-        keeps_lines=backlog.look,
-        stop=lambda: stop.is_set,
+        history=journal.history,
+        written=RunJournal(journal=journal, console=told),
+        reporter=lines,
+        backlog=backlog,
         observers=observers(),
     )
+    stepper = Stepper(
+        engine=wrap_engine(parts.engine, faults, parts.engine),
+        feed=parts.feed,
+        dataset=parts.dataset,
+        ranks=wrap_group(ranks, faults),
+        rules=StepRules(seed=0, clip=1.0, guarded=story.guarded, config_digest="", code=""),
+        heart=wrap_heart(Heartbeat(), faults, run.ring),
+    )
+    recovery = Recovery(run, stepper=stepper, max_unreadable=3, rules=rules)
+    saves = SaveSchedule(disk=FixedInterval(story.checkpoint), memory=None)
+    periodic = Periodic(
+        run,
+        evaluate=lambda: evaluated.append(engine.weight.item()) or float(len(evaluated)),
+        evaluate_every=story.evaluate,
+        inspections=[
+            Inspection(
+                observer="",
+                is_due=partial(falls_due, story.inspect),
+                look=lambda updates: inspected.append((updates, engine.weight.item())),
+            )
+        ],
+    )
+    rates = Schedule(schedule=ScheduleConfig(warmup=5), peak=0.1, total=STEPS)
+    planner = StepPlanner(run, rates)
     steps = StepRunner(
         stepper,
         planner,
@@ -394,24 +394,15 @@ def live(story: Story, folder: Path, *, late: bool) -> tuple[End, Lines]:
             updates >= STEPS or periodic.is_due(updates) or saves.is_due(updates)
         ),
     )
-    acting: dict[str, Any] = {
-        "ring": ring,
-        "rules": rules,
-        "journal": journal,
-        "reporter": lines,
-        "heart": heart,
-        "backlog": backlog,
-    }
-    proven: dict[str, Any] = {"last": Proven()}
+    proven: Any = Proven()
     loop = Loop(
         state,
         until=STEPS,
         steps=steps,
-        guard=Guard(recovery=recovery, steps=steps, **acting),
-        checkpoints=Checkpoints(schedule=saves, proofs=Proofs(**proven), **acting),
+        guard=Guard(run, recovery=recovery, steps=steps, rules=rules),
+        checkpoints=Checkpoints(run, schedule=saves, last=proven, rules=rules),
         periodic=periodic,
-        reporter=parts["reporter"],
-        preemption=Preemption(stop=parts["stop"], reasons=lambda: ["asked"]),
+        reporter=run.reporter,
     )
     try:
         loop.run()
@@ -477,8 +468,7 @@ STORIES = st.builds(
         optional={
             "persist": st.sampled_from([1, 2, 3]),
             "max_rollbacks": st.sampled_from([0, 1, 5]),
-            "max_discards": st.sampled_from([1, 3]),
-            "drift_slack": st.sampled_from([0.02, 0.12]),
+            "loss_floor": st.sampled_from([0.1, 0.4]),
             "margin": st.sampled_from([0, 2]),
             "skip": st.booleans(),
         },
@@ -503,17 +493,17 @@ TOLD = {
         {"discard"},
     ),
     "level shift": (
-        Story(stretches=LEVEL, rules={"drift_nats": 50.0, "pair_sigmas": 6.0}),
+        Story(stretches=LEVEL, rules={"drift_nats": 50.0}),
         {"discard", "rollback", "rebaseline"},
     ),
     "drift": (
-        Story(stretches=LEVEL, rules={"loss_floor": 9.0, "pair_floor": 9.0}),
+        Story(stretches=LEVEL, rules={"loss_floor": 9.0}),
         {"rollback"},
     ),
     "drift that settles": (
         Story(
             stretches=LEVEL,
-            rules={"loss_floor": 9.0, "pair_floor": 9.0, "margin": 0, "repeat_window": 999},
+            rules={"loss_floor": 9.0, "margin": 0},
         ),
         {"rollback", "rebaseline"},
     ),
@@ -526,7 +516,7 @@ TOLD = {
         {"halt"},
     ),
     "halt at a drift": (
-        Story(stretches=LEVEL, rules={"loss_floor": 9.0, "pair_floor": 9.0, "max_rollbacks": 0}),
+        Story(stretches=LEVEL, rules={"loss_floor": 9.0, "max_rollbacks": 0}),
         {"halt"},
     ),
     "asked to stop": (Story(stop_at=90), set()),
@@ -548,8 +538,11 @@ ENDS = {
 
 
 @pytest.mark.parametrize("name", TOLD)
-def test_a_story_ends_alike(name: str, tmp_path: Path) -> None:
+def test_a_story_ends_alike(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     story, kinds = TOLD[name]
+    if "drift" in name:  # and no spike, by the floor
+        monkeypatch.setattr(judge, "_DRIFT_SLACK", 0.013)
+        monkeypatch.setattr(judge, "_DRIFT_RISE", 0.022)
     end, _ = same_either_way(story, tmp_path)
     found = {kind for kind in KINDS if any(f"'kind': '{kind}'" in line for line in end.journal)}
     assert found >= kinds, end.journal

@@ -17,8 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
 from runner.launch import agent, meeting_point
-from runner.launch.bad_nodes import BadNodes, refuse_listed
-from runner.launch.crash_evidence import evidence, has_to_leave
+from runner.launch.crash_evidence import BadNodes, evidence, has_to_leave, refuse_listed
 from runner.system.error import ConfigError
 
 

@@ -107,7 +107,7 @@ def back_while_a_served_one_is_saved(rig: Rig) -> None:
 
 def a_full_disk(rig: Rig) -> None:
     ring = trained(rig, 7)
-    store = ring._disk._directory
+    store = ring._disk.directory
     commit = store.commit
     store.commit = fail  # type: ignore[assignment]
     rig.train(ring, 1)
@@ -123,7 +123,7 @@ def a_full_disk(rig: Rig) -> None:
 
 def back_while_publishing(rig: Rig) -> None:
     ring = trained(rig, 7, with_memory=False)
-    store, began, go_on = ring._disk._directory, threading.Event(), threading.Event()
+    store, began, go_on = ring._disk.directory, threading.Event(), threading.Event()
     commit = store.commit
 
     def slowly(*told: object) -> None:
@@ -153,13 +153,13 @@ def back_while_proving(rig: Rig) -> None:
 
 def a_mark_that_fails(rig: Rig) -> None:
     ring = trained(rig, 5, with_memory=False)
-    mark = ring._disk._directory.mark
-    ring._disk._directory.mark = fail  # type: ignore[assignment]
+    mark = ring._disk.directory.mark
+    ring._disk.directory.mark = fail  # type: ignore[assignment]
     rig.step += 1
     ring.after_step(rig.step, rig.step)
     ring.drain()
     assert {r.state for r in ring.records} == {State.committed}
-    ring._disk._directory.mark = mark  # type: ignore[method-assign]
+    ring._disk.directory.mark = mark  # type: ignore[method-assign]
     ring.after_step(rig.step, rig.step)
     ring.drain()
     assert {r.state for r in ring.records} == {State.clean}

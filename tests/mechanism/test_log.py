@@ -6,7 +6,6 @@ import json
 import logging
 import re
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -149,20 +148,6 @@ def test_neither_secrets_nor_what_moves_a_cursor_get_through(
     assert "do-not-say-this" not in text and "abc" not in text
     assert text.startswith("error: with [hidden] \\x1b[2J\\x0dand\tmore\n")
     assert "\x1b" not in text and "\r" not in text
-
-
-def test_a_thread_may_speak_while_another_is_speaking(capsys: pytest.CaptureFixture[str]) -> None:
-    log.begin(as_json=True, rank=0)
-    threads = [
-        threading.Thread(target=lambda n=n: [OURS.error("%d", n) for _ in range(50)])
-        for n in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    messages = [line["message"] for line in told(capsys.readouterr().err)]
-    assert sorted(messages) == sorted(str(n) for n in range(4) for _ in range(50))
 
 
 # The console

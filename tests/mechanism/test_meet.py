@@ -221,7 +221,7 @@ class Counting(Store):
 
     def multi_set(self, keys: list[str], values: list[str]) -> None:
         self.calls["multi_set"] += 1
-        self._inner.multi_set(keys, values)
+        self._inner.multi_set(keys, values)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("world_size", [8, 64, 256])

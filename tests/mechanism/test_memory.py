@@ -22,11 +22,16 @@ import torch
 from runner.checkpoint.disk.directory import CheckpointDirectory
 from runner.checkpoint.disk.shards import Pace, Snapshot, write_rank_file
 from runner.checkpoint.jobs import LockstepQueues
-from runner.checkpoint.memory.header import parse_header, read_header, write_header
 from runner.checkpoint.memory.node_dir import NodeDir, OwnerProcess
 from runner.checkpoint.memory.peer_replica import ReplicaInventory, on_every_rank, peers
 from runner.checkpoint.memory.shared_buffer import SharedBuffer
-from runner.checkpoint.memory.snapshot import Memory, SlotLayout, _CudaCopier, empty_header
+from runner.checkpoint.memory.snapshot import (
+    Memory,
+    SlotLayout,
+    _CudaCopier,
+    empty_header,
+    parse_header,
+)
 from runner.checkpoint.memory.tier import MemoryParts, MemoryTier
 from runner.checkpoint.protocol import CheckpointMetadata, Identity
 from runner.checkpoint.ring import Ring
@@ -37,9 +42,11 @@ from runner.policy.decision.history import Incident
 from runner.policy.retention.records import Record, State, Tier, rollback_targets
 from runner.startup.shared_memory import MEMORY_DIR, node_folder, node_needs, open_memory
 from runner.system.error import ConfigError, CorruptCheckpoint
+from tests.observed import OneRank
 
 RUN = "ab" * 16
 IDENTITY = Identity(config_digest="c", data_fingerprint="d")
+
 HERE: dict[str, str | int] = {"host": "h", "boot": "b", "pid": 1, "started": "1"}
 
 
@@ -69,26 +76,6 @@ class Weights:
         self.a += 1.0
         self.b += 1.0
         self.count += 1
-
-
-class Alone:
-    """The agreement of one rank with itself."""
-
-    rank, world_size = 0, 1
-
-    def sum(self, numbers: list[float]) -> list[float]:
-        return numbers
-
-    def gather(self, value: Any) -> list[Any]:
-        return [json.loads(json.dumps(value))]
-
-    def from_first(self, value: Any) -> Any:
-        return json.loads(json.dumps(value))
-
-    def all_or_none(self, what: str, work: Callable[[], Any]) -> Any:
-        return work()
-
-    all_or_none_patiently = all_or_none
 
 
 def node(base: Path, run: str = RUN, out: Path | None = None, **process: str | int) -> NodeDir:
@@ -388,37 +375,6 @@ def test_a_header_elsewhere_is_not_followed(tmp_path: Path) -> None:
     assert not found and "slot-0.json" in refused[0]
 
 
-def test_a_header_reads_back(tmp_path: Path) -> None:
-    header = replace(
-        empty_header(
-            SlotLayout(Weights().shards()), incarnation=1, rank=0, world_size=1, identity=IDENTITY
-        ),
-        train_state={"a": [1.5, None]},
-        update_counts={"x": 3},
-    )
-    write_header(tmp_path / "slot-0.json", header.to_bytes())
-    found, data = read_header(tmp_path / "slot-0.json")
-    assert found == header == parse_header(data)
-
-
-def test_a_snapshot_of_an_earlier_version_is_taken_over(tmp_path: Path) -> None:
-    """Its digest was a SHA-256, and had that name."""
-    taken(tmp_path)
-    path = slot_file(tmp_path, "json")
-    tree = json.loads(path.read_bytes().partition(b"\n")[2])
-    del tree["digest"]
-    data = slot_file(tmp_path, "bin").read_bytes()[: tree["num_bytes"]]
-    blocks = [data[at : at + (1 << 23)] for at in range(0, len(data), 1 << 23)]
-    each = b"".join(hashlib.sha256(block).digest() for block in blocks)
-    tree |= {"version": 1, "sha256": hashlib.sha256(each).hexdigest()}
-    text = json.dumps(tree).encode()
-    path.write_bytes(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
-    memory = later(tmp_path)
-    [serial], refused = memory.left_by(3)
-    memory.adopt(3, serial, 0)
-    assert not refused
-
-
 def test_memory_that_cannot_be_page_locked_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -545,7 +501,7 @@ def opened(tmp_path: Path, **settings: Any) -> tuple[Memory | None, list[str]]:
         config,
         node_folder(RUN, tmp_path / "out"),
         Weights(),
-        Alone(),
+        OneRank(),
         place,
         incarnation=1,
         identity=IDENTITY,
@@ -637,7 +593,7 @@ def test_what_all_have_or_can_get_back() -> None:
     assert [(f.serial, f.holders) for f in on_every_rank(told)] == [(5, {})]
 
 
-class Agreeing(Alone):
+class Agreeing(OneRank):
     """Knows whether the ranks are just agreeing on how something went."""
 
     is_agreeing = False
@@ -712,31 +668,13 @@ def close(*work: LockstepQueues) -> None:
         queue.close()
 
 
-def test_a_slow_queue_holds_no_other_up() -> None:
-    queues = LockstepQueues(lambda text: [text], world_size=1, count=2)
-    snapshots, disk = queues.queues
-    go_on, seen = threading.Event(), []
-    disk.submit("slow", go_on.wait, lambda failures: seen.append("disk"))  # type: ignore[arg-type]
-    snapshots.submit("quick", lambda: None, lambda failures: seen.append("snapshots"))
-    while len(snapshots):
-        queues.wait(5)
-        queues.apply_progress(*queues.progress())
-    assert seen == ["snapshots"] and len(queues) == 1
-    go_on.set()
-    while len(queues):
-        queues.wait(5)
-        queues.apply_progress(*queues.progress())
-    assert seen == ["snapshots", "disk"]
-    close(queues)
-
-
 def test_queues_are_told_apart_in_the_sums() -> None:
     """Three ranks: a job is over when all have said so, each queue for itself."""
     world = [LockstepQueues(lambda text: [text] * 3, world_size=3, count=3) for _ in range(3)]
     over: list[list[str]] = [[] for _ in world]
     for rank, queues in enumerate(world):
-        for number, queue in enumerate(queues.queues):
-            queue.submit(f"{number}", lambda: None, over[rank].append)  # type: ignore[arg-type]
+        for queue in queues.queues:
+            queue.submit(lambda: None, over[rank].append)  # type: ignore[arg-type]
     for queues in world:
         for queue in queues.queues:
             queue.wait()
@@ -749,20 +687,6 @@ def test_queues_are_told_apart_in_the_sums() -> None:
     assert [len(queue) for queue in world[0].queues] == [0, 1, 0]
     assert all(len(seen) == 2 for seen in over)
     close(*world)
-
-
-def test_background_threads_give_way() -> None:
-    queues = LockstepQueues(lambda text: [text], world_size=1, count=1)
-    seen: list[int] = []
-
-    def look() -> None:
-        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-
-    queues.queues[0].submit("look", look, lambda failures: None)
-    queues.wait(5)
-    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    assert seen == [min(19, own + 10)]
-    close(queues)
 
 
 def test_a_limited_writer_takes_its_time_unless_somebody_waits(tmp_path: Path) -> None:
@@ -799,7 +723,7 @@ class Rig:
         made = Ring(
             CheckpointDirectory(self.folder / "ring"),
             sharded=self.state,
-            ranks=Alone(),
+            ranks=OneRank(),
             settings=CheckpointConfig(clean_after=2, keep=2),
             identity=IDENTITY,
             report=self.incidents.append,

@@ -18,14 +18,14 @@ from runner.engine.protocol import MicroStep, Shard
 from runner.model.blueprint import Parameter
 from runner.model.decoder import Decoder, DecoderShape
 from runner.model.loss import HeadLosses
-from runner.session import parts
-from runner.session.memory_line import engine_facts
-from runner.session.planned_memory import planned_memory
+from runner.session.corpus import open_dataset
 from runner.startup.memory_need import (
     EngineFacts,
     MemoryNeed,
     SavedActivations,
+    engine_facts,
     memory_need,
+    planned_memory,
 )
 from tests.mechanism.test_guest_model import ALONE, batch, blueprint, build, settings
 
@@ -80,7 +80,7 @@ def test_a_plan_says_what_a_run_is_seen_to_need(model: str, optim: str) -> None:
     """Counted on the meta device, and from an engine that has computed a micro-batch."""
     network = blueprint(model)
     config = settings(model, optim, "batch.micro_size=4")
-    dataset = parts.open_dataset(config)
+    dataset = open_dataset(config)
     few_samples = few(dataset, config.data.seq_len, 4)
     planned = planned_memory(config, network, dataset, ALONE)
     engine = build(model, optim)

@@ -8,7 +8,7 @@ import pytest
 
 from runner.health.rank_report import Report
 from runner.health.root_cause import MEMORY, find_root_cause
-from runner.launch.outcome import EXIT_CODES
+from runner.launch.attempt import EXIT_CODES
 from runner.policy.restart import MEMORY as POLICYS
 from runner.policy.restart import Again, Attempt, End, RestartRules, after
 from runner.startup.resume import settle_micro_size
@@ -20,10 +20,10 @@ def crash(cause: str = MEMORY) -> dict[str, Any]:
 
 def started(lines: list[dict[str, Any]], wanted: int) -> int:
     """As a start does it: what it settles is journalled."""
-    found = settle_micro_size(wanted, lines)
-    if found.incident is not None:
-        lines.append({"kind": found.incident.kind, "detail": found.incident.detail})
-    return found.size
+    size, incident = settle_micro_size(wanted, lines)
+    if incident is not None:
+        lines.append({"kind": incident.kind, "detail": incident.detail})
+    return size
 
 
 def test_each_crash_halves_once_and_other_crashes_do_not() -> None:
@@ -50,7 +50,7 @@ def test_another_setting_begins_anew() -> None:
 
 
 def test_the_line_says_what_was_decided_and_why() -> None:
-    found = settle_micro_size(8, [crash()]).incident
+    _, found = settle_micro_size(8, [crash()])
     assert found is not None
     assert found.decision == "batch.micro_size 8 -> 4, the global batch stays"
     assert (found.step, found.reason, found.ranks) == (7, "r", (1,))

@@ -25,7 +25,7 @@ from runner.observe.journal import Journal, read_journal
 from runner.policy.decision.history import Incident
 from runner.policy.decision.skip_ledger import Ledger
 from runner.run_dir.paths import RunDir
-from runner.session import parts
+from runner.session.corpus import open_dataset, sample_stream
 from runner.startup.resume import settle_mixture
 from runner.system.error import ConfigError, DataError
 from runner.system.json_lines import LineFile
@@ -53,7 +53,7 @@ def read(one: MixtureOrder, start: int, stop: int) -> list[tuple[str, int]]:
     """Source and index within it at each position."""
     indices = one.indices(np.arange(start, stop, dtype=np.int64))
     sources = one.sources(indices)
-    offsets = np.concatenate([[0], np.cumsum(list(one._lengths))])
+    offsets = one._offsets
     return [
         (one.names[source], int(index - offsets[source]))
         for source, index in zip(sources.tolist(), indices.tolist(), strict=True)
@@ -133,7 +133,7 @@ def test_a_position_does_not_depend_on_what_was_asked_before() -> None:
     there = read(one, far, far + 64)
     assert read(order(), far, far + 64) == there
     read(one, 0, 40 * BLOCK)
-    assert len(one._blocks) <= 16, "nothing grows"
+    assert one._block.cache_info().currsize <= 16, "nothing grows"
     assert read(one, far, far + 64) == there
     mixed = np.array([5, far + 3, 4097, 0], dtype=np.int64)
     assert one.indices(mixed).tolist() == [int(one.indices(mixed[i : i + 1])[0]) for i in range(4)]
@@ -154,7 +154,7 @@ def test_a_split_adds_up_and_only_grows(total: int, shares: list[int]) -> None:
 
 def test_held_out_samples_are_of_each_source_and_never_read() -> None:
     one = order(share=0.1)
-    stream = SampleStream.of(one, global_size=64)
+    stream = SampleStream(one, global_size=64)
     ledger, cursor, trained = Ledger([(100, 300)]), 0, []
     for _ in range(100):
         plan = stream.plan(cursor, ledger)
@@ -204,7 +204,7 @@ def start(
     """As a command does it that takes the run up at ``cursor``."""
     one = order(weights, **changes)
     kept, state = journal(tmp_path), train_state(cursor)
-    incident = settle_mixture(SampleStream.of(one, global_size=32), kept, state, reached=reached)
+    incident = settle_mixture(SampleStream(one, global_size=32), kept, state, reached=reached)
     if incident is not None:
         kept.add(incident)
     kept.file.close()  # type: ignore[union-attr]
@@ -239,7 +239,7 @@ def test_a_plan_from_before_a_change_of_weights_is_made_anew(tmp_path: Path) -> 
     """The checks at the start plan before the weights are settled."""
     start(tmp_path, WEIGHTS, cursor=0)
     one, kept = order(WEIGHTS | {"code": 9.0}), journal(tmp_path)
-    stream, state = SampleStream.of(one, global_size=32), train_state(cursor=3200)
+    stream, state = SampleStream(one, global_size=32), train_state(cursor=3200)
     early = stream.plan(3200, Ledger())
     incident = settle_mixture(stream, kept, state, reached=0)
     assert incident is not None and incident.detail["start"] == 3200
@@ -305,12 +305,12 @@ def test_sources_of_several_kinds_become_one_data_set(tmp_path: Path) -> None:
         "data.vocab_size=64",
     )
     check(config, world_size=1)
-    dataset = parts.open_dataset(config)
+    dataset = open_dataset(config)
     assert [source.name for source in sources_of(config.data)] == ["ready", "made"]
     assert len(dataset) == 200 + 499 // 8 and dataset.vocab_size == 64
     assert dataset.describe(0) == "made: synthetic sample 0"
     assert dataset.describe(201) == "ready: ready.npy tokens 8-17"
-    stream = parts.sample_stream(config, dataset)
+    stream = sample_stream(config, dataset)
     indices = stream.plan(0, Ledger()).indices
     assert 0.5 < (indices >= 200).mean() < 1.0
     heavier = mixture(
@@ -319,7 +319,7 @@ def test_sources_of_several_kinds_become_one_data_set(tmp_path: Path) -> None:
         "data.seq_len=8",
         "data.vocab_size=64",
     )
-    assert parts.open_dataset(heavier).fingerprint() == dataset.fingerprint(), "weights are apart"
+    assert open_dataset(heavier).fingerprint() == dataset.fingerprint(), "weights are apart"
 
 
 def test_a_stored_mixture_is_compared_whole(tmp_path: Path) -> None:

@@ -12,14 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.mechanism.test_guard_loop import (
-    NAN,
-    batches,
-    finish,
-    guarded,
-    journal,
-    same,
-)
+from tests.mechanism.test_guard_loop import NAN, batches, finish, journal, same
 
 pytestmark = pytest.mark.usefixtures("node_memory")
 SIZE, NUM = 8, 60
@@ -56,11 +49,7 @@ def test_poisoned_killed_and_resumed_is_told_to_skip(tmp_path: Path) -> None:
     rows = [row.tolist() for row in torch.cat(batches(num=NUM))]
     bad = {rows.index(order[number * SIZE]) for number in (5, 30, 31, 32)}
     poisoned = shards(tmp_path / "poisoned", bad)
-    job, guard = finish(tmp_path / "a", lambda: loader(poisoned), [13, 2, 20])
-    end, skipped = job.state(), guard.skipped
-    guard.close()
+    end, skipped = finish(tmp_path / "a", lambda: loader(poisoned), [13, 2, 20])
     assert len(journal(tmp_path / "a", "rollback")) == 1
     assert skipped in ([(5, 6), (29, 33)], [(5, 6), (30, 33)])
-    told, other = guarded(tmp_path / "b", loader(clean), skip=skipped)
-    same(end, told.state())
-    other.close()
+    same(end, finish(tmp_path / "b", lambda: loader(clean), skip=skipped)[0])

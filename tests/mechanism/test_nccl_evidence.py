@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,13 +22,12 @@ from typing import Any
 import pytest
 import torch
 
-from runner.distributed.debug import debug_settings
+from runner.distributed.env import debug_settings
 from runner.health import collective_trace
 from runner.health.collective_trace import collectives
-from runner.health.flight_recorder import waits_in
+from runner.health.flight_recorder import MOST_ENTRIES, plain_entry, waits_in
 from runner.health.rank_report import Report, read_reports, write_report
 from runner.health.root_cause import RootCause, find_root_cause
-from runner.health.trace_dump import MOST_ENTRIES, plain_entry
 
 STUCK = 100
 LAUNCHED = 30  # how far a host runs on before its launch queue is full
@@ -136,88 +135,83 @@ WORLDS = [4, 8, 16, 64]
 ODD = 2
 
 
+def odd(usual: str, other: str) -> Callable[[int], list[dict[str, Any]]]:
+    """All ranks are in one collective; the odd one's device is in another state."""
+    return lambda rank: waiting(rank, other if rank == ODD else usual)
+
+
+def odd_in(**changes: Any) -> Callable[[int], list[dict[str, Any]]]:
+    return lambda rank: waiting(rank, "started", **(changes if rank == ODD else {}))
+
+
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("world_size", WORLDS)
-class TestOneIsOdd:
-    def test_a_broken_link(self, world_size: int) -> None:
-        """Nobody is named: least of all a rank whose host had launched less than the others."""
-        cause = told(world_size, lambda rank: waiting(rank, "started"))
-        assert (cause.kind, cause.ranks) == ("network", ()), cause
-        words = "none makes progress" if _backend[0] == "nccl" else "do not get through"
-        assert f"{GATHER} #{STUCK}" in cause.reason and words in cause.reason
+@pytest.mark.parametrize(
+    ("of", "kind", "ranks", "words"),
+    [
+        # Nobody is named: least of all a rank whose host had launched less than the others.
+        (odd("started", "started"), "network", (), ["none makes progress", f"{GATHER} #{STUCK}"]),
+        (odd("started", "completed"), "network", (), [f"on rank {ODD} it is done"]),
+        (
+            odd("started", "scheduled"),
+            "device",
+            (ODD,),
+            [f"the device of rank {ODD} has not reached"],
+        ),
+        (odd("scheduled", "scheduled"), "network", (), ["distinguished without "]),
+        (
+            lambda rank: past() if rank == ODD else waiting(rank, "started"),
+            "absent",
+            (ODD,),
+            [f"rank {ODD} never entered", f"#{STUCK}"],
+        ),
+        (odd_in(size=999), "shape", (ODD,), [f"rank {ODD} entered {GATHER}", "(bfloat16[999])"]),
+        (odd_in(op=SUM), "operation", (ODD,), []),
+    ],
+)
+def test_one_is_odd(
+    of: Callable[[int], list[dict[str, Any]]],
+    kind: str,
+    ranks: tuple[int, ...],
+    words: list[str],
+    world_size: int,
+) -> None:
+    cause = told(world_size, of)
+    if _backend[0] == "nccl2" and (kind, ranks) in (("network", ()), ("device", (ODD,))):
+        # It never records that a device has begun, so that no device can be named.
+        kind, ranks, words = "network", (), ["TORCH_DIST_USE_NCCL2=0 and TORCH_NCCL_ENABLE_TIMING"]
+    assert (cause.kind, cause.ranks) == (kind, ranks), cause
+    assert all(word in cause.reason for word in words) and "still moves" not in cause.reason
 
-    def test_a_link_over_which_some_have_got_through(self, world_size: int) -> None:
-        def of(rank: int) -> list[dict[str, Any]]:
-            return waiting(rank, "completed" if rank == ODD else "started")
 
-        cause = told(world_size, of)
-        assert (cause.kind, cause.ranks) == ("network", ()), cause
-        assert f"on rank {ODD} it is done" in cause.reason
+@pytest.mark.parametrize("op", [SCATTER, SUM])
+def test_another_size_in_others(op: str) -> None:
+    cause = told(8, lambda rank: waiting(rank, "started", op=op, size=999 if rank == ODD else 1000))
+    assert (cause.kind, cause.ranks) == ("shape", (ODD,)), cause
 
-    def test_a_device_that_hangs_before_it(self, world_size: int) -> None:
-        cause = told(
-            world_size, lambda rank: waiting(rank, "scheduled" if rank == ODD else "started")
-        )
-        if _backend[0] == "nccl2":
-            assert (cause.kind, cause.ranks) == ("network", ()), cause
-            return
-        assert (cause.kind, cause.ranks) == ("device", (ODD,)), cause
-        assert f"the device of rank {ODD} has not reached" in cause.reason
 
-    def test_which_cannot_be_told_from_a_broken_link_without_timing(self, world_size: int) -> None:
-        cause = told(world_size, lambda rank: waiting(rank, "scheduled"))
-        assert (cause.kind, cause.ranks) == ("network", ()), cause
-        first = "" if _backend[0] == "nccl" else "TORCH_DIST_USE_NCCL2=0 and "
-        assert f"distinguished without {first}TORCH_NCCL_ENABLE_TIMING=1" in cause.reason
-
-    def test_a_rank_that_never_came(self, world_size: int) -> None:
-        def of(rank: int) -> list[dict[str, Any]]:
-            return past() if rank == ODD else waiting(rank, "started")
-
-        cause = told(world_size, of)
-        assert (cause.kind, cause.ranks) == ("absent", (ODD,)), cause
-        assert f"rank {ODD} never entered" in cause.reason and f"#{STUCK}" in cause.reason
-        assert "still moves" not in cause.reason
-
-    def test_a_rank_that_is_slow(self, world_size: int) -> None:
-        reports = [
-            report(rank, world_size, waiting(rank, "started"))
-            if rank != ODD
-            else report(rank, world_size, past(), seconds=3.0, phase="fetch")
-            for rank in range(world_size)
-        ]
-        cause = find_root_cause(reports, world_size)
-        assert cause.ranks == (ODD,), cause
-        assert (
-            f"rank {ODD} is in fetch" in cause.reason and "still moves: it is slow" in cause.reason
-        )
-
-    @pytest.mark.parametrize("op", [GATHER, SCATTER, SUM])
-    def test_another_size(self, op: str, world_size: int) -> None:
-        cause = told(
-            world_size,
-            lambda rank: waiting(rank, "started", op=op, size=999 if rank == ODD else 1000),
-        )
-        assert (cause.kind, cause.ranks) == ("shape", (ODD,)), cause
-        assert f"rank {ODD} entered {op} #{STUCK} (bfloat16[999])" in cause.reason
-
-    def test_another_operation(self, world_size: int) -> None:
-        cause = told(
-            world_size, lambda rank: waiting(rank, "started", op=SUM if rank == ODD else GATHER)
-        )
-        assert (cause.kind, cause.ranks) == ("operation", (ODD,)), cause
-
-    def test_a_recorder_that_did_not_answer(self, world_size: int) -> None:
-        """It is said, and not taken for a rank that never came."""
-        reports = [
-            report(rank, world_size, waiting(rank, "scheduled"))
-            if rank != ODD
-            else report(rank, world_size, [], untold="NCCL's flight recorder did not answer")
-            for rank in range(world_size)
-        ]
-        cause = find_root_cause(reports, world_size)
-        assert (cause.kind, cause.ranks) == ("network", ()), cause
-        assert f"rank {ODD}: NCCL's flight recorder did not answer" in cause.reason
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize(
+    ("state", "entries", "more", "ranks", "words"),
+    [
+        ("started", past(), {"seconds": 3.0, "phase": "fetch"}, (ODD,), "moves: it is slow"),
+        # It is said, and not taken for a rank that never came.
+        ("scheduled", [], {"untold": "it did not answer"}, (), f"rank {ODD}: it did not answer"),
+    ],
+)
+def test_one_is_slow_or_does_not_tell(
+    state: str,
+    entries: list[dict[str, Any]],
+    more: dict[str, Any],
+    ranks: tuple[int, ...],
+    words: str,
+    world_size: int,
+) -> None:
+    reports = [report(rank, world_size, waiting(rank, state)) for rank in range(world_size)]
+    reports[ODD] = report(ODD, world_size, entries, **more)
+    cause = find_root_cause(reports, world_size)
+    assert cause.ranks == ranks and words in cause.reason, cause
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -323,7 +317,7 @@ def test_both_recorders_are_asked(
     state = "started" if backend == "nccl" else "scheduled"
     assert front is not None and (front["seq"], front["state"]) == (STUCK, state)
     assert front["line"] == "runner/engine/forward.py:55 training_loss"
-    told = report(0, 4, []).to_json() | {"collectives": entries}
+    told = asdict(report(0, 4, [])) | {"collectives": entries}
     write_report(tmp_path, Report.from_json(told))
     (read,) = read_reports(tmp_path)
     assert read.collectives == entries, "also from the disk"
@@ -479,6 +473,6 @@ def test_nccls_own_recorder_answers_and_names_are_as_it_knows_them(tmp_path: Pat
     assert "\n2.10 " in f"\n{done.stdout}" and "'entries'" in done.stdout, done.stdout
     folder = Path(torch.__file__).parent / "lib"
     library = b"".join((folder / f"libtorch_{kind}.so").read_bytes() for kind in ("cpu", "cuda"))
-    names = debug_settings("nccl", subsystems="INIT", folder=tmp_path)
+    names = debug_settings("nccl", folder=tmp_path)
     torchs = [name for name in names if name.startswith("TORCH_")]
     assert len(torchs) > 3 and [n for n in torchs if n.encode() not in library] == []

@@ -13,17 +13,19 @@ import pytest
 
 from runner.config.schema import WatchdogConfig
 from runner.distributed.env import JobEnv, RankEnv
-from runner.health.node_reports import (
+from runner.health import cause_reporter
+from runner.health.preemption import StopRequest
+from runner.health.rank_monitor import RankMonitor
+from runner.health.rank_report import (
     FROM_RANKS,
+    Report,
     merge_node,
     node_file,
     node_folder,
     read_all_reports,
     reported_nodes,
+    write_report,
 )
-from runner.health.preemption import StopRequest
-from runner.health.rank_monitor import RankMonitor
-from runner.health.rank_report import Report, write_report
 from runner.health.root_cause import RootCause, find_root_cause
 from runner.run_dir.lease import acquire
 from runner.run_dir.paths import RunDir
@@ -98,10 +100,13 @@ def test_a_torn_file_hides_no_other(tmp_path: Path, harm: bytes) -> None:
     assert [one.rank for one in read_all_reports(tmp_path)] == [8]
 
 
+@pytest.fixture(autouse=True)
+def _settles_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cause_reporter, "SETTLE_SECONDS", 20.0)
+
+
 def monitor(out: Path, rank: int) -> RankMonitor:
-    watchdog = WatchdogConfig(
-        enabled=False, floor_seconds=1000, factor=1, slow_seconds=1000, settle_seconds=20.0
-    )
+    watchdog = WatchdogConfig(enabled=False, floor_seconds=1000, slow_seconds=1000)
     place = RankEnv(rank=rank, world_size=WORLD, local_rank=rank % A_NODE, local_world_size=A_NODE)
     return RankMonitor(
         place=place,

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from runner.engine.norm import squared_norm
+from runner.engine.forward import squared_norm
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runner.config.compose import compose
-from runner.config.odd_settings import odd_settings
+from runner.config.validate import odd_settings
 from tests.run import finish
 
 

@@ -10,15 +10,15 @@ import pytest
 
 from runner.command.help import help_text
 from runner.distributed.env import own_local_rank, own_rank
-from runner.launch.outcome import FINAL
-from runner.system import exit_codes as codes
+from runner.launch.attempt import FINAL
+from runner.system import error as codes
 
 ROOT = Path(__file__).parents[2]
 # The one that touches it, and those that change it for a library or a child, with what they set.
 ENVIRONMENT = "runner/system/environment.py"
-CODES = "runner/system/exit_codes.py"
+CODES = "runner/system/error.py"
 CHANGE = {
-    "runner/data/chat.py": "the same for transformers' tokenizers",
+    "runner/data/rows.py": "the same for transformers' tokenizers",
     "runner/data/tokenizer.py": "tokenizers warns in every loader process otherwise",
     "runner/distributed/rendezvous.py": "where srun's tasks meet, for torch",
     "runner/engine/zero.py": "deepspeed does not start without",

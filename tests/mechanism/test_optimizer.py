@@ -11,11 +11,12 @@ from torch import Tensor
 
 from runner.config.compose import compose
 from runner.config.schema import OptimConfig, OptimKind
-from runner.engine.muon import is_hidden_matrix, orthogonalised
+from runner.engine.gated import is_hidden_matrix, orthogonalised
 from runner.engine.optimizer import OptimizerSettings, ShardOptimizer
 from runner.engine.optimizer_traits import probe_traits
 from runner.session import parts
-from runner.session.optim import rules_matched
+from runner.session.corpus import open_dataset
+from runner.session.parts import rules_matched
 from runner.system.error import ConfigError
 from tests.optimizers import EightBit, ScheduleFree
 
@@ -346,7 +347,7 @@ def test_who_has_to_wait_for_the_host() -> None:
 def test_a_rule_that_takes_nothing_is_refused_and_the_others_are_counted() -> None:
     def matched(*rules: str) -> list[tuple[str, int]]:
         config = compose(["model=tiny", "data=synthetic", f"optim.groups=[{', '.join(rules)}]"])
-        return rules_matched(config, parts.blueprint(config, parts.open_dataset(config)))
+        return rules_matched(config, parts.blueprint(config, open_dataset(config)))
 
     assert matched("{match: embedding, rate: 2}", "{match: norm, rate: 3}") == [
         ("embedding", 1),

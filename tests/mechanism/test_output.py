@@ -169,7 +169,7 @@ def test_a_slow_reader_gets_everything_in_order_and_learns_what_is_missing() -> 
 def test_what_did_not_fit_is_counted_where_it_is_missing() -> None:
     with full_pipe() as (reader, writer, size):
         code = (
-            "sys.stdout._sink._outlet._most = 100\n"
+            "sys.stdout._sink._most = 100\n"
             "print('a' * 40)\n"
             "for n in range(10): print('b' * 40)\n"
             "print('said', file=sys.stderr)\n"

@@ -21,6 +21,7 @@ from runner.data.mixture import Mixed
 from runner.data.user_dataset import adapt, contents
 from runner.policy.decision.skip_ledger import Ledger
 from runner.session import parts
+from runner.session.corpus import open_dataset, open_validation, prepare_data, sample_stream
 from runner.system.error import ConfigError, DataError
 
 SEQ_LEN = 4
@@ -42,7 +43,9 @@ def refused(call: Callable[[], Any], *words: str) -> None:
 
 def batches(dataset: Any, *, size: int = 4, world_size: int = 1, rank: int = 0) -> list[MicroBatch]:
     """The first global batch of the data set, as one rank gets it."""
-    stream = SampleStream(num_samples=len(dataset), seed=1, held_out_share=0.0, global_size=size)
+    stream = SampleStream.of_one(
+        num_samples=len(dataset), seed=1, held_out_share=0.0, global_size=size
+    )
     feed = Feed(
         dataset,
         stream,
@@ -128,7 +131,7 @@ def test_short_samples_are_padded_and_labels_say_what_counts() -> None:
 
 def test_windows_of_full_length_make_the_batch_that_token_files_make() -> None:
     """Nothing of today's path is changed by going through a data set of one's own."""
-    language = parts.open_dataset(compose(["data=synthetic", f"data.seq_len={SEQ_LEN}"]))
+    language = open_dataset(compose(["data=synthetic", f"data.seq_len={SEQ_LEN}"]))
     rows = [{"input_ids": language[i].tokens} for i in range(16)]  # type: ignore[union-attr]
     few = [language[i] for i in range(16)]
     [own] = batches(adapt(rows, vocab_size=64, seq_len=SEQ_LEN))
@@ -224,7 +227,7 @@ def test_a_collate_that_makes_token_ids_makes_an_ordinary_batch() -> None:
 
 class Rows(list[Any]):
     def collate(self, rows: list[Any]) -> Any:
-        return self.made(rows)
+        return self.made(rows)  # type: ignore[attr-defined]
 
 
 def with_collate(made: Callable[[list[Any]], Any]) -> Rows:
@@ -294,11 +297,11 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
 
 def test_code_named_in_the_settings_is_called_with_the_other_keys(module: str) -> None:
     told = [f"data._target_={module}.Rows", "data.root=/x", "data.scale=2", "data.vocab_size=11"]
-    dataset = parts.open_dataset(compose([*told, "data.seq_len=6"]))
+    dataset = open_dataset(compose([*told, "data.seq_len=6"]))
     assert len(dataset) == 3, "its own default is kept"
     assert dataset[1].tokens.tolist() == [2, 3, 4, 5, 6, 7, 8]  # type: ignore[union-attr]
     assert dataset.describe(2) == "/x/2"
-    assert len(parts.open_dataset(compose([*told, "data.samples=5"]))) == 5, "as told"
+    assert len(open_dataset(compose([*told, "data.samples=5"]))) == 5, "as told"
 
 
 @pytest.mark.parametrize(
@@ -316,7 +319,7 @@ def test_code_that_cannot_be_called_is_told_why(module: str, target: str, words:
     config = compose(["data._target_=x.y"])
     config.data._target_ = target.format(module=module)
     with pytest.raises(ConfigError) as caught:
-        parts.open_dataset(config)
+        open_dataset(config)
     for word in ["data._target_=", *words]:
         assert word in str(caught.value), str(caught.value)
 
@@ -324,7 +327,7 @@ def test_code_that_cannot_be_called_is_told_why(module: str, target: str, words:
 def test_a_decoder_cannot_read_pixels(module: str) -> None:
     config = compose([f"data._target_={module}.Pixels", "data.root=/x"])
     with pytest.raises(ConfigError, match=r"model\._target_"):
-        parts.model_shape(config, parts.open_dataset(config))
+        parts.model_shape(config, open_dataset(config))
 
 
 # Files for the held-out loss
@@ -338,11 +341,11 @@ def test_held_out_files_are_opened_beside_the_others(tmp_path: Path) -> None:
          "data.vocab_size=9", "data.seq_len=4", "data.held_out=0.5"]
     )  # fmt: skip
     check(config, world_size=1)
-    prepared = ["" if one is None else str(one.place) for one in parts.prepare_data(config, tell)]
-    dataset = parts.open_dataset(config, prepared)
-    validation = parts.open_validation(config, prepared)
+    prepared = ["" if one is None else str(one.place) for one in prepare_data(config, tell)]
+    dataset = open_dataset(config, prepared)
+    validation = open_validation(config, prepared)
     assert validation is not None and (len(dataset), len(validation)) == (24, 7)
-    stream = parts.sample_stream(config, dataset)
+    stream = sample_stream(config, dataset)
     assert sorted(stream.indices(np.arange(24)).tolist()) == list(range(24))
     assert not len(stream.held_out_indices(4)), "nothing of path is held out"
     config.data.sources = [{"name": "a", "path": "a.npy"}]
@@ -360,9 +363,9 @@ def test_several_held_out_sets_are_one_with_names(tmp_path: Path) -> None:
          "data.vocab_size=9", "data.seq_len=4"]
     )  # fmt: skip
     check(config, world_size=1)
-    prepared = ["" if one is None else str(one.place) for one in parts.prepare_data(config, tell)]
-    assert len(parts.open_dataset(config, prepared)) == 24
-    validation = parts.open_validation(config, prepared)
+    prepared = ["" if one is None else str(one.place) for one in prepare_data(config, tell)]
+    assert len(open_dataset(config, prepared)) == 24
+    validation = open_validation(config, prepared)
     assert isinstance(validation, Mixed) and validation.lengths == {"code": 12, "wiki": 7}
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from runner.__main__ import main
 from runner.policy.decision.history import Incident
-from runner.tools.measured_costs import measured
+from runner.tools.goodput import measured
 
 COMMAND = (
     "plan --nodes 64 --mtbf-node-hours 2000 --params 8e9 --step-seconds 4 --save-seconds 60 "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from runner.config.schema import Precision, RunConfig
 from runner.run_dir.paths import RunDir, settings_differing
 from runner.startup.precision import has_native_bf16, settle_precision
 from runner.system.error import ConfigError
+from tests.observed import OneRank
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 EMULATES = {"library": True, "library_does_bf16": True, "avx2": True, "bf16": False, "amx": False}
@@ -74,23 +74,16 @@ def test_a_gpu_that_emulates_has_none(monkeypatch: pytest.MonkeyPatch, native: b
     assert has_native_bf16(CUDA, {"ONEDNN_MAX_CPU_ISA": "AVX2"}) is native
 
 
-class Agreed:
+class Agreed(OneRank):
     """Ranks, of which each is told the same list of who has BF16."""
 
-    rank = 0
-
     def __init__(self, natives: list[bool]) -> None:
+        super().__init__()
         self._natives = natives
         self.world_size = len(natives)
 
     def gather(self, value: Any) -> list[Any]:
         return self._natives
-
-    def all_or_none(self, what: str, work: Callable[[], Any]) -> Any:
-        return work()
-
-    def from_first(self, value: Any) -> Any:
-        return value
 
 
 def settled(

@@ -16,7 +16,7 @@ from runner.startup.preflight.hardware import all_reduce_speed, judged
 from runner.startup.preflight.learning import by_heart, rate_range
 from runner.startup.preflight.numerics import _error
 from runner.startup.preflight.subject import Subject, Trial
-from runner.system.exit_codes import EXIT_CONFIG, EXIT_DONE
+from runner.system.error import EXIT_CONFIG, EXIT_DONE
 from tests.preflight_cases import DATA, MODELS, SOUND, WRONG
 
 _FEW_WRONG = ("sees the next", "no positions", "wrong backward")

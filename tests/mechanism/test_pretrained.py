@@ -13,19 +13,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from runner.command.export import Output
 from runner.command.export_hf import _Model
-from runner.command.export_layout import Output
 from runner.config.compose import compose
 from runner.config.schema import RunConfig
 from runner.config.validate import check
-from runner.convert import pretrained as stored_module
+from runner.convert import weights as stored_module
 from runner.data.feed import MicroBatch
 from runner.distributed.env import place_from
 from runner.engine.protocol import Engine, MicroStep
-from runner.model.pretrained import PretrainedBlueprint, positions_within
-from runner.model.stored_layout import stored_layout
+from runner.model.pretrained import PretrainedBlueprint, positions_within, stored_layout
 from runner.run_dir.paths import RunDir
 from runner.session import parts
+from runner.session.corpus import open_dataset
 from runner.system.error import ConfigError
 from tests import hf_folder
 
@@ -54,7 +54,7 @@ def settings(folder: Path, *more: str) -> RunConfig:
 
 def blueprint(folder: Path, *more: str) -> PretrainedBlueprint:
     config = settings(folder, *more)
-    made = parts.blueprint(config, parts.open_dataset(config))
+    made = parts.blueprint(config, open_dataset(config))
     assert isinstance(made, PretrainedBlueprint)
     return made
 
@@ -82,7 +82,7 @@ def losses(engine: Engine, tokens: Tensor, segments: Tensor | None = None) -> Te
         positions=tuple(range(len(tokens))),
     )
     engine.accumulate([MicroStep(batch=batch, seed=0)])
-    sums = engine._forward.sequences().losses[0].clone()  # type: ignore[attr-defined]
+    sums = engine._forward.sums([]).sequences.losses[0].clone()  # type: ignore[attr-defined]
     engine.apply(skip=torch.ones(()), grad_scale=torch.ones(()), learning_rate=0.0)
     return sums
 
@@ -184,7 +184,7 @@ def test_recomputed_activations_give_the_same_step(folder: Path) -> None:
     tokens = hf_folder.ids(2, 25)
     plain, recomputed = build(folder), build(folder, "compute.recompute=blocks")
     assert torch.equal(losses(plain, tokens), losses(recomputed, tokens))
-    layer = recomputed._network.model.layers[0]  # type: ignore[attr-defined]
+    layer = recomputed.network.model.layers[0]  # type: ignore[attr-defined]
     assert layer.gradient_checkpointing
 
 

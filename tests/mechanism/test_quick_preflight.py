@@ -13,7 +13,7 @@ import torch
 from runner.config.compose import compose
 from runner.data.dataset import Sample
 from runner.distributed.env import RankEnv
-from runner.session import quick
+from runner.session import begin
 from runner.startup.engine_checks import TrialBatch
 from tests.observed import observers
 
@@ -44,10 +44,13 @@ def test_reading_two_samples_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) ->
         drawn()  # a model of the user's may, too
         return []
 
-    monkeypatch.setattr(quick, "sanity_checks", checks)
+    monkeypatch.setattr(begin, "sanity_checks", checks)
     settings = ["out=unused", "model=tiny", "data.seq_len=16", "debug.preflight=true"]
-    opened = one(
-        lease=one(config=compose([*settings, "parallel=single", "compute.precision=fp32"])),
+    run = one(
+        engine=None,
+        resumed=one(step=0, is_fresh=True),
+        observers=observers(),
+        config=compose([*settings, "parallel=single", "compute.precision=fp32"]),
         group=one(
             device=torch.device("cpu"),
             place=RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=1),
@@ -59,7 +62,6 @@ def test_reading_two_samples_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) ->
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])
-    ranks = observers().ranks
-    quick.quick_preflight(opened, one(engine=None), one(step=0, is_fresh=True), ranks)
+    begin.quick_preflight(run)
     assert len(asked) == 1
     assert drawn() == usual

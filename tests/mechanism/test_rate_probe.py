@@ -17,6 +17,7 @@ from runner.explain.reading import Reading, Row
 from runner.policy.decision.history import History
 from runner.policy.decision.skip_ledger import Ledger
 from runner.train.state import TrainState
+from tests.observed import observers
 from tests.policy.steps import BATCH, attempted, guard_settings
 
 FROM, BAD = 10, 30  # the checkpoint's step and the bad one
@@ -85,20 +86,21 @@ def tried(
         return SimpleNamespace(signals=signals, unreadable=())
 
     parts: Any = SimpleNamespace
-    probe = RateProbe(
+    stop = parts(now=lambda: None, over=list)
+    run = parts(
         engine=parts(
             shards=list, update_counts=dict, buffers=dict, finish_load=lambda counts: None
         ),
         stepper=parts(
             aside=lambda looked_at: nullcontext(), launch=lambda plan, ledger: plan, read=read
         ),
-        planner=parts(stream=parts(plan=plan), plan=planned),
         ring=parts(restore=restore, before_update=lambda: None),
         history=History(),
-        fresh=lambda: TrainState(guard_settings()),
-        known=known,
-        stop=parts(now=lambda: None, over=list),
+        config=parts(guard=guard_settings()),
+        observers=observers(),
+        group=parts(stop_look=parts(through=lambda ranks: stop)),
     )
+    probe = RateProbe(run, parts(stream=parts(plan=plan), plan=planned), known)
     record: Any = SimpleNamespace(step=FROM, cursor=FROM * BATCH)
     older: Any = None if older_is_good is None else SimpleNamespace(step=FROM - 10, cursor=0)
     return probe.try_rates(

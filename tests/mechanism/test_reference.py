@@ -42,8 +42,10 @@ from runner.model.decoder import DecoderShape
 from runner.policy.decision.signals import Bounds, Limits
 from runner.policy.decision.skip_ledger import Ledger
 from runner.session import parts
-from runner.session.optim import schedule
+from runner.session.corpus import sample_stream
+from runner.session.parts import schedule
 from runner.system.process import die_with_parent
+from runner.train.run import open_feed
 from runner.train.step import InFlightStep, Stepper, StepPlan, StepRules
 from tests import warm
 from tests.reference import Documents, Reference, Trained, is_bf16_only
@@ -180,10 +182,10 @@ class Parts:
 
     @classmethod
     def build(cls, config: RunConfig, dataset: Dataset, place: RankEnv) -> Parts:
-        stream = parts.sample_stream(config, dataset)
+        stream = sample_stream(config, dataset)
         shape = parts.model_shape(config, dataset)
         engine = parts.engine(config, shape, place, CPU)
-        feed = parts.feed(config, dataset, stream, place, CPU)
+        feed = open_feed(config, dataset, stream, place, CPU)
         stepper = Stepper(
             engine=engine,
             feed=feed,
@@ -198,7 +200,7 @@ class Parts:
 
     def plans(self, number: int) -> list[BatchPlan]:
         """The first batches of the run."""
-        stream, cursor, found = parts.sample_stream(self.config, self.dataset), 0, []
+        stream, cursor, found = sample_stream(self.config, self.dataset), 0, []
         for _ in range(number):
             found.append(stream.plan(cursor, Ledger()))
             cursor = found[-1].stop
@@ -403,7 +405,7 @@ def fork_rank(rank: int, ranks: int, names: list[str]) -> int:
 def told(request: pytest.FixtureRequest) -> dict[tuple[int, str], dict[int, str]]:
     """By ranks and row, then by rank: what differed."""
     full = request.config.getoption("--full")
-    selected = {item.name for item in request.session.items if item.module is request.module}
+    selected = {item.name for item in request.session.items if item.module is request.module}  # type: ignore[attr-defined]
     wanted = [
         (ranks, row.name)
         for ranks in ENGINES

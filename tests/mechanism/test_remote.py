@@ -35,8 +35,8 @@ from runner.run_dir.paths import RunDir
 from runner.startup.restore import RemoteRun, Restorer, is_lost, run_name
 from runner.system.error import CheckpointError, ConfigError, CorruptCheckpoint
 from runner.system.files import file_digest
-from tests.mechanism.test_memory import Alone
 from tests.mechanism.test_ring_on_disk import tensors, write
+from tests.observed import OneRank
 from tests.store import BUCKET, Store
 
 RUN = "a" * 64
@@ -77,11 +77,11 @@ def uploads(
             check=changes.pop("check", lambda: None),
         ),
         CheckpointDirectory(out / "ring"),
-        settings=CheckpointConfig(remote_keep=keep),
-        stored=changes.pop("stored", []),
-        tainted=changes.pop("tainted", []),
-        queue=changes.pop("queue") if "queue" in changes else LockstepQueue(Alone().gather),
-        ranks=Alone(),
+        settings=CheckpointConfig(keep=keep),
+        stored=list(changes.pop("stored", [])),
+        tainted=set(changes.pop("tainted", [])),
+        queue=changes.pop("queue") if "queue" in changes else LockstepQueue(OneRank().gather),
+        ranks=OneRank(),
         report=said.append,
     )
     assert not changes
@@ -405,23 +405,6 @@ def test_a_file_system_without_hard_links(url: str, monkeypatch: pytest.MonkeyPa
         ring.claim(other, RUN)
 
 
-def test_a_claim_of_version_0_1_is_understood(out: Path, url: str) -> None:
-    """It had incarnation and token in its name."""
-    send(out, url)
-    folder = Path(url.removeprefix("file://")) / "incarnation"
-    (path,) = folder.iterdir()
-    path.unlink()
-    old = {"run": RUN, "host": "h", "time": 1.0}
-    (folder / "000003-aaaaaaaa.json").write_text(json.dumps(old))
-    seen = RemoteRing(url).list_checkpoints()
-    assert (seen.claim, seen.run) == (3, RUN)
-    RemoteRing(url).check(WriterClaim(number=3, token="a" * 8))
-    with pytest.raises(RemoteTaken, match="incarnation 3"):
-        RemoteRing(url).claim(WriterClaim(number=3, token="b" * 8), RUN)
-    RemoteRing(url).claim(WriterClaim(number=4, token="b" * 8), RUN)
-    assert RemoteRing(url).files.names("incarnation") == ["000004.json"]
-
-
 def test_claims_that_another_run_left_where_no_checkpoint_is(url: str) -> None:
     RemoteRing(url).claim(WriterClaim(number=5, token="a" * 8), "b" * 64)
     for number in (1, 2):
@@ -450,7 +433,7 @@ def restorer(into: Path, url: str, *overrides: str, fingerprint: str = "d") -> R
     config = compose([f"out={into}", *overrides])
     remote = RemoteRun(ring, ring.list_checkpoints(), "", run_dir)
     store = CheckpointDirectory(run_dir.ring)
-    return Restorer(remote, run_dir, store, config, fingerprint, Alone())  # type: ignore[arg-type]
+    return Restorer(remote, run_dir, store, config, fingerprint, OneRank())  # type: ignore[arg-type]
 
 
 def test_a_lost_directory_comes_back(out: Path, url: str, tmp_path: Path) -> None:
@@ -478,10 +461,10 @@ def test_a_download_may_outlast_a_collective(
 ) -> None:
     """The ranks go on telling each other how far they are; the watchdog hears of it."""
     send(out, url)
-    monkeypatch.setattr("runner.distributed.slow_agreement._LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("runner.distributed.agreement._LOOK_SECONDS", 0.01)
     made = restorer(tmp_path / "new", url)
     calls, sums = list[str](), list[list[float]]()
-    fetch, add = RemoteFiles.fetch, Alone.sum
+    fetch, add = RemoteFiles.fetch, OneRank.sum
 
     def slow(self: RemoteFiles, name: str, target: Path, facts: FileFacts) -> None:
         before, limit = len(sums), time.monotonic() + 30
@@ -489,11 +472,11 @@ def test_a_download_may_outlast_a_collective(
             time.sleep(0.005)
         fetch(self, name, target, facts)
 
-    def counted(self: Alone, numbers: list[float]) -> list[float]:
+    def counted(self: OneRank, numbers: list[float]) -> list[float]:
         sums.append(numbers)
         return add(self, numbers)
 
-    monkeypatch.setattr(Alone, "sum", counted)
+    monkeypatch.setattr(OneRank, "sum", counted)
     monkeypatch.setattr(RemoteFiles, "fetch", slow)
     made.moved = lambda: calls.append("moved")
     assert made.restore() is not None
@@ -703,7 +686,7 @@ def test_a_checkpoint_is_not_retired_while_it_is_sent(tmp_path: Path, url: str) 
     ring = Ring(
         store,
         sharded=Holder(),
-        ranks=Alone(),
+        ranks=OneRank(),
         settings=CheckpointConfig(clean_after=1, keep=1),
         identity=Identity(config_digest="c", data_fingerprint="d"),
         report=lambda incident: None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import os
 import pty
 import re
@@ -12,6 +13,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +26,31 @@ from runner.observe.page_writer import PageWriter
 from runner.system.error import ConfigError
 from runner.tools.report import page as pages
 from runner.tools.report.attempts import AttemptRow, Thinned, row_of
-from runner.tools.report.chart_data import script_json
-from runner.tools.report.drawing import ABOVE, NONE, heat, picture
+from runner.tools.report.drawing import ABOVE, NONE, heat, picture, script_json
 from runner.tools.report.follow import Follower
-from runner.tools.report.grid import Grid
 from runner.tools.report.incident import group_incidents, line_of
 from runner.tools.report.markup import tag
-from runner.tools.report.run_reader import RunReader
-from runner.tools.report.run_status import run_status, sentence
-from runner.tools.report.side_files import LayerFold, RingFold
+from runner.tools.report.run_reader import RunReader, RunStatus
+from runner.tools.report.side_files import Grid, LayerFold, RingFold
 from tests.made_run import Made, checkpoint, incident
 
-SIDE = (
-    "step", "time", "layers", "model", "loss_by_position", "positions", "own_seconds",
-    "device_seconds", "ranks_a_value", "tier", "serial", "of", "state",
-)  # fmt: skip
+
+def page_of(out: Path) -> str:
+    return pages.page(pages.read_runs([out]))
+
+
+def read(out: Path) -> RunReader:
+    run = RunReader(out)
+    run.update()
+    return run
+
+
+def journalled(out: Path, lines: Iterable[dict[str, Any]]) -> Path:
+    """A run that has a journal and nothing else."""
+    out.mkdir(exist_ok=True)
+    (out / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return out
+
 
 # -- following a file ---------------------------------------------------------------------------
 
@@ -114,24 +126,17 @@ def test_many_odd_steps_are_bounded() -> None:
 
 def test_the_state_says_what_would_be_lost(tmp_path: Path) -> None:
     out = Made(steps=100, status=None).write(tmp_path / "run")
+    assert RunStatus(read(out)).status == "silent"
     (out / "incarnation").mkdir()
     (out / "incarnation" / "beat").touch()
     checkpoint(out, serial=9, step=60, mark="TAINTED")
-    run = RunReader(out)
-    run.update()
-    now = run_status(run)
+    run = read(out)
+    now = RunStatus(run)
     assert now.status == "running" and now.step == 100 and now.lost_steps == 0
     (out / "ring" / "000004-step-00000100" / "COMMITTED").unlink()
-    words = sentence(run_status(run))
+    words = RunStatus(run).sentence()
     assert "Running: step 100 of 100" in words
     assert "proven checkpoint is of step 80" in words and "20 steps (20s of work)" in words
-
-
-def test_a_run_without_life_or_end_is_said_to_be_silent(tmp_path: Path) -> None:
-    out = Made(steps=10, status=None).write(tmp_path / "run")
-    run = RunReader(out)
-    run.update()
-    assert run_status(run).status == "silent"
 
 
 def test_lines_of_one_trouble_are_told_together() -> None:
@@ -145,7 +150,7 @@ def test_lines_of_one_trouble_are_told_together() -> None:
         incident("crash", 50),
     ]
     lines = [line for line in map(line_of, told) if line is not None]
-    assert [[line.kind for line in one.lines] for one in group_incidents(lines)] == [
+    assert [[line.kind for line in one] for one in group_incidents(lines)] == [
         ["discard", "discard", "episode", "rollback"],
         ["discard"],
         ["crash"],
@@ -157,27 +162,43 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
     max_leaves=6,
 )
-METRICS = ("step", "loss", "grad_norm", "lr", "time", "action", "verdict", "stalls", "cursor")
-JOURNAL = ("kind", "step", "time", "reason", "samples", "ranks", "detail", "sample_ids")
+FIELDS = {
+    "metrics": ("step", "loss", "grad_norm", "lr", "time", "action", "verdict", "stalls", "cursor"),
+    "journal": ("kind", "step", "time", "reason", "samples", "ranks", "detail", "sample_ids"),
+    "layers": ("step", "time", "layers", "model", "loss_by_position", "positions"),
+    "ranks": ("step", "time", "own_seconds", "device_seconds", "ranks_a_value"),
+    "ring": ("tier", "serial", "of", "state", "step", "time"),
+    "summary": ("status", "steps", "incarnation", "time", "reason"),
+}
 
 
-@settings(deadline=None, max_examples=40)
-@given(
-    st.lists(st.dictionaries(st.sampled_from(METRICS), JSON), max_size=4),
-    st.lists(st.dictionaries(st.sampled_from(JOURNAL), JSON), max_size=4),
-    st.binary(max_size=30),
+@settings(deadline=None, max_examples=60)
+@given(st.data(), st.sampled_from(list(FIELDS)), st.binary(max_size=30))
+def test_no_line_ends_it(data: st.DataObject, name: str, torn: bytes) -> None:
+    lines = data.draw(st.lists(st.dictionaries(st.sampled_from(FIELDS[name]), JSON), max_size=4))
+    assert_shown(name, lines, torn)
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "torn"),
+    [
+        ("metrics", {"grad_norm": 0}, b""),
+        ("layers", {"layers": {"a": {"grad": 10**400}}, "model": {"b": "c"}}, b"{"),
+        ("ranks", {"own_seconds": [1, None, "x"], "ranks_a_value": -3}, b""),
+        ("ring", {"tier": [], "serial": 1, "state": {}, "time": "x"}, b""),
+    ],
 )
-@example([{"grad_norm": 0}], [], b"")
-def test_no_line_ends_it(metrics: list[Any], journal: list[Any], torn: bytes) -> None:
+def test_known_lines_do_not_end_it(name: str, line: dict[str, Any], torn: bytes) -> None:
+    assert_shown(name, [line], torn)
+
+
+def assert_shown(name: str, lines: list[dict[str, Any]], torn: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder)
-        good = next(Made().metrics())
-        for name, lines in (("metrics", metrics), ("journal", journal)):
-            plain = good if name == "metrics" else incident("discard", 3)
-            text = "".join(json.dumps(plain | line) + "\n" for line in lines)
-            (out / f"{name}.jsonl").write_bytes(text.encode() + torn)
-        (out / "summary.json").write_text(json.dumps(metrics[0] if metrics else []))
-        assert "</html>" in pages.page(pages.read_runs([out]))
+        out = Made(steps=20, layers=("a", "b"), slow_rank=1).write(Path(folder))
+        file = out / ("summary.json" if name == "summary" else f"{name}.jsonl")
+        good = json.loads(file.read_text().splitlines()[0])
+        file.write_bytes("".join(json.dumps(good | line) + "\n" for line in lines).encode() + torn)
+        assert "</html>" in page_of(out)
 
 
 def test_no_run_is_an_error_of_one_line(tmp_path: Path) -> None:
@@ -198,17 +219,14 @@ def test_everything_is_escaped() -> None:
 
 
 def test_sections_without_data_are_not_there(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    out.mkdir()
-    (out / "journal.jsonl").write_text(json.dumps(incident("start", 0)) + "\n")
-    text = pages.page(pages.read_runs([out]))
+    text = page_of(journalled(tmp_path, [incident("start", 0)]))
     for title in ("Curves", "Incidents", "The ring", "The stream", "Warnings"):
         assert f"<h3>{title}" not in text
     assert "<svg" not in text
 
 
 def test_the_policy_names_what_the_page_holds(tmp_path: Path) -> None:
-    text = pages.page(pages.read_runs([Made(steps=5).write(tmp_path / "run")]))
+    text = page_of(Made(steps=5).write(tmp_path / "run"))
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
     assert policy is not None
     assert "unsafe" not in policy[1] and policy[1].startswith("default-src &#x27;none&#x27;; ")
@@ -275,7 +293,7 @@ def test_a_page_that_takes_long_is_not_waited_for(
 ) -> None:
     out = Made(steps=20).write(tmp_path / "run")
     writer = PageWriter(out, every_seconds=0)
-    monkeypatch.setattr("runner.system.beside._POLL_SECONDS", 0.01)
+    monkeypatch.setattr("runner.system.process._POLL_SECONDS", 0.01)
     writer.finish(0.02)  # no interpreter starts so fast
     assert writer.loss is not None and "longer than 0.02 s" in writer.loss.reason
     assert [one.name for one in out.glob("report.html*")] == []
@@ -306,7 +324,7 @@ def test_no_look_is_lost_in_a_grid(looks: int, seed: int, columns: int, factor: 
 def test_a_picture_shows_what_is_far_above_and_what_is_not_there() -> None:
     grid = Grid()
     for look in range(100):
-        grid.add(look, {"a": 1.0, "b": 0.1 * (1 + look / 100), "c": None if look < 50 else 0.5})
+        grid.add(look, {"a": 1.0, "b": 0.1 * (1 + look / 100), "c": math.nan if look < 50 else 0.5})
     grid.add(100, {"a": 900.0, "b": float("nan")})
     made = picture(grid)
     assert made is not None and made.is_log and made.has_above
@@ -327,7 +345,7 @@ def test_many_rows_are_joined_and_lose_no_spike() -> None:
     for look in range(20):
         values = {f"layer {row}": 1.0 + row / 1000 for row in range(300)}
         grid.add(look, values | ({"layer 217": 500.0} if look == 9 else {}))
-    made = picture(grid, most_rows=128)
+    made = picture(grid)
     assert made is not None and len(made.names) == 100
     assert made.names[72] == "layer 216 to layer 218" and made.places[72 * 20 + 9] == ABOVE
     assert picture(Grid()) is None
@@ -365,41 +383,18 @@ def test_a_verdict_takes_the_place_of_what_was_suspected(tmp_path: Path) -> None
             detail={"cause": "data"},
         ),
     ]  # fmt: skip
-    out = tmp_path / "a run"
-    out.mkdir()
-    (out / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = pages.page(pages.read_runs([out]))
+    out = journalled(tmp_path / "a run", lines)
+    text = page_of(out)
     assert "hardware, sticky" in text and "rank 1 stays bad" in text
     assert "suspected cause" not in text
     assert html.escape(f"holdfast replay '{out}' --incident 7") in text
     late = cause | {"cause": "state corrupted", "why": "step 30 is the first with other numbers"}
     told = [*lines, incident("explained", 30, decision="go on", detail={"cause": late})]
-    (out / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
-    text = pages.page(pages.read_runs([out]))
+    text = page_of(journalled(out, told))
     assert "Incidents (1)" in text and "the first with other numbers" in text
     assert '<span class="verdict">state corrupted</span>' in text
     del lines[1]["detail"]["cause"]
-    (out / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert "suspected cause" in pages.page(pages.read_runs([out]))
-
-
-@settings(deadline=None, max_examples=25)
-@given(
-    st.sampled_from(["layers", "ranks", "ring"]),
-    st.lists(st.dictionaries(st.sampled_from(SIDE), JSON), max_size=4),
-    st.binary(max_size=30),
-)
-@example("layers", [{"layers": {"a": {"grad": 10**400}}, "model": {"b": "c"}}], b"{")
-@example("ranks", [{"own_seconds": [1, None, "x"], "ranks_a_value": -3}], b"")
-@example("ring", [{"tier": [], "serial": 1, "state": {}, "time": "x"}], b"")
-def test_no_line_beside_ends_it(name: str, lines: list[Any], torn: bytes) -> None:
-    made = Made(steps=20, layers=("a", "b"), slow_rank=1)
-    with tempfile.TemporaryDirectory() as folder:
-        out = made.write(Path(folder) / "run")
-        good = json.loads((out / f"{name}.jsonl").read_text().splitlines()[0])
-        text = "".join(json.dumps(good | line) + "\n" for line in lines)
-        (out / f"{name}.jsonl").write_bytes(text.encode() + torn)
-        assert "</html>" in pages.page(pages.read_runs([out]))
+    assert "suspected cause" in page_of(journalled(out, lines))
 
 
 def test_a_run_that_is_being_written_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
@@ -410,13 +405,13 @@ def test_a_run_that_is_being_written_is_shown_as_far_as_it_is(tmp_path: Path) ->
         whole = (out / f"{name}.jsonl").read_bytes()
         for length in (0, 1, len(whole) // 2, len(whole) - 1):
             (out / f"{name}.jsonl").write_bytes(whole[:length])
-            assert "</html>" in pages.page(pages.read_runs([out])), (name, length)
+            assert "</html>" in page_of(out), (name, length)
         (out / f"{name}.jsonl").write_bytes(whole)
     for name in ("explanations", "ring"):
         shutil.rmtree(out / name)
     for name in ("config.yaml", "summary.json", "layers.jsonl"):
         (out / name).unlink()
-    assert "</html>" in pages.page(pages.read_runs([out]))
+    assert "</html>" in page_of(out)
 
 
 def test_very_many_incidents_are_a_page_of_bounded_size(tmp_path: Path) -> None:
@@ -431,7 +426,7 @@ def test_very_many_incidents_are_a_page_of_bounded_size(tmp_path: Path) -> None:
                 detail={"skipped": [span[0]]},
             )  # fmt: skip
             file.write(json.dumps(line) + "\n")
-    text = pages.page(pages.read_runs([out]))
+    text = page_of(out)
     assert len(text) < 2_000_000, len(text)
     assert re.search(r"Incidents \(2,\d\d\d\)", text) and "are left out" in text
 
@@ -460,8 +455,7 @@ def test_top_shows_one_screen(
 def test_top_of_a_run_that_has_not_begun(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "journal.jsonl").write_text(json.dumps(incident("start", 0)) + "\n")
-    assert main(["top", str(tmp_path)]) == 0
+    assert main(["top", str(journalled(tmp_path, [incident("start", 0)]))]) == 0
     assert "step 0" in capsys.readouterr().out
 
 

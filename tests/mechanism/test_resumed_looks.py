@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from runner.explain.curve_reader import spike_score
+from runner.policy.decision.early import SpikeScore
+from runner.policy.decision.finding import from_rows
 from runner.policy.decision.history import Incident
-from runner.policy.decision.spike_frequency import SpikeScore
-from runner.session.begin import _resume_check
-from runner.session.layers import spike_score
+from runner.startup.resume_check import ResumeCheck
 from runner.system.parsing import json_text
 from tests.observed import observers
 
@@ -28,9 +29,12 @@ def test_the_spike_score_says_the_same_after_a_resume(tmp_path: Path, kept: int)
     metrics = tmp_path / "metrics.jsonl"
     lines = [json_text({"step": at + 1, "loss": loss}) + "\n" for at, loss in enumerate(losses)]
     metrics.write_text("".join(lines))
-    opened: Any = parts(group=parts(is_first=True, run_dir=parts(metrics=metrics)))
-    resumed: Any = parts(metrics_bytes=len("".join(lines[:kept])))
-    score, whole = spike_score(opened, resumed, observers().ranks), SpikeScore()
+    run: Any = parts(
+        group=parts(is_first=True, run_dir=parts(metrics=metrics)),
+        resumed=parts(metrics_bytes=len("".join(lines[:kept]))),
+        observers=observers(),
+    )
+    score, whole = spike_score(run), SpikeScore()
     shares = [whole.note(loss) for loss in losses]
     assert [score.note(loss) for loss in losses[kept:]] == shares[kept:]
     assert score.to_json() == whole.to_json()
@@ -50,12 +54,14 @@ def test_steps_of_other_settings_are_not_compared(kinds: list[str], is_compared:
     """Settings that the command allowed to change, as optim.beta2, since the start before."""
     lines = [Incident(kind=kind, step=10, decision="", reason="") for kind in kinds]
     reports: list[Incident] = []
-    opened: Any = parts(
-        written=parts(journal=parts(history=parts(incidents=lines)), report=reports.append)
+    run: Any = parts(
+        history=parts(incidents=lines),
+        written=parts(report=reports.append),
+        resumed=parts(step=20),
     )
     start = Incident(kind="start", step=20, decision="", reason="")
-    row = [21.0, 160.0, 168.0, 3.0, 1.0, 1e-3]
-    check = _resume_check(opened, parts(step=20), [row], start)
+    rows = from_rows([[21, 160, 168, 3.0, 1.0, 1e-3]])
+    check = ResumeCheck(run, rows, start)
     line: Any = parts(step=21, samples=(160, 168), loss=2.0, grad_norm=1.0, lr=1e-3)
     check.applied(line)
     assert (check.num_compared, len(reports)) == ((1, 1) if is_compared else (0, 0))

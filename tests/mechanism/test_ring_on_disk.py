@@ -36,7 +36,7 @@ from runner.checkpoint.disk.shards import (
 from runner.checkpoint.manifest import Manifest, parse_manifest
 from runner.checkpoint.state_digest import state_digest
 from runner.command import export as export_module
-from runner.command.export import export, export_command
+from runner.command.export import export_command
 from runner.command.ring import ring_command
 from runner.policy.retention.records import Record, State
 from runner.system.error import (
@@ -246,23 +246,6 @@ def is_sound(ring: Path) -> bool:
     return True
 
 
-@settings(deadline=None, max_examples=50)
-@given(data=st.data())
-def test_one_flipped_bit_anywhere_is_found(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    ring = tmp_path_factory.mktemp("ring")
-    write(ring, tensors())
-    files = sorted(only(ring).folder.iterdir())
-    assert is_sound(ring)
-    path = data.draw(st.sampled_from(files))
-    at = data.draw(st.integers(0, path.stat().st_size - 1))
-    if path.name == "COMMITTED" and at == path.stat().st_size - 1:
-        return  # its line end
-    flip(path, at, data.draw(st.integers(0, 7)))
-    assert not is_sound(ring)
-
-
 @pytest.mark.parametrize("file", ["rank-00000.bin", "rank-00001.bin", "manifest.json", "COMMITTED"])
 @pytest.mark.parametrize("harm", ["missing", "empty", "short", "long", "folder"])
 def test_every_harm_to_every_file_is_found(ring: Path, file: str, harm: str) -> None:
@@ -404,28 +387,6 @@ def test_a_number_that_is_none_is_refused(ring: Path, number: str) -> None:
         parse_manifest(changed.encode(), folder / "manifest.json")
 
 
-def test_swapped_folders_are_noticed(ring: Path) -> None:
-    for serial in (1, 2):
-        write(ring, tensors(serial), serial=serial, step=10 * serial)
-    one, two = sorted(ring.iterdir())
-    one.rename(ring / "aside")
-    two.rename(one)
-    (ring / "aside").rename(two)
-    entries, damaged = CheckpointDirectory(ring).entries()
-    assert entries == []
-    assert all("moved or renamed" in sentence for sentence in damaged)
-    assert len(damaged) == 2
-
-
-def test_a_damaged_one_does_not_hide_the_others(ring: Path) -> None:
-    for serial in (1, 2, 3):
-        write(ring, tensors(serial), serial=serial, step=10 * serial)
-    flip(ring / "000002-step-00000020" / "manifest.json", 5)
-    entries, damaged = CheckpointDirectory(ring).entries()
-    assert [entry.record.serial for entry in entries] == [1, 3]
-    assert len(damaged) == 1 and "000002-step-00000020" in damaged[0]
-
-
 # The folder
 
 
@@ -436,10 +397,6 @@ def test_order_is_by_serial(ring: Path) -> None:
     entries, damaged = CheckpointDirectory(ring).entries()
     assert damaged == []
     assert [entry.record.serial for entry in entries] == [2, 3, 999_999, 1_000_000]
-
-
-def test_a_ring_that_is_not_there_is_empty(tmp_path: Path) -> None:
-    assert CheckpointDirectory(tmp_path / "ring").entries() == ([], [])
 
 
 def test_sweep_removes_only_what_never_committed(ring: Path) -> None:
@@ -454,19 +411,6 @@ def test_sweep_removes_only_what_never_committed(ring: Path) -> None:
     left = ["000001-step-00000010", "notes", "writing-down.txt"]
     assert sorted(path.name for path in ring.iterdir()) == left
     assert store.sweep() == []
-
-
-def test_sweep_makes_the_ring(ring: Path) -> None:
-    assert CheckpointDirectory(ring).sweep() == []
-    assert ring.is_dir()
-
-
-def test_only_committed_ones_count(ring: Path) -> None:
-    write(ring, tensors())
-    folder = only(ring).folder
-    (folder / "CLEAN").touch()
-    (folder / "COMMITTED").unlink()
-    assert CheckpointDirectory(ring).entries() == ([], [])
 
 
 def test_marks_outlive_the_process_and_tainted_wins(ring: Path) -> None:
@@ -610,14 +554,6 @@ def test_what_the_disk_refuses_is_not_called_damaged(
         assert type(caught.value) is kind
 
 
-def test_a_commit_that_fails_publishes_nothing(ring: Path) -> None:
-    write(ring, tensors(), serial=1, step=10)
-    manifest = only(ring).manifest
-    with pytest.raises(OSError):
-        CheckpointDirectory(ring).commit(replace(manifest, serial=2))  # no rank wrote anything
-    assert only(ring).record.serial == 1
-
-
 def test_a_manifest_with_nan_in_it_is_no_checkpoint(ring: Path) -> None:
     write(ring, tensors(), serial=1, step=10)
     store, manifest = CheckpointDirectory(ring), only(ring).manifest
@@ -673,16 +609,6 @@ def test_the_command_tells_of_a_damaged_manifest(
     told = capsys.readouterr().out
     assert "damaged: " in told and "000001-step-00000010" in told
     assert [row[0] for row in columns(told)] == ["2"]
-
-
-def test_an_empty_ring_is_no_success(ring: Path) -> None:
-    ring.mkdir(parents=True)
-    assert ring_command([str(ring)]) == 4
-
-
-def test_a_missing_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nowhere"):
-        ring_command([str(tmp_path / "nowhere")])
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -906,14 +832,6 @@ def test_many_files_have_an_index_and_the_same_metadata(
             assert torch.equal(one.get_tensor(name), tensors(2)[f"param/{name}"])
             assert {**one.metadata(), "total_size": total} == {"format": "pt", **index["metadata"]}
     assert index["metadata"]["step"] == "20"
-
-
-def test_a_damaged_one_is_not_exported(ring: Path, tmp_path: Path) -> None:
-    write(ring, tensors())
-    flip(only(ring).folder / "rank-00001.bin", 3)
-    with pytest.raises(CorruptCheckpoint, match="digest differs"):
-        export(only(ring), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_file_is_opened_once_for_all_that_is_read_of_it(

@@ -19,6 +19,7 @@ from runner.data.dataset import NOT_COUNTED, Sample
 from runner.data.packing import pack
 from runner.policy.decision.skip_ledger import Ledger
 from runner.session import parts
+from runner.session.corpus import open_dataset
 from runner.system.error import ConfigError, DataError
 from tests.mechanism.test_feed import made_feed
 
@@ -95,7 +96,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None]
 def test_rows_of_text_are_samples_in_order(tmp_path: Path, kind: str) -> None:
     named = write(tmp_path, kind, {"text": TEXTS, "other": list(range(12))})
     settings = config(tmp_path, named)
-    dataset = parts.open_dataset(settings)
+    dataset = open_dataset(settings)
     assert len(dataset) == 12 and dataset.vocab_size == 257
     for index, text in enumerate(TEXTS):
         sample = dataset[index]
@@ -105,20 +106,20 @@ def test_rows_of_text_are_samples_in_order(tmp_path: Path, kind: str) -> None:
         assert sample.labels[: len(ids)].tolist() == ids
         assert (sample.labels[len(ids) :] == NOT_COUNTED).all()
         assert dataset.describe(index).endswith(f"row {index}")
-    assert parts.open_dataset(settings).fingerprint() == dataset.fingerprint()
+    assert open_dataset(settings).fingerprint() == dataset.fingerprint()
 
 
 def test_rows_of_ids_are_taken_as_they_are(tmp_path: Path) -> None:
     rows = {"input_ids": [[1, 2, 3], [4, 5, 6, 0]], "labels": [[-100, 2, 3], [4, 5, 6, -100]],
             "attention_mask": [[1, 1, 1], [1, 1, 1, 0]]}  # fmt: skip
     named = write(tmp_path, "parquet", rows)
-    dataset = parts.open_dataset(config(tmp_path, named, vocab_size=9, seq_len=4))
+    dataset = open_dataset(config(tmp_path, named, vocab_size=9, seq_len=4))
     found = [dataset[index] for index in range(2)]
     assert [s.tokens.tolist() for s in found] == [[1, 2, 3, 0, 0], [4, 5, 6, 0, 0]]  # type: ignore[union-attr]
     none = NOT_COUNTED
     assert found[0].labels.tolist() == [none, 2, 3, none, none]  # type: ignore[union-attr]
     with pytest.raises(DataError, match=r"data\.vocab_size"):
-        parts.open_dataset(config(tmp_path, named, seq_len=4))
+        open_dataset(config(tmp_path, named, seq_len=4))
 
 
 def chats(number: int = 3) -> dict[str, list[Any]]:
@@ -141,7 +142,7 @@ def test_only_what_the_assistant_says_is_counted(
     folder = tokenizer(template)
     named = write(tmp_path, "jsonl", chats())
     settings = config(tmp_path, named, messages="messages", tokenizer=str(folder), seq_len=100)
-    dataset = parts.open_dataset(settings)
+    dataset = open_dataset(settings)
     own = transformers.AutoTokenizer.from_pretrained(folder)
     for index in range(3):
         sample = dataset[index]
@@ -162,7 +163,7 @@ def test_chats_that_cannot_be_learnt_from_are_told_why(
 
     def refused(words: str, **changes: Any) -> None:
         with pytest.raises(DataError, match=words):
-            parts.open_dataset(config(tmp_path, named, **changes))
+            open_dataset(config(tmp_path, named, **changes))
 
     refused("the assistant says nothing", messages="messages", tokenizer=folder)
     refused("no such column; it has messages", messages="chat", tokenizer=folder)
@@ -175,7 +176,7 @@ def test_short_samples_share_a_window_and_nothing_else(tmp_path: Path) -> None:
     texts = ["ab", "cdef", "g", "hijklmnop", "qr", "stuvwxyz" * 9]
     named = write(tmp_path, "jsonl", {"text": texts})
     settings = config(tmp_path, named, pack=True, seq_len=16)
-    dataset = parts.open_dataset(settings)
+    dataset = open_dataset(settings)
     assert len(dataset) == 3, "[ab cdef g] [hijklmnop qr] [the long one, cut]"
     sample = dataset[0]
     assert isinstance(sample, Sample) and sample.segments is not None and sample.labels is not None
@@ -194,9 +195,9 @@ def test_short_samples_share_a_window_and_nothing_else(tmp_path: Path) -> None:
     model = Decoder(shape)
 
     def total(packed: bool) -> float:
-        opened = parts.open_dataset(config(tmp_path, named, pack=packed, seq_len=16))
+        opened = open_dataset(config(tmp_path, named, pack=packed, seq_len=16))
         size = len(opened)
-        stream = SampleStream(num_samples=size, seed=0, held_out_share=0.0, global_size=size)
+        stream = SampleStream.of_one(num_samples=size, seed=0, held_out_share=0.0, global_size=size)
         feed = made_feed(opened, stream, seq_len=16, global_size=size, micro_size=size)
         [batch] = feed.fetch(stream.plan(0, Ledger()), Ledger()).micro_batches
         with torch.no_grad():
@@ -220,7 +221,7 @@ def test_packs_hold_as_many_as_fit_in_order(lengths: list[int], starts: list[int
 def test_what_cannot_be_read_is_told_by_name(tmp_path: Path) -> None:
     def refused(path: str, words: str) -> None:
         with pytest.raises(DataError, match=words):
-            parts.open_dataset(config(tmp_path, path))
+            open_dataset(config(tmp_path, path))
 
     refused(str(tmp_path / "none-*.parquet"), "names no file")
     (tmp_path / "torn.parquet").write_bytes(b"PAR1 and no more")

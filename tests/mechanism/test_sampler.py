@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from runner import Guard, Sampler
+from runner import Sampler
 from runner.system.error import ConfigError
-from tests.mechanism.test_guard_loop import RULES, Job, Killed, journal, same
+from tests.mechanism.test_guard_loop import Job, Killed, Stateful, die, journal, same
 
 pytestmark = pytest.mark.usefixtures("node_memory")
 
@@ -225,58 +225,32 @@ def test_under_the_guard(tmp_path: Path) -> None:
     data = torch.randn(160, 6, generator=generator)
     per_pass, num = 20, 60
 
-    def loader(sampler: Sampler) -> Any:
-        return DataLoader(data, batch_sampler=sampler)  # type: ignore[arg-type]
-
-    def loop(out: Path | None, skip: list[tuple[int, int]], kill_at: int = -1) -> Any:
+    def loop(out: Path | None, skip: Any = (), kill_at: int = -1) -> Any:
         job, sampler = Job.make(), Sampler(len(data), global_size=8, seed=5)
-        one = loader(sampler)
-        guard = Guard(out, model=job.model, optimizer=job.optimizer, **RULES) if out else None
+        loader = DataLoader(data, batch_sampler=sampler)  # type: ignore[arg-type]
+        guard = job.guard(out) if out else None
         count = 0
         for _ in range(num // per_pass):
-            for batch in guard.over(one) if guard else one:
+            for batch in guard.over(loader) if guard else loader:
                 number = sampler.positions[0] // 8
                 count += 1
-                if guard is None and any(a <= number < b for a, b in skip):
+                if any(a <= number < b for a, b in skip):
                     continue
                 loss = job.backward(batch * (float("nan") if number in (5, 20, 21, 22) else 1))
                 if guard is not None and count == kill_at:
-                    guard._finalizer()
-                    raise Killed
-                if guard is None or guard.ok(loss):
-                    job.optimizer.step()
-                job.optimizer.zero_grad()
+                    die(guard)
+                job.update(guard is None or guard.ok(loss))
         end = job.state()
-        found = guard.skipped if guard else skip
         if guard:
             guard.close()
-        return end, found
+        return end, guard and guard.skipped
 
     for kill_at in (13, 10, 2, 30):
         with pytest.raises(Killed):
-            loop(tmp_path / "a", [], kill_at)
-    end, skipped = loop(tmp_path / "a", [])
+            loop(tmp_path / "a", kill_at=kill_at)
+    end, skipped = loop(tmp_path / "a")
     assert journal(tmp_path / "a", "rollback") and sum(b - a for a, b in skipped) < 8
     same(end, loop(None, skipped)[0])
-
-
-class Epochs:
-    """A loader with a state that begins anew after its last batch."""
-
-    def __init__(self, data: list[torch.Tensor]) -> None:
-        self._data, self._at = data, 0
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        while self._at < len(self._data):
-            self._at += 1
-            yield self._data[self._at - 1]
-        self._at = 0
-
-    def state_dict(self) -> State:
-        return {"at": self._at}
-
-    def load_state_dict(self, state: State) -> None:
-        self._at = state["at"]
 
 
 @pytest.mark.parametrize("kind", ["stateful", "sampled"])
@@ -285,27 +259,19 @@ def test_killed_at_the_beginning_of_a_pass(tmp_path: Path, kind: str) -> None:
     data = list(torch.randn(10, 8, 6, generator=torch.Generator().manual_seed(7)))
 
     def loop(out: Path, kill_at: int = -1) -> tuple[State, int]:
-        job, count = Job.make(), 0
-        guard = Guard(out, model=job.model, optimizer=job.optimizer, every=1000, clean_after=1)
+        job = Job.make()
+        guard = job.guard(out, every=1000, clean_after=1)
         sampler = Sampler(data, global_size=1, rank=0, world_size=1)
-        sampled = DataLoader(data, batch_sampler=sampler)  # type: ignore[arg-type]
-        loader: Any = Epochs(data) if kind == "stateful" else sampled
-        for _ in range(3):
-            for batch in guard.over(loader):
-                loss = job.backward(batch.reshape(8, 6))
-                count += 1
-                if count == kill_at:
-                    guard._finalizer()
-                    raise Killed
-                if guard.ok(loss):
-                    job.optimizer.step()
-                job.optimizer.zero_grad()
+        sampled = DataLoader(data, batch_sampler=sampler, collate_fn=lambda rows: rows[0])  # type: ignore[arg-type]
+        loader: Any = Stateful(data) if kind == "stateful" else sampled
+        for epoch in range(3):
+            job.train(guard, loader, kill_at - epoch * len(data))
         end, updates = job.state(), guard.updates
         guard.close()
         return end, updates
 
     with pytest.raises(Killed):
-        loop(tmp_path / "a", 13)
+        loop(tmp_path / "a", 12)
     end, updates = loop(tmp_path / "a")
     unbroken, _ = loop(tmp_path / "b")
     assert updates == 30

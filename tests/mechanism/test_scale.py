@@ -12,7 +12,7 @@ import numpy as np
 from runner.checkpoint.disk.index import collect_indexes, write_index
 from runner.checkpoint.disk.tier import DiskTier
 from runner.checkpoint.manifest import FileFacts, Manifest
-from runner.health.node_reports import read_all_reports, write_node
+from runner.health.rank_report import read_all_reports, write_node
 from runner.health.root_cause import find_root_cause
 from tests.crash_reports import RANKS_PER_NODE, report
 

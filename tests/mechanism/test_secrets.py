@@ -17,9 +17,9 @@ from runner.observe.journal import Journal
 from runner.policy.decision.history import Incident
 from runner.run_dir.paths import RunDir, keep_for_owner
 from runner.system import log
+from runner.system.environment import HIDDEN, is_secret, redacted
 from runner.system.error import ConfigError
 from runner.system.json_lines import LineFile
-from runner.system.redact import HIDDEN, is_secret, redacted
 
 SECRET = "hf_thisIsNotARealTokenButLooksIt"
 

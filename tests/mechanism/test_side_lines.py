@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from runner.observe.side_lines import RankTimes, RingLines, SideLines
+from runner.policy.outlier_ranks import RankPace
 from runner.policy.retention.records import Record, State, Tier
-from runner.policy.straggler import RankPace
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from runner.distributed import slow_agreement
-from runner.distributed.slow_agreement import Cancelled, all_or_none_slowly
+from runner.distributed import agreement
+from runner.distributed.agreement import Cancelled, all_or_none_slowly
 from runner.system.error import DataError, RankError
 
 Tell = Callable[[str, int, int], None]
@@ -52,7 +52,7 @@ def run_both(
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple[list[Any], list[float]]:
     """Rank 0 works, rank 1 has nothing to do: what each got, and when rank 1 saw it move."""
-    monkeypatch.setattr(slow_agreement, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(agreement, "_LOOK_SECONDS", 0.05)
     shared: dict[str, Any] = {"barrier": threading.Barrier(2)}
     got: list[Any] = [None, None]
     moved: list[float] = []

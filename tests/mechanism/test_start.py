@@ -18,7 +18,7 @@ from runner.distributed.env import tell_begun
 from runner.health import rank_monitor as module
 from runner.health.rank_report import CAUSE, Report, read_reports, write_report
 from runner.health.root_cause import find_root_cause
-from runner.launch import local_ranks as begun_module
+from runner.launch import attempt as begun_module
 from runner.launch.attempt import Ended, Job, Stop, run_once
 from runner.launch.prepared import Preparation
 from runner.system.process import host_name
@@ -164,7 +164,7 @@ def test_its_last_words_are_told_as_well(tmp_path: Path) -> None:
 def test_a_rank_that_is_dead_while_its_launcher_lives_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runner.launch.local_ranks._NEIGHBOURS_SECONDS", 0.2)
+    monkeypatch.setattr("runner.launch.attempt._NEIGHBOURS_SECONDS", 0.2)
     launcher = (
         f"import subprocess, sys, time\nsubprocess.run([sys.executable, '-c', {KILLED!r}, "
         "*sys.argv[1:]])\ntime.sleep(1000)"

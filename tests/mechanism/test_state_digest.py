@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from runner.checkpoint import state_digest as digests
 from runner.checkpoint.state_digest import Summing, Sums, added, digest_of_sums, is_whole
-from runner.session.final_digest import at_a_stop, collect_digest
+from runner.session.summary import at_a_stop, collect_digest
 
 
 def sums_of(name: str, values: torch.Tensor, cuts: Sequence[int] = ()) -> Sums:

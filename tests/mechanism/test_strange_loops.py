@@ -22,7 +22,7 @@ from runner.system.error import CheckpointError, ConfigError
 from tests import strange_loops
 from tests.frameworks import digest
 from tests.script_run import ends_of
-from tests.strange_loops import DIM, Given, Net, build
+from tests.strange_loops import DIM, Given, Net, build, computed
 
 pytestmark = pytest.mark.usefixtures("node_memory")
 
@@ -38,7 +38,7 @@ LOOPS = [
     for name, one in vars(strange_loops).items()
     if isinstance(one, types.FunctionType)
     and one.__module__ == strange_loops.__name__
-    and name not in ("accumulated", "build", "end", "over")
+    and name not in ("accumulated", "build", "computed", "end", "over")
 ]
 
 
@@ -130,10 +130,7 @@ def test_a_step_read_late_before_a_read_that_draws(tmp_path: Path) -> None:
     def loop(given: Given) -> Any:
         model, optimizer = build(fused=True)
         guard = given.make(model=model, optimizer=optimizer)
-        for batch in guard.over(Reshuffled(given)):
-            given.tick()
-            loss = model(batch).square().mean()
-            loss.backward()
+        for loss in computed(given, model, guard.over(Reshuffled(given))):
             if guard.ok(loss):
                 optimizer.step()
             optimizer.zero_grad()
@@ -198,9 +195,7 @@ def test_weights_that_change_before_the_question_are_refused(tmp_path: Path) -> 
     def steps_first(given: Given) -> None:
         model, optimizer = build()
         guard = given.make(model=model, optimizer=optimizer)
-        for batch in guard.over(given.batches()):
-            loss = model(batch).square().mean()
-            loss.backward()
+        for loss in computed(given, model, guard.over(given.batches())):
             optimizer.step()
             guard.ok(loss)
 
@@ -315,11 +310,9 @@ def test_a_parameter_that_came_later_is_refused(tmp_path: Path) -> None:
     def loop(given: Given) -> None:
         model, optimizer = build()
         guard = given.make(model=model, optimizer=optimizer)
-        for batch in guard.over(given.batches()):
+        for loss in computed(given, model, guard.over(given.batches())):
             if guard.updates == 3:
                 optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-            loss = model(batch).square().mean()
-            loss.backward()
             guard.ok(loss)
 
     assert "was given a parameter after Guard" in refused(tmp_path, loop)

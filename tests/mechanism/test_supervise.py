@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from runner.distributed.env import tell_exit
-from runner.launch.command_line import diagnosing
-from runner.launch.outcome import outcome
+from runner.launch.attempt import outcome
+from runner.launch.torchrun import diagnosing
 from tests import golden, warm
 from tests.run import read_lines
 
@@ -262,12 +261,6 @@ def test_how_a_job_ended(told: dict[str, int], returncode: int, code: int) -> No
 def test_a_killed_torchrun_is_the_cause_of_its_ranks_ends(was_killed: bool, code: int) -> None:
     assert outcome({"rank-0": 1, "rank-1": 1}, -9, was_killed=was_killed) == code
     assert outcome({"rank-0": 3, "rank-1": 1}, -9, was_killed=was_killed) == 3
-
-
-def test_nothing_is_told_without_a_supervisor(tmp_path: Path) -> None:
-    tell_exit({}, "rank-0", 3)
-    tell_exit({"HOLDFAST_EXIT_DIR": str(tmp_path / "gone")}, "rank-0", 3)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

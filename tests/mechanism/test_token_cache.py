@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import multiprocessing
 import os
@@ -10,27 +12,24 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from runner.data import cache as cache_module
+from runner.config.schema import DataConfig
 from runner.data import corpus_digest as whole_module
 from runner.data import text as text_module
-from runner.data.cache import Job, cached
-from runner.data.claim import CacheClaim, Overtaken, Owners
-from runner.data.corpus_digest import whole_digest
+from runner.data.corpus_digest import Progress, whole_digest
 from runner.data.dataset import fingerprint_files
 from runner.data.documents import find_files
-from runner.data.text import TextSource, prepare_text
+from runner.data.text import Job, cached, prepare_text
 from runner.data.tokenizer import open_codec
 from runner.system.error import DataError
-from runner.system.process import is_alive, own_process
 from runner.train.corpus_check import known_digest
 from tests.stored import open_text
 
-ME = Owners(own=own_process(), is_alive=is_alive)
 FORK = multiprocessing.get_context("fork")
 
 
@@ -44,10 +43,12 @@ def corpus(tmp_path: Path) -> Path:
     return path
 
 
-def source(tmp_path: Path) -> TextSource:
-    return TextSource(
-        paths=[str(corpus(tmp_path))], suffixes=(), tokenizer=None, cache=tmp_path / "cache"
-    )
+def source(tmp_path: Path) -> DataConfig:
+    return DataConfig(path=[str(corpus(tmp_path))], cache=str(tmp_path / "cache"), seq_len=4)
+
+
+def prepare(data: DataConfig, progress: Progress = silent) -> Path:
+    return prepare_text(data, Path(str(data.cache)), progress=progress).place
 
 
 def job(tmp_path: Path) -> Job:
@@ -65,15 +66,15 @@ def visible(folder: Path) -> list[str]:
 
 
 def build_slowly(monkeypatch: pytest.MonkeyPatch, seconds: float, batch: int = 30) -> None:
-    batches = cache_module._batches
+    batches = text_module._batches
 
     def slowly(pieces: Any) -> Any:
         for made in batches(pieces):
             time.sleep(seconds)
             yield made
 
-    monkeypatch.setattr(cache_module, "_batches", slowly)
-    monkeypatch.setattr(cache_module, "_BATCH_PIECES", batch)
+    monkeypatch.setattr(text_module, "_batches", slowly)
+    monkeypatch.setattr(text_module, "_BATCH_PIECES", batch)
 
 
 # ---- who makes it
@@ -81,19 +82,18 @@ def build_slowly(monkeypatch: pytest.MonkeyPatch, seconds: float, batch: int = 3
 
 def test_of_three_processes_one_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_slowly(monkeypatch, 0.05)
-    build, made = cache_module._build, FORK.Queue()
+    build, made = text_module._build, FORK.Queue()
 
     def counted(*arguments: Any) -> None:
         made.put(os.getpid())
         build(*arguments)
 
-    monkeypatch.setattr(cache_module, "_build", counted)
+    monkeypatch.setattr(text_module, "_build", counted)
     where, go, told = source(tmp_path), FORK.Event(), FORK.Queue()
 
     def work() -> None:
         go.wait()
-        owners = Owners(own=own_process(), is_alive=is_alive)
-        told.put(str(prepare_text(where, progress=silent, owners=owners).place))
+        told.put(str(prepare(where)))
 
     processes = [FORK.Process(target=work) for _ in range(3)]
     for process in processes:
@@ -113,11 +113,7 @@ def test_a_killed_owner_leaves_nothing_that_counts_and_stops_nobody(
 ) -> None:
     where = source(tmp_path)
     build_slowly(monkeypatch, 10.0)
-    owner = FORK.Process(
-        target=lambda: prepare_text(
-            where, progress=silent, owners=Owners(own=own_process(), is_alive=is_alive)
-        )
-    )
+    owner = FORK.Process(target=lambda: prepare(where))
     owner.start()
     assert owner.pid is not None
     limit = time.monotonic() + 30
@@ -126,87 +122,153 @@ def test_a_killed_owner_leaves_nothing_that_counts_and_stops_nobody(
     os.kill(owner.pid, signal.SIGKILL)
     owner.join(30)
     assert visible(tmp_path / "cache") == []
-    assert len(list((tmp_path / "cache").iterdir())) == 2, "his claim and his draft"
+    assert len(list((tmp_path / "cache").iterdir())) == 2, "his file and his draft"
     monkeypatch.undo()
-    place = prepare_text(where, progress=silent, owners=ME).place
+    place = prepare(where)
     assert list((tmp_path / "cache").iterdir()) == [place], "swept"
 
 
-@pytest.mark.parametrize("elsewhere", [True, False])
-def test_an_owner_who_does_not_move_is_overtaken(tmp_path: Path, elsewhere: bool) -> None:
-    """He lives as far as anybody knows, and has not moved for too long."""
-    place = tmp_path / "cache" / "key"
-    place.parent.mkdir()
-    process = {**own_process(), "host": "another"} if elsewhere else own_process()
-    stuck = CacheClaim(place.with_name(".key.owner"), Owners(own=process, is_alive=is_alive))
-    assert stuck.take()
-    draft = place.with_name(f".key.{stuck.token}")
-    draft.mkdir()
-    told: list[str] = []
+WAITING = "waiting for the process that tokenises"
+
+
+class Owner:
+    """Another process that holds the lock, as far as this one can see."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.place = tmp_path / "cache" / "key"
+        self.place.parent.mkdir(exist_ok=True)
+        self._path = self.place.with_name(".key.owner")
+        self._file = self._path.open("w+b", buffering=0)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def beat(self, held: bytes) -> None:
+        os.pwrite(self._file.fileno(), held, 0)
+
+    def remove(self) -> None:
+        self._path.unlink()
+
+    def release(self) -> None:
+        self._file.close()
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff\x00", b"7", b"1 2 3 4"])
+def test_an_owner_who_does_not_move_stops_nobody_for_long(tmp_path: Path, damage: bytes) -> None:
+    owner = Owner(tmp_path)
+    owner.beat(damage)
+    words: list[str] = []
     cached(
-        place,
+        owner.place,
         job(tmp_path),
-        progress=lambda what, done, total: told.append(what),
-        owners=ME,
+        progress=lambda what, done, total: words.append(what),
         stale_seconds=0.6,
     )
-    assert place.is_dir() and not draft.exists()
-    assert any("waiting for the process that tokenises" in what for what in told)
-    with pytest.raises(Overtaken):
-        stuck.beat(1, 2)
-    stuck.release()
-    assert visible(place.parent) == ["key"]
+    assert any(WAITING in what for what in words)
+    assert [path.name for path in owner.place.parent.iterdir()] == ["key"]
+    owner.release()
 
 
 def test_an_owner_who_moves_is_waited_for(tmp_path: Path) -> None:
-    place = tmp_path / "cache" / "key"
-    place.parent.mkdir()
-    owner = CacheClaim(place.with_name(".key.owner"), ME)
-    assert owner.take()
+    owner = Owner(tmp_path)
     over = threading.Event()
 
     def beat() -> None:
-        for number in range(4):  # for far longer than he would be taken for dead
-            time.sleep(1.05)
-            owner.beat(number, 4)
-        owner.release()
+        for number in range(4):  # for longer than he would be taken for dead
+            time.sleep(0.5)
+            owner.beat(b"%20d %20d" % (number, 4))
+        time.sleep(0.5)
         over.set()
+        owner.release()
 
     thread = threading.Thread(target=beat)
     thread.start()
     seen: list[int] = []
     cached(
-        place,
+        owner.place,
         job(tmp_path),
         progress=lambda what, done, total: seen.append(done) if "waiting" in what else None,
-        owners=ME,
-        stale_seconds=2.5,
+        stale_seconds=1.5,
     )
     assert over.is_set(), "he was not waited for"
     assert {0, 1, 2} <= set(seen), "his progress is shown"
     thread.join()
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"token": "../../x", "process": 7}'])
-def test_a_damaged_claim_stops_nobody(tmp_path: Path, damage: bytes) -> None:
+def test_a_lock_on_a_file_that_was_removed_is_nobody_s(tmp_path: Path) -> None:
+    """Who waited for the first owner would else work beside the second."""
+    first, words = Owner(tmp_path), set[tuple[str, int]]()
+
+    def wait_for(wanted: tuple[str, int]) -> bool:
+        limit = time.monotonic() + 30
+        while wanted not in words and thread.is_alive() and time.monotonic() < limit:
+            time.sleep(0.01)
+        return wanted in words
+
+    thread = threading.Thread(
+        target=lambda: cached(
+            first.place, job(tmp_path), progress=lambda what, done, _: words.add((what, done))
+        )
+    )
+    thread.start()
+    assert wait_for((WAITING, 0))
+    first.remove()
+    second = Owner(tmp_path)
+    second.beat(b"7 9")
+    first.release()
+    assert wait_for((WAITING, 7)), "the second owner was not waited for"
+    second.release()
+    thread.join(60)
+    assert [path.name for path in first.place.parent.iterdir()] == ["key"]
+
+
+def test_the_draft_of_who_passed_an_owner_over_is_not_swept(tmp_path: Path) -> None:
+    owner, begun, go = Owner(tmp_path), threading.Event(), threading.Event()
+    errors: list[BaseException] = []
+
+    def slowly(what: str, *_: int) -> None:
+        if what == "tokenising":
+            begun.set()
+            go.wait(60)
+
+    def pass_over() -> None:
+        try:
+            cached(owner.place, job(tmp_path), progress=slowly, stale_seconds=0.1)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=pass_over)
+    thread.start()
+    assert begun.wait(60)
+    owner.release()
+    cached(owner.place, job(tmp_path), progress=silent)
+    go.set()
+    thread.join(60)
+    assert errors == []
+    assert [path.name for path in owner.place.parent.iterdir()] == ["key"]
+
+
+def test_where_there_are_no_locks_everybody_makes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     place = tmp_path / "cache" / "key"
-    place.parent.mkdir()
-    place.with_name(".key.owner").write_bytes(damage)
-    cached(place, job(tmp_path), progress=silent, owners=ME, stale_seconds=0.3)
+    assert cached(place, job(tmp_path), progress=silent).num_tokens
     assert [path.name for path in place.parent.iterdir()] == ["key"]
 
 
 def test_work_that_is_called_off_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_module, "_BATCH_PIECES", 30)
+    monkeypatch.setattr(text_module, "_BATCH_PIECES", 30)
 
     def call_off(what: str, done: int, total: int) -> None:
         if done > total // 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare_text(source(tmp_path), progress=call_off, owners=ME)
+        prepare(source(tmp_path), call_off)
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -214,11 +276,11 @@ def test_a_failed_owner_s_error_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where = source(tmp_path)
-    with Path(where.paths[0]).open("a") as out:
+    with Path(where.path[0]).open("a") as out:
         out.write("no json\n")
     for _ in range(2):
         with pytest.raises(DataError, match="line 301: is not JSON"):
-            prepare_text(where, progress=silent, owners=ME)
+            prepare(where)
         assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -230,7 +292,7 @@ def test_a_storage_that_fails_looks_like_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """A sample that the system refuses is read again; a damaged one is skipped at once."""
-    dataset = open_text(source(tmp_path), seq_len=4, isolate_documents=True)
+    dataset = open_text(replace(source(tmp_path), isolate_documents=True))
     whole = dataset[0]
     read_at = os.pread
 
@@ -355,17 +417,15 @@ def test_a_large_text_corpus_changed_between_the_samples_is_made_into_tokens_aga
     monkeypatch.setattr(text_module, "fingerprint_files", lambda files: fixed)
     path = tmp_path / "a.txt"
     path.write_text("before")
-    where = TextSource(paths=[str(path)], suffixes=(), tokenizer=None, cache=tmp_path / "cache")
-    first = open_text(where, seq_len=4, isolate_documents=False)
+    where = DataConfig(path=[str(path)], cache=str(tmp_path / "cache"), seq_len=4)
+    first = open_text(where)
     path.write_text("behind")
-    second = open_text(where, seq_len=4, isolate_documents=False)
+    second = open_text(where)
     assert bytes(second[0].tokens.tolist()) == b"behin"
     assert first.fingerprint() != second.fingerprint()
     assert bytes(first[0].tokens.tolist()) == b"befor", "a run that reads the old one goes on"
     shutil.rmtree(tmp_path / "cache")
-    assert open_text(where, seq_len=4, isolate_documents=False).fingerprint() == (
-        second.fingerprint()
-    )
+    assert open_text(where).fingerprint() == (second.fingerprint())
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_nothing_follows_a_call_that_failed(tmp_path: Path) -> None:
 
 def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
-    from runner.observe.tracker_kinds import WandbTracker
+    from runner.observe.tracker import WandbTracker
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     for first in (1, 3):  # the second is a restart
@@ -189,7 +189,7 @@ def test_mlflow_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     pytest.importorskip("mlflow", reason="mlflow-skinny is not installed")
     from mlflow import MlflowClient
 
-    from runner.observe.tracker_kinds import MlflowTracker
+    from runner.observe.tracker import MlflowTracker
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # put back afterwards
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

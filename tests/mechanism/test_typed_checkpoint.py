@@ -17,8 +17,7 @@ from runner.checkpoint.disk.shards import (
     verify_files,
     write_rank_file,
 )
-from runner.checkpoint.dtypes import ITEM_SIZES, dtype_of, is_finite
-from runner.checkpoint.manifest import Manifest
+from runner.checkpoint.manifest import ITEM_SIZES, Manifest, dtype_of, is_finite
 from runner.checkpoint.memory.snapshot import SlotLayout
 from runner.engine.protocol import Shard
 from runner.system.error import CorruptCheckpoint

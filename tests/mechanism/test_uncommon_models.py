@@ -14,10 +14,10 @@ from runner.data.feed import few
 from runner.distributed.env import place_from
 from runner.engine.protocol import Engine, MicroStep
 from runner.model.blueprint import GuestBlueprint
-from runner.model.deferred_logits import head_of
 from runner.model.loss import HeadLosses
-from runner.model.objective import GuestObjective
+from runner.model.objective import GuestObjective, head_of
 from runner.session import parts
+from runner.session.corpus import open_dataset
 from runner.startup.engine_checks import _differing, samples_alone, works_of
 from runner.system.error import ConfigError
 from tests import guests, uncommon_guests
@@ -25,7 +25,7 @@ from tests import guests, uncommon_guests
 pytestmark = pytest.mark.usefixtures("alone")
 
 CPU, ALONE, VOCAB = torch.device("cpu"), place_from({}), 50
-TOKENS = "data._target_=tests.odd_guests.Tokens"
+TOKENS = "data._target_=tests.uncommon_guests.Tokens"
 NAME = "model.name=null"
 PAIRS = ("data._target_=tests.guests.Pairs", "model.vocab_size=16")
 
@@ -34,7 +34,7 @@ def built(target: str, *more: str) -> tuple[RunConfig, GuestBlueprint, Engine, l
     own = () if any(word.startswith("data._target_") for word in more) else (TOKENS,)
     kind = f"model._target_=tests.uncommon_guests.{target}"
     config = compose(["data.seq_len=8", "compute.precision=fp32", kind, *own, *more])
-    dataset = parts.open_dataset(config)
+    dataset = open_dataset(config)
     network = parts.blueprint(config, dataset)
     assert isinstance(network, GuestBlueprint)
     engine = parts.engine(config, network, ALONE, CPU)
@@ -81,7 +81,7 @@ def test_a_scalar_stays_one_outside_of_the_engine() -> None:
 
 def test_what_a_constructor_draws_from_its_own_generator_is_as_it_drew_it() -> None:
     _, network, _, _ = built("Configured", NAME)
-    assert "a generator of its own" in network.why_in_memory
+    assert "a generator of its own" in network.twin.why
     torch.random.manual_seed(0)
     own = uncommon_guests.Configured(16, name=None)
     assert torch.equal(network.initial(0, "gain", [8], 0, 8), own.gain)
@@ -90,7 +90,7 @@ def test_what_a_constructor_draws_from_its_own_generator_is_as_it_drew_it() -> N
 
 def test_a_constructor_may_end_in_another_dtype() -> None:
     _, network, _, _ = built("Halved")
-    assert not network.why_in_memory
+    assert not network.twin.why
     assert network.twin.network.get_parameter("head.weight").dtype is torch.float16
     assert network.initial(0, "head.weight", [16, 8], 0, 8).dtype is torch.float32
 

@@ -15,11 +15,15 @@ from runner.distributed.env import JobEnv, RankEnv
 from runner.distributed.rendezvous import Facts
 from runner.health import cause_reporter, rank_monitor
 from runner.health.preemption import StopRequest
-from runner.health.rank_monitor import RankMonitor
-from runner.health.watchdog import Watchdog
+from runner.health.rank_monitor import RankMonitor, Watchdog
 from runner.run_dir.lease import acquire
 from runner.run_dir.paths import RunDir
 from tests import warm
+
+
+@pytest.fixture(autouse=True)
+def _settles_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cause_reporter, "SETTLE_SECONDS", 0.2)
 
 
 def until(seen: Callable[[], bool], seconds: float = 30.0) -> None:
@@ -38,7 +42,7 @@ def test_a_look_that_raises_stops_no_other_and_not_itself(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(
-        "runner.health.watchdog._log.error", lambda words, *values: said.append(words % values)
+        "runner.health.rank_monitor._log.error", lambda words, *values: said.append(words % values)
     )
     calls = {"before": 0, "raises": 0, "after": 0, "added": 0}
 
@@ -61,7 +65,7 @@ def test_a_look_that_raises_stops_no_other_and_not_itself(
 
 
 def test_a_look_that_hangs_does_not_keep_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.health.watchdog._LAST_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("runner.health.rank_monitor._LAST_LOOK_SECONDS", 0.1)
     began, gate = threading.Event(), threading.Event()
 
     def look() -> None:
@@ -87,9 +91,7 @@ def watched(
     stop: StopRequest | None = None,
 ) -> RankMonitor:
     """The first rank's witness, which has the run; nobody is ended for standing still."""
-    watchdog = WatchdogConfig(
-        enabled=False, floor_seconds=limit, factor=1.0, slow_seconds=limit, settle_seconds=0.2
-    )
+    watchdog = WatchdogConfig(enabled=False, floor_seconds=limit, slow_seconds=limit)
     return RankMonitor(
         place=RankEnv(rank=0, world_size=world_size, local_rank=0, local_world_size=world_size),
         launch=JobEnv(job=None, order=(0, 0), step="", end_time=None, has_agent=has_agent),

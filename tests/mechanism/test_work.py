@@ -34,7 +34,7 @@ class World:
         def then(failures: list[str]) -> None:
             self.events[rank].append(" | ".join([name, *failures]))
 
-        self.ranks[rank].submit(name, work, then)
+        self.ranks[rank].submit(work, then)
 
     def step(self, *failures: str) -> None:
         """One agreement of all ranks."""
@@ -68,7 +68,7 @@ from runner.checkpoint.jobs import LockstepQueue
 found = []
 work = LockstepQueue(lambda text: [text])
 own = lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-work.submit("look", lambda: found.append(own()), lambda failures: None)
+work.submit(lambda: found.append(own()), lambda failures: None)
 work.wait()
 work.close()
 print(own(), *found)
@@ -182,10 +182,10 @@ def test_then_may_submit_and_may_raise(pair: World) -> None:
     seen: list[str] = []
 
     def again(failures: list[str]) -> None:
-        one.submit("b", nothing, lambda failures: seen.append("b"))
+        one.submit(nothing, lambda failures: seen.append("b"))
         raise RuntimeError("told")
 
-    one.submit("a", nothing, again)
+    one.submit(nothing, again)
     one.wait()
     with pytest.raises(RuntimeError, match="told"):
         one.apply_progress(1.0, 0.0, 1)

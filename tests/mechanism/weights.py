@@ -5,21 +5,13 @@ from __future__ import annotations
 import torch
 
 from runner.model.decoder import Decoder
-from runner.model.initial import initial_range, initial_rule
+from runner.model.initial import initial_range, initial_std
 
 
 def set_initial_weights(decoder: Decoder, *, seed: int) -> None:
     """Write every initial weight of an unsharded decoder, in its own dtype, on its device."""
     for name, parameter in decoder.named_parameters():
-        rule = initial_rule(name, decoder.shape)
-        values = initial_range(
-            name=name,
-            shape=tuple(parameter.shape),
-            std=rule.std,
-            ones=rule.ones,
-            seed=seed,
-            start=0,
-            count=parameter.numel(),
-        )
+        std, size = initial_std(name, decoder.shape), parameter.numel()
+        values = initial_range(name, parameter.shape, std, seed=seed, start=0, count=size)
         with torch.no_grad():
             parameter.copy_(values.view(parameter.shape))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from runner.policy.batch_shards import shard_batch
+from runner.data.cursor import shard_batch
 
 SIZES = st.integers(1, 96).flatmap(
     lambda size: st.tuples(st.just(size), st.integers(1, 40), st.integers(1, size))

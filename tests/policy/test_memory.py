@@ -18,11 +18,12 @@ from runner.policy.retention.records import (
     with_state,
     without,
 )
-from runner.policy.retention.retire import make_room, retire
-from runner.policy.retention.slot_budget import (
+from runner.policy.retention.retire import (
     FEWEST_SLOTS,
     NodeNeed,
+    make_room,
     plan_slots,
+    retire,
     slots_for_probation,
 )
 from tests.policy.test_ring import rings

@@ -14,6 +14,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runner.policy.decision import ladder
 from runner.policy.decision.episode import PreOnset
 from runner.policy.decision.judge import Kind, Verdict
 from runner.policy.decision.ladder import (
@@ -37,19 +38,14 @@ PALM = Path(__file__).parents[2] / "configs" / "guard" / "palm.yaml"
 # The ladder as the tables below know it, whatever the defaults become.
 TABLE = {
     "persist": 3,
-    "persist_window": 10,
     "margin": 1,
     "ahead": 0,
     "back": 0,
-    "repeat_window": 50,
     "widen": 2.0,
     "cooldown": 0.5,
     "cooldown_steps": 40,
     "level_steps": 6,
-    "level_spread": 0.1,
     "max_rollbacks": 5,
-    "budget_window": 200,
-    "max_discards": 30,
 }
 
 
@@ -247,22 +243,25 @@ def test_the_last_rollback_cuts_the_rate_whatever_is_suspected() -> None:
     assert isinstance(bad(run, 3, Kind.non_finite, math.nan)[-1], Halt)
 
 
-def test_trouble_beyond_the_repeat_window_is_new() -> None:
-    run = run_to(38, repeat_window=20)
+def test_trouble_beyond_the_repeat_window_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder, "_REPEAT_WINDOW", 20)
+    run = run_to(38)
     assert rolled_back(run).onset_step == 39
     run.healthy(39 + 20 - run.updates)
     later = rolled_back(run)
     assert (later.onset_step, later.repeat) == (60, 0)
 
-    run = run_to(38, repeat_window=20)
+    run = run_to(38)
     rolled_back(run)
     run.healthy(38 + 20 - run.updates)
     sooner = rolled_back(run)
     assert (sooner.onset_step, sooner.repeat) == (59, 1)
 
 
-def test_the_budget_halts_and_is_regained() -> None:
-    run = run_to(38, max_rollbacks=2, budget_window=100, repeat_window=1)
+def test_the_budget_halts_and_is_regained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder, "_REPEAT_WINDOW", 1)
+    monkeypatch.setattr(ladder, "_BUDGET_WINDOW", 100)
+    run = run_to(38, max_rollbacks=2)
     rolled_back(run)
     run.healthy(60 - run.updates)
     rolled_back(run)
@@ -281,8 +280,11 @@ def test_no_rollbacks_allowed_halts_at_once() -> None:
 
 
 @pytest.mark.parametrize("persist", [10, 50])
-def test_too_many_discards_in_a_row_halt_even_where_none_would_go_back(persist: int) -> None:
-    run = run_to(25, max_discards=8, persist=persist, persist_window=60)
+def test_too_many_discards_in_a_row_halt_even_where_none_would_go_back(
+    persist: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ladder, "_MAX_DISCARDS", 8)
+    run = run_to(25, persist=persist)
     actions = bad(run, 9)
     assert all(isinstance(action, Discard) for action in actions[:8])
     assert isinstance(actions[8], Halt)
@@ -424,13 +426,10 @@ STEPS = st.lists(
 SMALL_RULES = st.builds(
     table_rules,
     persist=st.integers(1, 4),
-    persist_window=st.integers(4, 8),
     margin=st.integers(0, 3),
     ahead=st.integers(0, 3),
     back=st.integers(0, 12),
-    repeat_window=st.integers(1, 30),
     max_rollbacks=st.integers(0, 4),
-    budget_window=st.integers(5, 60),
     level_steps=st.integers(2, 6),
 )
 

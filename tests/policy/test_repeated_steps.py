@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from runner.policy.decision.history import History, Incident
-from runner.policy.decision.repeated_steps import (
+from runner.policy.decision.finding import (
     Outcome,
     Recorded,
     StepComparison,
     from_rows,
     recorded_in,
 )
+from runner.policy.decision.history import History, Incident
 
 
 def recorded(step: int, loss: float = 2.0, norm: float = 1.0, rate: float = 0.1) -> Recorded:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import random
 
-from runner.policy.decision.spike_frequency import SpikeScore
-from runner.policy.straggler import RankPace, SlowRuns
+from runner.policy.decision.early import SpikeScore
+from runner.policy.outlier_ranks import RankPace, SlowRuns
 
 
 def shares(spikes_per_window: int, windows: int = 5, drift: float = 0.0) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runner.policy.straggler import RankPace, Straggler, Stragglers
+from runner.policy.outlier_ranks import RankPace, Straggler, Stragglers
 
 
 def rows(host: list[float], device: list[float] | None = None, step: float = 1.0) -> list[RankPace]:

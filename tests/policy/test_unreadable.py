@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from runner.policy.decision.history import History, Incident
-from runner.policy.decision.unreadable import GiveUp, PassOver, Unreadable, decide
+from runner.policy.decision.skip_ledger import GiveUp, PassOver, Unreadable, decide
 
 
 def bad(

@@ -79,7 +79,7 @@ def test_a_guarded_loop_that_reads_late_never_waits() -> None:
     assert found["late"]["waits"] == found["late"]["races"] == found["late"]["spins"] == []
     assert found["late"]["copies"] == 2  # the numbers there, and their sums back
     assert found["at once"]["waits"] != []
-    assert found["spinning"]["spins"] == ["train/agreed_step.py:105"]
+    assert [at.partition(":")[0] for at in found["spinning"]["spins"]] == ["train/agreed_step.py"]
 
 
 def test_nothing_overtakes_the_copy_of_a_loops_state() -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -104,7 +103,7 @@ class CheckpointDirectory:
                 f"the manifest of {len(manifest.shapes)} tensors on {manifest.world_size} ranks is "
                 f"too large ({error}); save from fewer ranks"
             ) from None
-        self._publish(_committed(manifest))
+        self._publish(_record(manifest))
 
     def take_back(self, manifest: Manifest, data: bytes) -> Record:
         """Publish as clean a checkpoint whose files were restored and verified.
@@ -112,7 +111,7 @@ class CheckpointDirectory:
         Args:
             data: the manifest as it was written.
         """
-        record = _committed(manifest)
+        record = _record(manifest)
         self.remove(record)  # a damaged one of this name
         writing = self.writing_folder(manifest.serial)
         write_durably(writing / MANIFEST, data)
@@ -233,7 +232,8 @@ class CheckpointDirectory:
         if promised != hashlib.sha256(data).hexdigest().encode():
             raise CorruptCheckpoint(f"{path}: digest differs from {COMMITTED}")
         manifest = parse_manifest(data, path)
-        record = _record(folder, manifest)
+        marks = [state for state, name in _MARKS.items() if (folder / name).exists()]
+        record = _record(manifest, *marks[-1:])
         if folder.name != self.folder_of(record).name:
             raise CorruptCheckpoint(f"{folder}: holds serial {manifest.serial}: moved or renamed")
         entry = Entry(record=record, folder=folder, manifest=manifest)
@@ -276,30 +276,5 @@ def _take_back(marker: Path) -> None:
         sync_directory(marker.parent)
 
 
-def _committed(manifest: Manifest) -> Record:
-    return Record(
-        serial=manifest.serial, step=manifest.step, cursor=manifest.cursor, state=State.committed
-    )
-
-
-def _record(folder: Path, manifest: Manifest) -> Record:
-    state = State.committed
-    for marked, name in _MARKS.items():
-        if (folder / name).exists():
-            state = marked
+def _record(manifest: Manifest, state: State = State.committed) -> Record:
     return Record(serial=manifest.serial, step=manifest.step, cursor=manifest.cursor, state=state)
-
-
-def read_rank_facts(path: Path) -> dict[str, object]:
-    """Read one rank's note about the file it wrote.
-
-    Raises:
-        CorruptCheckpoint: it is missing or not JSON.
-    """
-    try:
-        facts = json.loads(read_bounded(path, MOST_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{path}: {error}") from None
-    if not isinstance(facts, dict):
-        raise CorruptCheckpoint(f"{path}: holds {type(facts).__name__}, no object")
-    return facts

@@ -15,7 +15,6 @@ index, and says which file holds a piece (:mod:`.layout`).
 from __future__ import annotations
 
 import hashlib
-import itertools
 import struct
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,11 +22,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-from runner.checkpoint.dtypes import FLOAT32, ITEM_SIZES
 from runner.checkpoint.layout import Numbers, Rows, Run, compress
-from runner.checkpoint.manifest import ITEM_BYTES, FileFacts, data_name, index_name
+from runner.checkpoint.manifest import (
+    FLOAT32,
+    ITEM_BYTES,
+    ITEM_SIZES,
+    FileFacts,
+    data_name,
+    index_name,
+)
 from runner.system.error import CorruptCheckpoint
 from runner.system.files import read_bounded, write_durably
 
@@ -35,8 +39,6 @@ _MAGIC = b"HFINDEX1"
 _HEADER = struct.Struct("<8sQQ32s")
 _PIECE_BYTES = 4 + 8 + 8
 MOST_INDEX_BYTES = 1 << 28
-_AT_ONCE = 64  # files that a thread reads before it takes the next ones
-_BYTES_AT = 16  # position of the file's size in the header
 _READERS = 8  # readers of small files: a shared disk answers slowly, but several at a time
 
 
@@ -148,16 +150,6 @@ class Layout:
     digests: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stored:
-    """One rank's index as it lies on the disk."""
-
-    data: bytes
-    own: FileFacts
-    file: FileFacts  # of the shard file
-    digest: bytes  # of the columns, not of the shard's bytes
-
-
 def collect_indexes(
     folder: Path,
     names: Sequence[str],
@@ -176,101 +168,39 @@ def collect_indexes(
     Raises:
         CorruptCheckpoint: an index is missing or invalid.
     """
-    shares = [range(at, min(at + _AT_ONCE, world_size)) for at in range(0, world_size, _AT_ONCE)]
+    paths = [folder / index_name(rank) for rank in range(world_size)]
     with ThreadPoolExecutor(_READERS, thread_name_prefix="indexes") as readers:
-        stored = [
-            index
-            for share in readers.map(lambda ranks: [_read(folder, r) for r in ranks], shares)
-            for index in share
-        ]
+        stored = list(readers.map(_read, paths))
     files: dict[str, FileFacts] = {}
-    for rank, index in enumerate(stored):
-        files[data_name(rank)], files[index_name(rank)] = index.file, index.own
-    digests = tuple(index.digest for index in stored)
+    for rank, (path, data) in enumerate(zip(paths, stored, strict=True)):
+        files[data_name(rank)] = _facts(data, path)
+        files[path.name] = FileFacts(num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    # Of the columns, not of the shard's bytes, which change with each save.
+    digests = tuple(hashlib.sha256(memoryview(data)[_HEADER.size :]).digest() for data in stored)
     if known is not None and known.digests == digests:
         return known, files
-    sizes = element_sizes(names, dtypes or {})
-    return Layout(runs=_runs(folder, sorted(names), stored, sizes), digests=digests), files
+    sizes, ordered = element_sizes(names, dtypes or {}), sorted(names)
+    indexes = [
+        parse_index(data, path, num_tensors=len(ordered), sizes=sizes)
+        for path, data in zip(paths, stored, strict=True)
+    ]
+    rows = Rows(
+        tensor=np.concatenate([index.tensor for index in indexes]),
+        start=np.concatenate([index.start for index in indexes]),
+        count=np.concatenate([index.count for index in indexes]),
+        file=np.repeat(np.arange(world_size), [len(index.tensor) for index in indexes]),
+    )
+    runs = compress(rows)
+    return Layout(
+        runs={name: tuple(runs.get(at, ())) for at, name in enumerate(ordered)}, digests=digests
+    ), files
 
 
-def _read(folder: Path, rank: int) -> _Stored:
-    path = folder / index_name(rank)
+def _read(path: Path) -> bytes:
     try:
-        data = read_bounded(path, MOST_INDEX_BYTES)
+        return read_bounded(path, MOST_INDEX_BYTES)
     except OSError as error:
         raise CorruptCheckpoint(f"{path}: {error}") from None
-    return _Stored(
-        data=data,
-        own=FileFacts(num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest()),
-        file=_facts(data, path),
-        digest=hashlib.sha256(memoryview(data)[_HEADER.size :]).digest(),
-    )
-
-
-def _runs(
-    folder: Path, ordered: Sequence[str], stored: Sequence[_Stored], sizes: Numbers | None
-) -> dict[str, tuple[Run, ...]]:
-    parts: list[tuple[Numbers, Numbers, Numbers]] = []
-    lengths: list[int] = []
-    # Neighbouring ranks mostly hold the same tensors, so their indexes form one table.
-    for num_bytes, alike in itertools.groupby(stored, key=lambda index: len(index.data)):
-        table = _Table.of([index.data for index in alike], num_bytes)
-        for at in np.flatnonzero(~table.is_sane(len(ordered), sizes)).tolist():
-            rank = len(lengths) + at
-            path = folder / index_name(rank)
-            parse_index(stored[rank].data, path, num_tensors=len(ordered), sizes=sizes)
-        parts.append((table.tensor.ravel(), table.start.ravel(), table.count.ravel()))
-        lengths += [table.tensor.shape[1]] * len(table.tensor)
-    tensor, start, count = (np.concatenate(column) for column in zip(*parts, strict=True))
-    file = np.repeat(np.arange(len(stored), dtype=np.int64), lengths)
-    runs = compress(Rows(tensor=tensor, start=start, count=count, file=file))
-    return {name: tuple(runs.get(at, ())) for at, name in enumerate(ordered)}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Table:
-    """Indexes of the same length: a row for each index, a column for each of its pieces."""
-
-    tensor: Numbers
-    start: Numbers
-    count: Numbers
-    num_bytes: Numbers  # of each index's file
-
-    @classmethod
-    def of(cls, indexes: Sequence[bytes], num_bytes: int) -> _Table:
-        """``indexes`` have ``num_bytes`` bytes each, and pass :func:`_facts`."""
-        whole = np.frombuffer(b"".join(indexes), np.uint8).reshape(len(indexes), num_bytes)
-        size, at = (num_bytes - _HEADER.size) // _PIECE_BYTES, _HEADER.size
-        columns: list[Numbers] = []
-        for _, kind in _COLUMNS:
-            width = size * np.dtype(kind).itemsize
-            column = np.ascontiguousarray(whole[:, at : at + width]).view(kind)
-            # A number too large for INT64 becomes negative here and is refused below.
-            columns.append(column.astype(np.int64))
-            at += width
-        stored_bytes = np.ascontiguousarray(whole[:, _BYTES_AT : _BYTES_AT + 8]).view("<u8")
-        return cls(
-            tensor=columns[0],
-            start=columns[1],
-            count=columns[2],
-            num_bytes=stored_bytes.astype(np.int64).reshape(-1),
-        )
-
-    def is_sane(self, num_tensors: int, sizes: Numbers | None) -> npt.NDArray[np.bool_]:
-        """By index: whether :func:`parse_index` would accept it."""
-        sane: npt.NDArray[np.bool_] = self.num_bytes == 0
-        if not self.tensor.shape[1]:
-            return sane
-        most = 1 << 50
-        sane = (self.tensor.max(1) < num_tensors) & (self.count.min(1) > 0)
-        sane &= (self.count.max(1) < most) & (self.start.max(1) < most) & (self.start.min(1) >= 0)
-        sane &= self.count.sum(1, dtype=np.float64) < 1 << 60
-        if not sane.all():
-            return sane
-        # Without pieces that are too large the sums are exact.
-        each = ITEM_BYTES if sizes is None else sizes[self.tensor]
-        sane &= (self.count * each).sum(1) == self.num_bytes
-        return sane
 
 
 def numbers(names: Sequence[str]) -> Mapping[str, int]:

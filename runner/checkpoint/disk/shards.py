@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import json
 import os
 import threading
 import time
@@ -15,12 +16,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import torch
 
-from runner.checkpoint.disk.directory import Entry, read_rank_facts, unreadable
+from runner.checkpoint.disk.directory import Entry, unreadable
 from runner.checkpoint.disk.index import (
     MOST_INDEX_BYTES,
     element_sizes,
@@ -28,13 +29,19 @@ from runner.checkpoint.disk.index import (
     parse_index,
     write_index,
 )
-from runner.checkpoint.dtypes import ITEM_SIZES, as_bytes, dtype_of, from_bytes, is_finite
 from runner.checkpoint.manifest import (
+    ITEM_SIZES,
+    MOST_BYTES,
     FileFacts,
     Piece,
+    as_bytes,
     data_name,
+    dtype_of,
+    from_bytes,
     index_name,
+    is_finite,
     is_index,
+    parse_piece,
     rank_of,
 )
 from runner.system.error import CorruptCheckpoint
@@ -101,7 +108,7 @@ class Pace:
 def write_rank_file(
     folder: Path,
     rank: int,
-    snapshots: Sequence[Snapshot],
+    snapshots: Iterable[Snapshot],
     pace: Pace | None = None,
     *,
     numbers: Mapping[str, int] | None = None,
@@ -157,31 +164,18 @@ def collect_pieces(
     for rank in range(world_size):
         path, name = folder / f"rank-{rank:05d}.json", data_name(rank)
         try:
-            files[name], pieces_of_rank = _note(read_rank_facts(path), name)
-        except (KeyError, TypeError, ValueError) as error:
+            note = json.loads(read_bounded(path, MOST_BYTES))
+            files[name] = FileFacts(
+                num_bytes=whole(note["bytes"], "bytes"), sha256=str(note["sha256"])
+            )
+            for tensor, start, count, offset in note["pieces"]:
+                piece = parse_piece([start, count, name, offset])
+                pieces.setdefault(str(tensor), []).append(piece)
+        except (OSError, LookupError, TypeError, ValueError, RecursionError) as error:
             raise CorruptCheckpoint(f"{path}: {type(error).__name__}: {error}") from None
-        for tensor, piece in pieces_of_rank:
-            pieces.setdefault(tensor, []).append(piece)
     for rank in range(world_size):
         (folder / f"rank-{rank:05d}.json").unlink()
     return {name: tuple(of_tensor) for name, of_tensor in pieces.items()}, files
-
-
-def _note(note: Mapping[str, Any], file: str) -> tuple[FileFacts, list[tuple[str, Piece]]]:
-    facts = FileFacts(num_bytes=whole(note["bytes"], "bytes"), sha256=str(note["sha256"]))
-    pieces = [
-        (
-            str(tensor),
-            Piece(
-                start=whole(start, "start"),
-                count=whole(count, "count"),
-                file=file,
-                offset=whole(offset, "offset"),
-            ),
-        )
-        for tensor, start, count, offset in note["pieces"]
-    ]
-    return facts, pieces
 
 
 # Size and times of last change. Nobody without the clock in hand can set back the last of them;

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
-
-import torch
+from dataclasses import dataclass, replace
 
 from runner.checkpoint.disk.directory import CheckpointDirectory, Entry
 from runner.checkpoint.disk.index import Layout, collect_indexes, numbers
@@ -27,10 +24,9 @@ from runner.checkpoint.disk.shards import (
     verify_files,
     write_rank_file,
 )
-from runner.checkpoint.dtypes import FLOAT32, name_of
 from runner.checkpoint.jobs import Job, LockstepQueue
 from runner.checkpoint.layout import Run
-from runner.checkpoint.manifest import MOST_LISTED_RANKS, Manifest, Piece, by_kind
+from runner.checkpoint.manifest import FLOAT32, MOST_LISTED_RANKS, Manifest, Piece, by_kind, name_of
 from runner.checkpoint.protocol import (
     Identity,
     PendingCheckpoint,
@@ -46,6 +42,7 @@ from runner.system.error import CheckpointError
 _FP32_BYTES = 4
 
 
+@dataclass(eq=False)
 class DiskTier:
     """
     Args:
@@ -58,42 +55,25 @@ class DiskTier:
 
     most_listed = MOST_LISTED_RANKS  # ranks up to which a manifest lists every piece
 
-    def __init__(
-        self,
-        directory: CheckpointDirectory,
-        *,
-        sharded: ShardedState,
-        ranks: Ranks,
-        identity: Identity,
-        queue: LockstepQueue,
-        pace: Pace,
-        before_write: Callable[[int], None],
-    ) -> None:
-        self._directory = directory
-        self._sharded = sharded
-        self._ranks = ranks
-        self._identity = identity
-        self._queue = queue
-        self._pace = pace
-        self._before_write = before_write
-        self._layout: Layout | None = None  # layout of the last save, on rank 0
-        self.show: Callable[[str, int, int], None] = lambda what, done, total: None
-
-    @property
-    def folder(self) -> Path:
-        return self._directory.folder
-
-    def folder_of(self, record: Record) -> Path:
-        return self._directory.folder_of(record)
+    directory: CheckpointDirectory
+    sharded: ShardedState
+    ranks: Ranks
+    identity: Identity
+    queue: LockstepQueue
+    pace: Pace
+    before_write: Callable[[int], None]
+    show: Callable[[str, int, int], None] = lambda what, done, total: None
+    _layout: Layout | None = None  # layout of the last save, on rank 0
 
     # -- making one -----------------------------------------------------------------------
 
     def copies(self) -> list[Snapshot]:
         """Copy this rank's share of the state to the host."""
-        pieces = ((shard.name, shard.start, shard.local) for shard in self._sharded.shards())
+        pieces = ((shard.name, shard.start, shard.local) for shard in self.sharded.shards())
         return [
-            replace(part, values=_copied(part.values.detach()))
-            for part in own_share(pieces, self._sharded.replica)
+            # Made once: cpu() of a CUDA tensor is a copy already.
+            replace(part, values=part.values.detach().to("cpu", copy=True))
+            for part in own_share(pieces, self.sharded.replica)
         ]
 
     def write(
@@ -104,25 +84,23 @@ class DiskTier:
         Args:
             check: called after the write; raises if the written bytes must not be used.
         """
-        folder = self._directory.writing_folder(pending.serial)
-        tensors = numbers([s.name for s in self._sharded.shards()]) if self._is_indexed else None
+        folder = self.directory.writing_folder(pending.serial)
+        tensors = numbers([s.name for s in self.sharded.shards()]) if self._is_indexed else None
 
         def work() -> None:
-            self._before_write(pending.metadata.step)
-            write_rank_file(folder, self._ranks.rank, snapshots, self._pace, numbers=tensors)
+            self.before_write(pending.metadata.step)
+            write_rank_file(folder, self.ranks.rank, snapshots, self.pace, numbers=tensors)
             check()
 
-        return Job(queue=self._queue, name=f"write {pending.serial}", work=work)
+        return Job(queue=self.queue, work=work)
 
     def commit(self, pending: PendingCheckpoint) -> Job:
         """Publish the checkpoint: every rank's file is written."""
-        shards = self._sharded.shards()
+        shards = self.sharded.shards()
         shapes = {shard.name: shard.shape for shard in shards}
         types = {shard.name: name_of(element_type(shard)) for shard in shards}
         dtypes = {name: dtype for name, dtype in types.items() if dtype != FLOAT32}
-        return self._on_first(
-            f"commit {pending.serial}", lambda: self._publish(pending, shapes, dtypes)
-        )
+        return self._on_first(lambda: self._publish(pending, shapes, dtypes))
 
     def _publish(
         self,
@@ -130,28 +108,28 @@ class DiskTier:
         shapes: Mapping[str, tuple[int, ...]],
         dtypes: Mapping[str, str],
     ) -> None:
-        folder, metadata = self._directory.writing_folder(pending.serial), pending.metadata
+        folder, metadata = self.directory.writing_folder(pending.serial), pending.metadata
         pieces: Mapping[str, tuple[Piece, ...]] = {}
         runs: Mapping[str, tuple[Run, ...]] | None = None
         if self._is_indexed:
             self._layout, files = collect_indexes(
                 folder,
                 list(shapes),
-                self._ranks.world_size,
+                self.ranks.world_size,
                 known=self._layout,
                 dtypes=dtypes,
             )
             runs = self._layout.runs
         else:
-            pieces, files = collect_pieces(folder, self._ranks.world_size)
-        self._directory.commit(
+            pieces, files = collect_pieces(folder, self.ranks.world_size)
+        self.directory.commit(
             Manifest(
                 serial=pending.serial,
                 step=metadata.step,
                 cursor=metadata.cursor,
-                world_size=self._ranks.world_size,
-                config_digest=self._identity.config_digest,
-                data_fingerprint=self._identity.data_fingerprint,
+                world_size=self.ranks.world_size,
+                config_digest=self.identity.config_digest,
+                data_fingerprint=self.identity.data_fingerprint,
                 metrics_bytes=metadata.metrics_bytes,
                 journal_lines=metadata.journal_lines,
                 train_state=metadata.train_state,
@@ -166,12 +144,12 @@ class DiskTier:
 
     @property
     def _is_indexed(self) -> bool:
-        return self._ranks.world_size > self.most_listed
+        return self.ranks.world_size > self.most_listed
 
     def discard_unfinished(self, serial: int) -> None:
         """Free the space; the rest of a failed write is never trusted."""
-        if self._ranks.rank == 0:
-            shutil.rmtree(self._directory.writing_folder(serial), ignore_errors=True)
+        if self.ranks.rank == 0:
+            shutil.rmtree(self.directory.writing_folder(serial), ignore_errors=True)
 
     # -- after the commit -----------------------------------------------------------------
 
@@ -179,38 +157,36 @@ class DiskTier:
         """Read every byte back, and refuse NaN and Inf."""
 
         def work() -> None:
-            entry = self._directory.read(self._directory.folder_of(record))
+            entry = self.directory.read(self.directory.folder_of(record))
             verify_files(entry, self._share_of(entry), finite=True)
 
-        return Job(queue=self._queue, name=f"verify {record.serial}", work=work)
+        return Job(queue=self.queue, work=work)
 
     def mark_clean(self, record: Record) -> Job:
         """Mark it clean, durably."""
-        return self._on_first(
-            f"mark {record.serial}", lambda: self._directory.mark(record, State.clean)
-        )
+        return self._on_first(lambda: self.directory.mark(record, State.clean))
 
     def taint(self, record: Record) -> Job:
         """Mark it tainted, durably, unless it is gone."""
 
         def work() -> None:
-            if self._directory.folder_of(record).exists():
-                self._directory.mark(record, State.tainted)
+            if self.directory.folder_of(record).exists():
+                self.directory.mark(record, State.tainted)
 
-        return self._on_first(f"taint {record.serial}", work)
+        return self._on_first(work)
 
     def remove(self, record: Record) -> Job:
         """Delete its files."""
-        return self._on_first(f"retire {record.serial}", lambda: self._directory.remove(record))
+        return self._on_first(lambda: self.directory.remove(record))
 
-    def _on_first(self, name: str, work: Callable[[], None]) -> Job:
+    def _on_first(self, work: Callable[[], None]) -> Job:
         """A job with work for rank 0 only."""
-        is_first = self._ranks.rank == 0
-        return Job(queue=self._queue, name=name, work=work if is_first else lambda: None)
+        is_first = self.ranks.rank == 0
+        return Job(queue=self.queue, work=work if is_first else lambda: None)
 
     def _share_of(self, entry: Entry) -> list[str]:
         """The files that this rank verifies for all."""
-        return by_kind(entry.manifest.files)[self._ranks.rank :: self._ranks.world_size]
+        return by_kind(entry.manifest.files)[self.ranks.rank :: self.ranks.world_size]
 
     # -- loading one ----------------------------------------------------------------------
 
@@ -225,13 +201,13 @@ class DiskTier:
         """
         # All ranks stamp the files first: a change after another rank has found a file
         # sound is then noticed by the rank that reads it.
-        looked: tuple[Entry, dict[str, Stamp]] = self._ranks.all_or_none(
+        looked: tuple[Entry, dict[str, Stamp]] = self.ranks.all_or_none(
             "opening a checkpoint", lambda: self._look_at(record)
         )
         entry, seen = looked
         moved = self._counter(entry)
         # The slowest disk may take longer than a collective waits.
-        self._ranks.all_or_none_patiently(
+        self.ranks.all_or_none_patiently(
             "verifying a checkpoint",
             lambda: verify_files(
                 entry, self._share_of(entry), finite=False, seen=seen, moved=moved
@@ -240,18 +216,18 @@ class DiskTier:
 
         def copy_in() -> None:
             self._refuse_other_model(entry)
-            check_counts(self._sharded, entry.manifest.update_counts, entry.folder)
+            check_counts(self.sharded, entry.manifest.update_counts, entry.folder)
             before_copy()
             with ShardReader(entry, seen=seen) as reader:
-                for shard in self._sharded.shards():
+                for shard in self.sharded.shards():
                     shard.local.copy_(reader.read(shard.name, shard.start, len(shard.local)))
                     moved(_FP32_BYTES * len(shard.local))
 
-        self._ranks.all_or_none_patiently("loading a checkpoint", copy_in)
+        self.ranks.all_or_none_patiently("loading a checkpoint", copy_in)
         manifest = entry.manifest
         # Only after all ranks have read theirs: ZeRO has collectives here and would wait for a rank
         # refused would be waited for.
-        self._sharded.finish_load(manifest.update_counts)
+        self.sharded.finish_load(manifest.update_counts)
         return Restored(
             serial=manifest.serial,
             step=manifest.step,
@@ -264,7 +240,7 @@ class DiskTier:
     def _counter(self, entry: Entry) -> Callable[[int], None]:
         """A function that adds up the bytes read, to compare or to copy, and shows the sum."""
         verified = sum(entry.manifest.files[name].num_bytes for name in self._share_of(entry))
-        copied = sum(_FP32_BYTES * len(shard.local) for shard in self._sharded.shards())
+        copied = sum(_FP32_BYTES * len(shard.local) for shard in self.sharded.shards())
         done = 0
 
         def moved(count: int) -> None:
@@ -275,15 +251,15 @@ class DiskTier:
         return moved
 
     def _look_at(self, record: Record) -> tuple[Entry, dict[str, Stamp]]:
-        entry = self._directory.read(self._directory.folder_of(record))
-        ranges = [(shard.name, shard.start, len(shard.local)) for shard in self._sharded.shards()]
+        entry = self.directory.read(self.directory.folder_of(record))
+        ranges = [(shard.name, shard.start, len(shard.local)) for shard in self.sharded.shards()]
         return entry, stamps(entry, {*files_needed(entry, ranges), *self._share_of(entry)})
 
     def _refuse_other_model(self, entry: Entry) -> None:
         manifest = entry.manifest
         expected = {
             shard.name: (tuple(shard.shape), name_of(element_type(shard)))
-            for shard in self._sharded.shards()
+            for shard in self.sharded.shards()
         }
         stored = {n: (tuple(shape), manifest.dtype(n)) for n, shape in manifest.shapes.items()}
         if expected != stored:
@@ -291,8 +267,3 @@ class DiskTier:
             raise CheckpointError(
                 f"{entry.folder}: is of another model; first difference: {differing[0]}"
             )
-
-
-def _copied(values: torch.Tensor) -> torch.Tensor:
-    """A copy of ``values`` on the CPU, made once: ``cpu()`` of a CUDA tensor is a copy already."""
-    return values.cpu() if values.is_cuda else values.clone()

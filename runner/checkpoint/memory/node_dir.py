@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoint.memory.shared_buffer import open_own
+from runner.system.files import read_bounded
 
 OWNER = "owner.json"
 _RUN = re.compile(r"[0-9a-f]{32}")
@@ -94,9 +94,8 @@ class NodeDir:
             shutil.rmtree(folder)
         folder.mkdir(mode=0o700)
         owner = {"out": str(self._out), "process": dict(self._process)}
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(folder / OWNER, flags, 0o600), "w") as file:
-            json.dump(owner, file)
+        (folder / OWNER).touch(0o600)
+        (folder / OWNER).write_text(json.dumps(owner))
 
     def is_trusted(self, folder: Path) -> bool:
         """Whether an earlier process of this boot made it.
@@ -127,7 +126,11 @@ class NodeDir:
 
     def num_bytes(self) -> int:
         """Bytes of all snapshots of this run on this node."""
-        return sum(_allocated(file) for folder in self.of_ranks() for file in folder.glob("*.bin"))
+        total = 0
+        for file in (file for folder in self.of_ranks() for file in folder.glob("*.bin")):
+            with contextlib.suppress(OSError):
+                total += file.lstat().st_blocks * 512
+        return total
 
     def sweep(self) -> list[Abandoned]:
         """Remove folders of this user's runs that no later start will use."""
@@ -144,21 +147,18 @@ class NodeDir:
         if any(owner and self._is_alive(owner["process"]) for owner in owners):
             return None
         last = max((owner for owner in owners if owner), key=lambda o: str(o["out"]), default=None)
+        age, why = _age_seconds(folder), ""
         if last is None:
             # Its ranks may be about to make their folders.
-            why = "" if _age_seconds(folder) < _ABANDONED_SECONDS else "empty"
-            return Abandoned(folder=folder, out="?", why=why) if why else None
-        why = self._why_abandoned(folder, last)
-        return Abandoned(folder=folder, out=str(last["out"]), why=why) if why else None
-
-    def _why_abandoned(self, folder: Path, owner: Mapping[str, Any]) -> str:
-        if not Path(owner["out"]).is_dir():
-            return "that directory is gone"
-        if owner["process"]["boot"] != self._process["boot"]:
-            return "from before the last boot"
-        if _age_seconds(folder) > _ABANDONED_SECONDS:
-            return "ended more than a day ago"
-        return ""
+            why = "empty" if age >= _ABANDONED_SECONDS else ""
+        elif not Path(last["out"]).is_dir():
+            why = "that directory is gone"
+        elif last["process"]["boot"] != self._process["boot"]:
+            why = "from before the last boot"
+        elif age > _ABANDONED_SECONDS:
+            why = "ended more than a day ago"
+        out = str(last["out"]) if last else "?"
+        return Abandoned(folder=folder, out=out, why=why) if why else None
 
 
 def free_bytes(folder: Path) -> int:
@@ -213,8 +213,7 @@ def _folders(parent: Path, name: re.Pattern[str]) -> list[Path]:
 def _owner(folder: Path) -> dict[str, Any] | None:
     """The folder's owner; None if that is unknown."""
     try:
-        with os.fdopen(open_own(folder / OWNER, os.O_RDONLY), "rb") as file:
-            owner = json.loads(file.read(_OWNER_BYTES))
+        owner = json.loads(read_bounded(folder / OWNER, _OWNER_BYTES))
         process = owner["process"]
         texts = [owner["out"], process["host"], process["boot"], process["started"]]
         sound = all(isinstance(text, str) for text in texts) and type(process["pid"]) is int
@@ -230,10 +229,3 @@ def _age_seconds(folder: Path) -> float:
         with contextlib.suppress(OSError):
             newest = max(newest, path.lstat().st_mtime)
     return time.time() - newest
-
-
-def _allocated(file: Path) -> int:
-    try:
-        return file.lstat().st_blocks * 512
-    except OSError:
-        return 0

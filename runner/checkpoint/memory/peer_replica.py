@@ -14,10 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runner.checkpoint.memory.header import SnapshotHeader, read_header, write_header
 from runner.checkpoint.memory.node_dir import NodeDir
 from runner.checkpoint.memory.shared_buffer import SharedBuffer
-from runner.checkpoint.memory.snapshot import Memory
+from runner.checkpoint.memory.snapshot import Memory, SnapshotHeader, read_header, write_header
 from runner.system.error import CorruptCheckpoint
 
 KEPT = 2  # copies of each rank: one is whole while the other is received

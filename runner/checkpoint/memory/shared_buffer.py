@@ -7,14 +7,10 @@ the machine has no page left.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import mmap
 import os
-import stat
-from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +18,7 @@ from xxhash import xxh3_128
 
 from runner.checkpoint.manifest import ITEM_BYTES
 from runner.system.error import CorruptCheckpoint
+from runner.system.files import open_regular
 
 _BLOCK_BYTES = 1 << 23  # bytes digested at once
 _TOUCH_BYTES = 1 << 24  # bytes mapped at once: madvise holds the interpreter's lock
@@ -29,9 +26,7 @@ _MADV_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14, which mmap does 
 
 # XXH3 detects accidental damage, which is enough for this user's own memory, and is three times as
 # fast as the SHA-256 used on disk.
-FAST = "xxh3"
-_DIGESTS: Mapping[str, Callable[..., Any]] = {"xxh3": xxh3_128, "sha256": hashlib.sha256}
-KINDS = frozenset(_DIGESTS)
+_KIND = "xxh3"
 
 
 class SharedBuffer:
@@ -71,20 +66,17 @@ class SharedBuffer:
 
     @classmethod
     def open(cls, path: Path, num_bytes: int) -> SharedBuffer:
-        """Open the file of an earlier process, to read only; see :func:`open_own`.
+        """Open the file of an earlier process, to read only.
 
         Raises:
-            OSError: the file is missing, another user's, or of another size.
+            OSError: the file is missing, or of another size.
         """
-        descriptor = open_own(path, os.O_RDONLY)
         size = max(num_bytes, mmap.PAGESIZE)
-        try:
-            if os.fstat(descriptor).st_size != size:
+        with open_regular(path) as file:
+            if os.fstat(file.fileno()).st_size != size:
                 raise OSError(f"{path}: is not of {size:,} bytes")
             # Copy-on-write: torch accepts only writable memory.
-            mapped = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
-        finally:
-            os.close(descriptor)
+            mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
         return cls(path, mapped, num_bytes)
 
     def pin(self) -> None:
@@ -111,52 +103,29 @@ class SharedBuffer:
             runtime.cudaHostUnregister(self.values.data_ptr())
             self._is_pinned = False
 
-    def digest(self, *, kind: str = FAST, threads: int = 1, finite: bool = False) -> str:
-        """``kind:hex``, a digest of the blocks' digests, so that several threads can compute it.
+    def digest(self, *, threads: int = 1, finite: bool = False) -> str:
+        """``xxh3:hex``, a digest of the blocks' digests, so that several threads can compute it.
 
         Args:
-            kind: ``xxh3``, or ``sha256`` as in earlier versions.
             finite: also refuse NaN and Inf.
 
         Raises:
             CorruptCheckpoint: a value is not finite.
         """
-        make = _DIGESTS[kind]
 
         def block_digest(block: np.ndarray) -> bytes:
             if finite and not np.isfinite(block).all():
                 raise CorruptCheckpoint(f"{self.path}: holds NaN or Inf")
-            digest: bytes = make(block.data.cast("B")).digest()
-            return digest
+            return xxh3_128(block.data.cast("B")).digest()
 
-        whole = make()
+        array, size = self.values.numpy(), _BLOCK_BYTES // ITEM_BYTES
+        blocks = [array[start : start + size] for start in range(0, len(array), size)]
         if threads == 1:
-            parts: Iterator[bytes] = map(block_digest, self._blocks())
-            for part in parts:
-                whole.update(part)
+            parts = b"".join(map(block_digest, blocks))
         else:
             with ThreadPoolExecutor(max_workers=threads) as pool:
-                for part in pool.map(block_digest, self._blocks()):
-                    whole.update(part)
-        return f"{kind}:{whole.hexdigest()}"
-
-    def _blocks(self) -> Iterator[np.ndarray]:
-        array, size = self.values.numpy(), _BLOCK_BYTES // ITEM_BYTES
-        return (array[start : start + size] for start in range(0, len(array), size))
-
-
-def open_own(path: Path, flags: int) -> int:
-    """Open a plain file of this user, not a link; returns the descriptor.
-
-    Raises:
-        OSError: it is something else, or cannot be opened.
-    """
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    status = os.fstat(descriptor)
-    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
-        return descriptor
-    os.close(descriptor)
-    raise OSError(f"{path}: is no plain file of this user")
+                parts = b"".join(pool.map(block_digest, blocks))
+        return f"{_KIND}:{xxh3_128(parts).hexdigest()}"
 
 
 def _touch(mapped: mmap.mmap) -> None:

@@ -10,19 +10,118 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from runner.checkpoint.dtypes import is_finite, name_of
-from runner.checkpoint.manifest import ITEM_BYTES
-from runner.checkpoint.memory.header import SnapshotHeader, parse_header, read_header, write_header
+from runner.checkpoint.manifest import ITEM_BYTES, is_finite, name_of
 from runner.checkpoint.memory.node_dir import NodeDir
-from runner.checkpoint.memory.shared_buffer import KINDS, SharedBuffer
+from runner.checkpoint.memory.shared_buffer import SharedBuffer
 from runner.checkpoint.protocol import CheckpointMetadata, Identity, Shard
 from runner.system.error import CorruptCheckpoint
+from runner.system.files import read_bounded
+from runner.system.parsing import json_text, refuse_flagged, whole
 from runner.system.units import format_bytes
+
+# The header of a snapshot in a slot: written after the data, removed before it.
+#
+# A process can end between any two of its writes; a slot without a header holds nothing. The
+# first line is the SHA-256 of the rest.
+
+
+FORMAT = "holdfast-snapshot"
+VERSION = 2
+_MOST_BYTES = 1 << 27
+_WORDS = 300
+_TEXTS = ("layout", "config_digest", "data_fingerprint", "digest")
+_NUMBERS = (
+    "incarnation", "serial", "step", "cursor", "rank", "world_size", "metrics_bytes",
+    "journal_lines", "num_bytes",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotHeader:
+    """What a slot holds. ``layout`` is a digest of the places of all tensors' elements in it.
+
+    ``digest`` is :meth:`runner.checkpoint.memory.shared_buffer.SharedBuffer.digest`.
+    """
+
+    incarnation: int
+    rank: int
+    world_size: int
+    layout: str
+    config_digest: str
+    data_fingerprint: str
+    num_bytes: int
+    serial: int = 0
+    step: int = 0
+    cursor: int = 0
+    metrics_bytes: int = 0
+    journal_lines: int = 0
+    train_state: Mapping[str, Any] = field(default_factory=dict)
+    update_counts: Mapping[str, int] = field(default_factory=dict)
+    digest: str = ""
+
+    def is_told(self, metrics_bytes: int, journal_lines: int) -> bool:
+        """Whether files of these lengths contain all lines written before the snapshot."""
+        return self.metrics_bytes <= metrics_bytes and self.journal_lines <= journal_lines
+
+    def to_bytes(self) -> bytes:
+        """The header as bytes, after their digest."""
+        tree = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        text = json_text(tree).encode()
+        return hashlib.sha256(text).hexdigest().encode() + b"\n" + text
+
+
+def write_header(path: Path, data: bytes) -> None:
+    """Write a header atomically for other processes; a power cut loses the memory too."""
+    temporary = path.with_suffix(".tmp")
+    temporary.touch(0o600)
+    temporary.write_bytes(data)
+    temporary.rename(path)
+
+
+def read_header(path: Path) -> tuple[SnapshotHeader, bytes]:
+    """Read a header; returns it and its bytes.
+
+    Raises:
+        CorruptCheckpoint: it is damaged, or not a header of ours.
+        FileNotFoundError: there is none.
+    """
+    try:
+        data = read_bounded(path, _MOST_BYTES)
+        return parse_header(data), data
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # damage may take any form
+        cause = f"{type(error).__name__}: {error}"
+        raise CorruptCheckpoint(f"{path}: {cause[:_WORDS]}") from None
+
+
+def parse_header(data: bytes) -> SnapshotHeader:
+    """
+    Raises:
+        ValueError, TypeError, KeyError: it is not what :meth:`SnapshotHeader.to_bytes` returns.
+    """
+    promised, _, text = data.partition(b"\n")
+    if len(data) > _MOST_BYTES or promised != hashlib.sha256(text).hexdigest().encode():
+        raise ValueError("its digest differs from what is written")
+    tree: Any = json.loads(text)
+    json.dumps(tree, allow_nan=False)  # NaN, Infinity or 1e999 could not be written again
+    if (tree["format"], tree["version"]) != (FORMAT, VERSION):
+        raise ValueError(f"is of format {tree['format']} {tree['version']}")
+    refuse_flagged(tree)
+    simple: dict[str, Any] = {name: whole(tree[name], name) for name in _NUMBERS}
+    simple |= {name: str(tree[name]) for name in _TEXTS}
+    return SnapshotHeader(
+        **simple,
+        train_state=dict(tree["train_state"]),
+        update_counts={k: whole(v, "update count") for k, v in tree["update_counts"].items()},
+    )
+
 
 _log = logging.getLogger(__name__)
 
@@ -190,11 +289,9 @@ class Memory:
         Raises:
             CorruptCheckpoint: a byte differs.
         """
-        buffer, sealed = self._buffers[slot], self._digests.get(slot, "")
-        kind, is_fp32 = sealed.partition(":")[0], self.layout.is_fp32
-        if kind not in KINDS or sealed != buffer.digest(
-            kind=kind, threads=self._threads if quick else 1, finite=finite and is_fp32
-        ):
+        buffer, is_fp32 = self._buffers[slot], self.layout.is_fp32
+        threads = self._threads if quick else 1
+        if self._digests.get(slot) != buffer.digest(threads=threads, finite=finite and is_fp32):
             raise CorruptCheckpoint(f"{buffer.path}: digest differs: damaged in memory")
         if finite and not is_fp32 and not all(map(is_finite, self.layout.views(buffer.values))):
             raise CorruptCheckpoint(f"{buffer.path}: holds NaN or Inf")
@@ -331,20 +428,12 @@ def empty_header(
     """The fields that all headers of one rank and incarnation have in common."""
     return SnapshotHeader(
         incarnation=incarnation,
-        serial=0,
-        step=0,
-        cursor=0,
         rank=rank,
         world_size=world_size,
         layout=layout.digest,
         config_digest=identity.config_digest,
         data_fingerprint=identity.data_fingerprint,
-        metrics_bytes=0,
-        journal_lines=0,
-        train_state={},
-        update_counts={},
         num_bytes=layout.num_bytes,
-        digest="",
     )
 
 

@@ -7,14 +7,14 @@ result, it is a sentence for each rank that failed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
 from runner.checkpoint.disk.shards import Snapshot, own_share
 from runner.checkpoint.jobs import Job, LockstepQueue, Process, start
 from runner.checkpoint.memory.peer_replica import PeerReplica, ReplicaInventory, on_every_rank
-from runner.checkpoint.memory.slots import PinReason, SlotAllocator, SlotEntry
 from runner.checkpoint.memory.snapshot import Memory
 from runner.checkpoint.protocol import (
     CheckpointMetadata,
@@ -25,6 +25,28 @@ from runner.checkpoint.protocol import (
     check_counts,
 )
 from runner.policy.retention.records import Record, State, Tier
+
+# Which snapshot is in which slot, and what pins it there; the same on all ranks.
+
+
+class PinReason(Enum):
+    """Why a slot must not be reused."""
+
+    kept = "kept"  # it counts as a copy of its checkpoint
+    seal = "seal"  # it is being filled, and digested
+    write = "write"  # it is being written to disk
+    prove = "prove"  # it is being verified
+    replica = "replica"  # it is being sent to a peer
+
+
+@dataclass(slots=True, kw_only=True)
+class SlotEntry:
+    """A snapshot in a slot, with the state that is not in the engine's tensors."""
+
+    slot: int
+    metadata: CheckpointMetadata
+    counts: Mapping[str, int]
+    pins: set[PinReason] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +75,7 @@ class MemoryParts:
 NO_MEMORY = MemoryParts()
 
 
+@dataclass(eq=False)
 class MemoryTier:
     """
     Args:
@@ -60,44 +83,50 @@ class MemoryTier:
         queue: the queue of all other jobs.
     """
 
-    def __init__(
-        self,
-        memory: Memory,
-        replica: PeerReplica | None,
-        *,
-        sharded: ShardedState,
-        ranks: Ranks,
-        queue: LockstepQueue,
-        peer_queue: LockstepQueue | None,
-    ) -> None:
-        self._memory = memory
-        self._replica = replica
-        self._sharded = sharded
-        self._ranks = ranks
-        self._queue = queue
-        self._peer_queue = peer_queue
-        self._slots = SlotAllocator()
-        self._earlier: dict[int, ReplicaInventory] = {}
-        self._earlier_incarnation = 0
+    memory: Memory
+    replica: PeerReplica | None
+    sharded: ShardedState
+    ranks: Ranks
+    queue: LockstepQueue
+    peer_queue: LockstepQueue | None
+    _entries: dict[int, SlotEntry] = field(default_factory=dict)  # by serial
+    _ready: list[int] = field(default_factory=list)  # slots that can be filled
+    _earlier: dict[int, ReplicaInventory] = field(default_factory=dict)
+    _earlier_incarnation: int = 0
 
     @property
     def has_room(self) -> bool:
         """Whether a slot is free."""
-        return self._slots.free() is not None
+        return self._free() is not None
+
+    def _free(self) -> int | None:
+        """A slot without a pin."""
+        used = {entry.slot for entry in self._entries.values()}
+        return next((slot for slot in self._ready if slot not in used), None)
 
     def busy(self) -> set[int]:
         """Serials whose slots a job uses, so that they cannot be reused."""
-        return self._slots.busy()
+        entries = self._entries.items()
+        return {serial for serial, entry in entries if entry.pins - {PinReason.kept}}
 
     def has(self, serial: int) -> bool:
         """Whether a slot of this incarnation holds it."""
-        return serial in self._slots.entries
+        return serial in self._entries
+
+    def _unpin(self, serial: int, why: PinReason) -> None:
+        """Remove one pin; the last one frees the slot."""
+        entry = self._entries.get(serial)
+        if entry is not None:
+            entry.pins.discard(why)
+            if not entry.pins:
+                del self._entries[serial]
+
+    def _job(self, work: Callable[[], None]) -> Job:
+        return Job(queue=self.queue, work=work)
 
     def files(self) -> list[Path]:
         """This rank's files, oldest first."""
-        return [
-            self._memory.path_of(entry.slot) for _, entry in sorted(self._slots.entries.items())
-        ]
+        return [self.memory.path_of(entry.slot) for _, entry in sorted(self._entries.items())]
 
     def begin(self, report_short: Callable[[str, list[str]], None]) -> None:
         """Remove what earlier incarnations left, and make own slots in the background.
@@ -106,20 +135,18 @@ class MemoryTier:
             report_short: called with a sentence if there is less memory than planned.
         """
         self._earlier = {}
-        self._memory.forget_earlier()
-        for slot in range(self._memory.num_slots):
+        self.memory.forget_earlier()
+        for slot in range(self.memory.num_slots):
             start(self._prepare(slot, report_short))
-        if self._replica is not None and self._peer_queue is not None:
-            start(self._prepare_copies(self._replica, self._peer_queue, report_short))
+        if self.replica is not None and self.peer_queue is not None:
+            start(self._prepare_copies(self.replica, self.peer_queue, report_short))
 
     def _prepare(self, slot: int, report_short: Callable[[str, list[str]], None]) -> Process[None]:
-        failures = yield Job(
-            queue=self._queue, name=f"prepare {slot}", work=lambda: self._memory.prepare(slot)
-        )
+        failures = yield self._job(lambda: self.memory.prepare(slot))
         if failures:
             report_short(f"without slot {slot}", failures)
-        else:
-            self._slots.add(slot)
+        elif slot not in self._ready:
+            self._ready.append(slot)
 
     def _prepare_copies(
         self,
@@ -127,32 +154,30 @@ class MemoryTier:
         peer_queue: LockstepQueue,
         report_short: Callable[[str, list[str]], None],
     ) -> Process[None]:
-        failures = yield Job(queue=peer_queue, name="prepare copies", work=replica.prepare)
+        failures = yield Job(queue=peer_queue, work=replica.prepare)
         if failures:
-            self._replica = None
+            self.replica = None
             report_short("without copies on other nodes", failures)
 
     # -- one snapshot ---------------------------------------------------------------------
 
     def before_update(self) -> None:
         """Call it before the optimizer changes the state; see :class:`Memory`."""
-        self._memory.before_update()
+        self.memory.before_update()
 
     def take(self, pending: PendingCheckpoint, *, overlap: bool) -> Process[list[str]]:
         """Copy the state into a free slot; digest it in the background."""
-        slot = self._slots.free()
+        slot = self._free()
         assert slot is not None
         pins = {PinReason.seal, PinReason.kept} | ({PinReason.write} if pending.disk else set())
-        self._slots.entries[pending.serial] = SlotEntry(
+        self._entries[pending.serial] = SlotEntry(
             slot=slot, metadata=pending.metadata, counts=pending.counts, pins=pins
         )
-        self._memory.fill(slot, self._sharded.shards(), overlap=overlap)
-        failures = yield Job(
-            queue=self._queue,
-            name=f"seal {pending.serial}",
-            work=lambda: self._memory.seal(slot, pending.serial, pending.metadata, pending.counts),
+        self.memory.fill(slot, self.sharded.shards(), overlap=overlap)
+        failures = yield self._job(
+            lambda: self.memory.seal(slot, pending.serial, pending.metadata, pending.counts)
         )
-        self._slots.unpin(pending.serial, PinReason.seal)
+        self._unpin(pending.serial, PinReason.seal)
         return failures
 
     def to_write(self, serial: int) -> tuple[list[Snapshot], Callable[[], None]]:
@@ -161,58 +186,52 @@ class MemoryTier:
         The check comes after the write, because it must cover the bytes that were written: the
         file's own digest would hide a byte that changed in the slot before.
         """
-        slot = self._slots.entries[serial].slot
-        pieces = ((place.name, place.start, v) for place, v in self._memory.pieces(slot))
-        return own_share(pieces, self._sharded.replica), lambda: self._memory.check(slot)
+        slot = self._entries[serial].slot
+        pieces = ((place.name, place.start, v) for place, v in self.memory.pieces(slot))
+        return own_share(pieces, self.sharded.replica), lambda: self.memory.check(slot)
 
     def written(self, serial: int) -> None:
         """Unpin a slot that was written to disk."""
-        self._slots.unpin(serial, PinReason.write)
+        self._unpin(serial, PinReason.write)
 
     def verify(self, serial: int) -> Process[list[str]]:
         """Compare every byte with what was sealed, and refuse NaN and Inf."""
-        slot = self._slots.entries[serial].slot
-        self._slots.pin(serial, PinReason.prove)
-        failures = yield Job(
-            queue=self._queue,
-            name=f"verify {serial} in memory",
-            work=lambda: self._memory.check(slot, finite=True),
-        )
-        self._slots.unpin(serial, PinReason.prove)
+        entry = self._entries[serial]
+        entry.pins.add(PinReason.prove)
+        failures = yield self._job(lambda: self.memory.check(entry.slot, finite=True))
+        self._unpin(serial, PinReason.prove)
         return failures
 
     def replicate(self, serial: int) -> None:
         """Replicate the snapshot to its peer; skipped while a transfer is in flight."""
-        replica, peer_queue = self._replica, self._peer_queue
+        replica, peer_queue = self.replica, self.peer_queue
         if replica is not None and peer_queue is not None and not len(peer_queue):
             start(self._replicate(replica, peer_queue, serial))
 
     def _replicate(
         self, replica: PeerReplica, peer_queue: LockstepQueue, serial: int
     ) -> Process[None]:
-        slot = self._slots.entries[serial].slot
-        self._slots.pin(serial, PinReason.replica)
-        yield Job(
-            queue=peer_queue, name=f"replica {serial}", work=lambda: replica.exchange(slot, serial)
-        )
-        self._slots.unpin(serial, PinReason.replica)
+        entry = self._entries[serial]
+        entry.pins.add(PinReason.replica)
+        yield Job(queue=peer_queue, work=lambda: replica.exchange(entry.slot, serial))
+        self._unpin(serial, PinReason.replica)
 
     def release(self, serial: int) -> None:
         """Stop counting it as a copy of its checkpoint; a write in progress goes on."""
-        self._slots.unpin(serial, PinReason.kept)
+        self._unpin(serial, PinReason.kept)
 
     def drop(self, serial: int) -> None:
         """Drop it, for this process and for any later one on this node."""
-        entry = self._slots.entries.get(serial)
+        entry = self._entries.get(serial)
         if entry is not None:
-            self._memory.invalidate(entry.slot)
+            self.memory.invalidate(entry.slot)
             self.release(serial)
 
     def taint(self, serial: int) -> None:
         """Drop it together with the copies on other nodes."""
         self.drop(serial)
-        if self._replica is not None:
-            self._replica.forget(serial)
+        if self.replica is not None:
+            self.replica.forget(serial)
 
     # -- across a restart -----------------------------------------------------------------
 
@@ -230,12 +249,12 @@ class MemoryTier:
             metrics_bytes, journal_lines: lengths of the files; a later snapshot cannot be used:
                 its lines were kept in memory and were lost with the process.
         """
-        headers, refused = self._memory.left_by(incarnation)
+        headers, refused = self.memory.left_by(incarnation)
         lengths = metrics_bytes, journal_lines
-        copies = self._replica.left_by(incarnation, *lengths) if self._replica else []
-        by_rank = self._ranks.gather(
+        copies = self.replica.left_by(incarnation, *lengths) if self.replica else []
+        by_rank = self.ranks.gather(
             {
-                "layout": self._memory.layout.digest,
+                "layout": self.memory.layout.digest,
                 "own": [
                     [n.serial, n.step, n.cursor] for n in headers.values() if n.is_told(*lengths)
                 ],
@@ -270,21 +289,21 @@ class MemoryTier:
         Raises:
             CorruptCheckpoint: it is damaged or gone on some rank.
         """
-        memory = self._memory
+        memory = self.memory
         if serial in self._earlier:
             self._take_over(self._earlier.pop(serial))
         else:
-            slot = self._slots.entries[serial].slot
-            self._ranks.all_or_none("verifying a snapshot", lambda: memory.check(slot, quick=True))
-        entry = self._slots.entries[serial]
+            slot = self._entries[serial].slot
+            self.ranks.all_or_none("verifying a snapshot", lambda: memory.check(slot, quick=True))
+        entry = self._entries[serial]
 
         def copy_back() -> None:
-            check_counts(self._sharded, entry.counts, memory.path_of(entry.slot))
+            check_counts(self.sharded, entry.counts, memory.path_of(entry.slot))
             memory.before_update()
-            memory.copy_out(entry.slot, self._sharded.shards())
+            memory.copy_out(entry.slot, self.sharded.shards())
 
-        self._ranks.all_or_none("loading a snapshot", copy_back)
-        self._sharded.finish_load(entry.counts)  # collective: see DiskTier.load
+        self.ranks.all_or_none("loading a snapshot", copy_back)
+        self.sharded.finish_load(entry.counts)  # collective: see DiskTier.load
         metadata = entry.metadata
         return Restored(
             serial=serial,
@@ -297,20 +316,20 @@ class MemoryTier:
 
     def _take_over(self, inventory: ReplicaInventory) -> None:
         """Adopt an earlier incarnation's snapshot, in the first slot."""
-        memory, replica = self._memory, self._replica
-        rank, earlier = self._ranks.rank, self._earlier_incarnation
+        memory, replica = self.memory, self.replica
+        rank, earlier = self.ranks.rank, self._earlier_incarnation
 
         def take() -> None:
             memory.room(0)
             if rank not in inventory.holders:
                 memory.adopt(earlier, inventory.serial, 0)
 
-        self._ranks.all_or_none("adopting a snapshot", take)
+        self.ranks.all_or_none("adopting a snapshot", take)
         if replica is not None and inventory.holders:
             self._bring_back(replica, inventory)
         header = memory.header_of(0)
         # The lengths are those of the first rank's files.
-        fields = self._ranks.from_first(
+        fields = self.ranks.from_first(
             {
                 "step": header.step,
                 "cursor": header.cursor,
@@ -319,8 +338,9 @@ class MemoryTier:
                 "journal_lines": header.journal_lines,
             }
         )
-        self._slots.add(0)
-        self._slots.entries[inventory.serial] = SlotEntry(
+        if 0 not in self._ready:
+            self._ready.append(0)
+        self._entries[inventory.serial] = SlotEntry(
             slot=0,
             metadata=CheckpointMetadata(**fields),
             counts=header.update_counts,
@@ -334,19 +354,19 @@ class MemoryTier:
         would go on to the agreement while others wait for its bytes.
         """
         earlier = self._earlier_incarnation
-        parts = self._ranks.all_or_none(
+        parts = self.ranks.all_or_none(
             "opening the copies of a snapshot", lambda: replica.open_copies(inventory, earlier)
         )
         headers = replica.bring_back(parts)
 
         def accept() -> None:
             for header in headers:
-                self._memory.accept(0, header, earlier)
+                self.memory.accept(0, header, earlier)
 
-        self._ranks.all_or_none("fetching a snapshot from another node", accept)
+        self.ranks.all_or_none("fetching a snapshot from another node", accept)
 
     def close(self, *, forget: bool) -> None:
         """Close; ``forget``: no later start will use the snapshots."""
-        if self._replica is not None:
-            self._replica.close(forget=forget)
-        self._memory.close(forget=forget)
+        if self.replica is not None:
+            self.replica.close(forget=forget)
+        self.memory.close(forget=forget)

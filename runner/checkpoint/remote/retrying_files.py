@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -18,9 +19,8 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from runner.checkpoint.manifest import FileFacts
-from runner.system.error import ConfigError, CorruptCheckpoint, RunnerError
-from runner.system.extras import DISTRIBUTION
-from runner.system.redact import redacted
+from runner.system.environment import redacted
+from runner.system.error import DISTRIBUTION, ConfigError, CorruptCheckpoint, RunnerError
 
 T = TypeVar("T")
 
@@ -271,10 +271,8 @@ class RemoteFiles:
         """Delete a file, which need not exist."""
 
         def work() -> None:
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 self._files.rm_file(self._at(name))
-            except FileNotFoundError:
-                return
 
         self._try(f"removing {name}", work)
 
@@ -282,10 +280,8 @@ class RemoteFiles:
         """Delete a folder, where the store has folders; it need not exist."""
 
         def work() -> None:
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 self._files.rm(self._at(name), recursive=True)
-            except FileNotFoundError:
-                return
 
         if self._makes_folders:
             self._try(f"removing {name}", work)

@@ -32,12 +32,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoint.disk.directory import (
-    CLEAN,
-    COMMITTED,
-    MANIFEST,
-    Entry,
-)
+from runner.checkpoint.disk.directory import CLEAN, COMMITTED, MANIFEST, Entry
 from runner.checkpoint.manifest import MOST_BYTES, FileFacts, Manifest, parse_manifest
 from runner.checkpoint.remote.retrying_files import (
     PAUSES_SECONDS,
@@ -74,7 +69,6 @@ class _Standing:
     """An existing claim. ``place`` is the number in its name: the incarnation's, or a
     higher one where another run has left claims behind."""
 
-    name: str
     place: int
     number: int
     token: str
@@ -324,31 +318,28 @@ class RemoteRing:
         return self._read_claim(newest) if newest else None
 
     def _read_claim(self, name: re.Match[str]) -> _Standing:
-        place, token = int(name[1]), name[2] or ""
+        place = int(name[1])
+        damaged = _Standing(
+            place=place,
+            number=place,
+            token=name[2] or "",
+            run="damaged claim",
+            whose="a damaged claim",
+        )
         try:
             claim = json.loads(self.files.read(f"incarnation/{name[0]}", _SMALL_BYTES))
             when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(claim["time"])))
-            return _Standing(
-                name=name[0],
-                place=place,
-                # Version 0.1 had both in the name alone.
-                number=whole(claim.get("incarnation", place), "incarnation"),
-                token=str(claim.get("token", token)),
+            return replace(
+                damaged,
+                number=whole(claim["incarnation"], "incarnation"),
+                token=str(claim["token"]),
                 run=str(claim["run"]),
                 whose=f"host {str(claim['host'])[:64]}, since {when}",
             )
         except (LookupError, TypeError, ValueError, RecursionError, OverflowError):
-            pass
+            return damaged
         except CorruptCheckpoint:  # too large, or removed in the meantime
-            pass
-        return _Standing(
-            name=name[0],
-            place=place,
-            number=place,
-            token=token,
-            run="damaged claim",
-            whose="a damaged claim",
-        )
+            return damaged
 
 
 def folder_bytes(manifest: Manifest, facts: Mapping[str, FileFacts]) -> int:

@@ -35,11 +35,11 @@ class _Position:
 _DrawnBatch = tuple[int, _Position]  # a batch: its first position, and the position after it
 
 
+@dataclass(frozen=True)
 class _InOrder:
     """The unshuffled order: position ``p`` is sample ``p % num_samples``."""
 
-    def __init__(self, num_samples: int) -> None:
-        self.num_samples = num_samples
+    num_samples: int
 
     def indices(self, positions: Indices) -> Indices:
         return positions % self.num_samples
@@ -116,9 +116,7 @@ class Sampler(TorchSampler[list[int]]):
                 "[i] and len, or its number of samples"
             )
         self.num_samples = data if isinstance(data, int) else len(data)
-        for name, value in (("data", self.num_samples), ("global_size", global_size)):
-            _require_whole(name, value)
-        _require_whole("seed", seed)
+        _require_whole(data=self.num_samples, global_size=global_size, seed=seed)
         self.global_size, self.seed, self.shuffle = global_size, seed, shuffle
         if not 1 <= global_size <= self.num_samples:
             raise ConfigError(
@@ -129,11 +127,17 @@ class Sampler(TorchSampler[list[int]]):
             raise ConfigError(
                 f"Sampler: rank={rank}, world_size={world_size}: give both, or neither"
             )
-        self._given_ranks = None if rank is None or world_size is None else (rank, world_size)
-        if self._given_ranks is not None:
-            self._check_ranks(*self._given_ranks)
+        self._given_ranks = None
+        if rank is not None and world_size is not None:
+            self._given_ranks = self._checked_ranks(rank, world_size)
         self._ledger = Ledger()
-        self._stream = self._stream_of(seed, shuffle)
+        try:
+            order = OneSource(num_samples=self.num_samples, seed=seed, held_out_share=0.0)
+        except DataError as error:
+            raise ConfigError(f"Sampler: {error}") from None
+        self._stream = SampleStream(
+            order if shuffle else _InOrder(self.num_samples), global_size=global_size
+        )
         self._place = _Position()
         self._num_moved = 0  # how often the position was set from outside
         self._counted_by: deque[_DrawnBatch] | None = None
@@ -162,7 +166,9 @@ class Sampler(TorchSampler[list[int]]):
         Raises:
             ConfigError: it is no number of a pass.
         """
-        _require_whole("epoch", epoch, least=0)
+        _require_whole(epoch=epoch)
+        if epoch < 0:
+            raise ConfigError(f"Sampler: epoch={epoch}: must be at least 0")
         if epoch != self._place.epoch:
             self._move(_Position(cursor=self._begin_of(epoch), epoch=epoch))
 
@@ -188,15 +194,16 @@ class Sampler(TorchSampler[list[int]]):
         Raises:
             ConfigError: the loader has another batch sampler, or keeps its own position.
         """
+        name = type(loader).__name__
         if getattr(loader, "batch_sampler", None) is not self:
             raise ConfigError(
-                f"Sampler.over({type(loader).__name__}): give the loader that was made with "
+                f"Sampler.over({name}): give the loader that was made with "
                 "DataLoader(data, batch_sampler=sampler)"
             )
         if keeps_own_position(loader):
             raise ConfigError(
-                f"Sampler.over({type(loader).__name__}): it keeps its own position; iterate over "
-                "it and save its state_dict()"
+                f"Sampler.over({name}): it keeps its own position; iterate over it and save its "
+                "state_dict()"
             )
         drawn, batches = self._begin(loader)
         counted: Iterator[Any] = self._counted(loader, drawn, batches, self._num_moved)
@@ -254,40 +261,30 @@ class Sampler(TorchSampler[list[int]]):
 
     # -- internals ------------------------------------------------------------------------
 
-    def _stream_of(self, seed: int, shuffle: bool) -> SampleStream:
-        size = self.num_samples
-        try:
-            order = OneSource(num_samples=size, seed=seed, held_out_share=0.0)
-        except DataError as error:
-            raise ConfigError(f"Sampler: {error}") from None
-        return SampleStream.of(order if shuffle else _InOrder(size), global_size=self.global_size)
-
-    def _check_ranks(self, rank: int, world_size: int) -> None:
+    def _checked_ranks(self, rank: int, world_size: int) -> tuple[int, int]:
         if not 0 <= rank < world_size <= self.global_size:
             raise ConfigError(
                 f"Sampler: rank={rank}, world_size={world_size}: needs 0 <= rank < world_size, and "
                 f"at least one sample for each of global_size={self.global_size}"
             )
+        return rank, world_size
 
     def _ranks(self) -> tuple[int, int]:
         if self._given_ranks is not None:
             return self._given_ranks
         if dist.is_available() and dist.is_initialized():
-            rank_and_size = dist.get_rank(), dist.get_world_size()
-        else:
-            rank_env = place_from(variables())
-            if rank_env.world_size > 1:
-                raise ConfigError(
-                    f"Sampler: the launcher started {rank_env.world_size} processes, but there is "
-                    "no process group; make one first, or give rank and world_size"
-                )
-            rank_and_size = 0, 1
-        self._check_ranks(*rank_and_size)
-        return rank_and_size
+            return self._checked_ranks(dist.get_rank(), dist.get_world_size())
+        launched = place_from(variables()).world_size
+        if launched > 1:
+            raise ConfigError(
+                f"Sampler: the launcher started {launched} processes, but there is "
+                "no process group; make one first, or give rank and world_size"
+            )
+        return 0, 1
 
     def _add(self, start: int, stop: int) -> None:
-        _require_whole("skip", start)
-        _require_whole("skip", stop)
+        _require_whole(skip=start)
+        _require_whole(skip=stop)
         try:
             self._ledger.add(start, stop)
         except ValueError as error:
@@ -379,11 +376,10 @@ class Sampler(TorchSampler[list[int]]):
         self._place = place
 
 
-def _require_whole(name: str, value: Any, *, least: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ConfigError(f"Sampler: {name}={value!r}: must be an integer")
-    if least is not None and value < least:
-        raise ConfigError(f"Sampler: {name}={value}: must be at least {least}")
+def _require_whole(**values: Any) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise ConfigError(f"Sampler: {name}={value!r}: must be an integer")
 
 
 def keeps_own_position(loader: Any) -> bool:

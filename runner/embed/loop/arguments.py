@@ -37,7 +37,7 @@ def check_arguments(
             raise ConfigError(
                 f"Guard: model={_kind(model)}: must be a torch.nn.Module, or several in a list"
             )
-        _check_modules(model)
+        _check_model(model)
     for optimizer in optimizers:
         _check_optimizer(optimizer, optimizers)
     for scheduler in schedulers:
@@ -47,14 +47,12 @@ def check_arguments(
             )
 
 
-def _check_modules(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if type(module).__name__ == "FullyShardedDataParallel":
-            raise ConfigError(
-                f"Guard: {name or 'the model'} is FSDP1 (FullyShardedDataParallel), whose "
-                "parameters are views of flat buffers; use FSDP2 (torch.distributed.fsdp."
-                "fully_shard)"
-            )
+def _check_model(model: nn.Module) -> None:
+    if any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
+        raise ConfigError(
+            "Guard: FSDP1 (FullyShardedDataParallel), whose parameters are views of flat buffers; "
+            "use FSDP2 (torch.distributed.fsdp.fully_shard)"
+        )
     for name, parameter in model.named_parameters():
         if is_lazy(parameter) or parameter.is_meta:
             raise ConfigError(
@@ -109,21 +107,16 @@ def check_alike(
     """
     own = {name: f"{p.dtype} {list(p.shape)}" for name, p in parameters.items()}
     own["(number of optimizers)"] = str(len(optimizers))
-    by_rank = ranks.gather(own)
-    for rank, other in enumerate(by_rank):
-        different = sorted(
-            name
-            for name in {*own, *by_rank[0], *other}
-            if other.get(name, "none") != by_rank[0].get(name, "none")
-        )
-        if different:
-            name = different[0]
-            raise ConfigError(
-                f"Guard: {name!r} is {by_rank[0].get(name, 'none')} on rank 0, "
-                f"{other.get(name, 'none')} on rank {rank}: all ranks must train the same "
-                "parameters; pipeline stages, and experts that only some ranks have, cannot be "
-                "guarded"
-            )
+    first, *others = ranks.gather(own)
+    for rank, other in enumerate(others, start=1):
+        for name in sorted({*first, *other}):
+            here, there = first.get(name, "none"), other.get(name, "none")
+            if here != there:
+                raise ConfigError(
+                    f"Guard: {name!r} is {here} on rank 0, {there} on rank {rank}: all ranks must "
+                    "train the same parameters; pipeline stages, and experts that only some ranks "
+                    "have, cannot be guarded"
+                )
 
 
 def _kind(value: Any) -> str:

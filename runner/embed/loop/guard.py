@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from runner.checkpoint.state_digest import state_digest
-from runner.config.schema import RunConfig
 from runner.embed.data.loaders import Exhausted, OtherBatch, Source, source_of
 from runner.embed.exits import Holder, journal_errors
 from runner.embed.loop.arguments import check_alike, check_arguments, check_clip
@@ -35,8 +34,7 @@ from runner.embed.opening import handle_signals, joined, open_run
 from runner.embed.settings import run_config
 from runner.embed.state.generators import Randomness, StepDraws
 from runner.embed.state.loop_state import LoopState
-from runner.session.group import RankGroup
-from runner.session.summary import RunEnd, RunSize, sum_up
+from runner.session.summary import RunEnd, sum_up
 from runner.system.error import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -132,47 +130,32 @@ class Guard(Holder):
         self._position = DataPosition()
         generators = Randomness()
         with joined(config, "Guard") as group:
-            self._open(config, group, models, optimizers, schedulers, engine, clip)
+            ranks, device = group.ranks, group.device
+            self._sharded: LoopState
+            if engine is not None:
+                self._sharded = ZeroState(engine, ranks, device)
+                self._measurer: Measurer = ZeroMeasurer(self._sharded, ranks, engine)
+            else:
+                self._sharded = LoopState(models, optimizers, ranks, device)
+                check_alike(self._sharded.parameters, optimizers, ranks)
+                self._measurer = Measurer(self._sharded, ranks, clip=clip)
+            self._carried = RollbackState(self._sharded, schedulers, self._position, ranks)
+            run = open_run(config, group, self._sharded, self._carried, command="runner.Guard")
         # Code between here and the first batch draws the same numbers at each start.
         generators.restore()
         self._gate = DeviceGate(self._sharded.optimizers) if config.guard.sync is False else None
-        self._steps = GuardedSteps(
-            self._run, self._sharded, self._carried, self._measurer, self._gate
-        )
-        self._sharded.before_change = self._run.drop_memory
-        self._hold(self._run)
+        self._steps = GuardedSteps(run, self._sharded, self._carried, self._measurer, self._gate)
+        self._steps.read_again = self._read_again
+        self._sharded.before_change = run.drop_memory
+        self._hold(run)
         handle_signals(group)
         self._sources: list[Source] = []
         self._in_hand: list[_InHand] = []  # of the step that is being computed
         self._replayed: deque[_InHand] = deque()  # to be handed out once more
         self._draws: StepDraws | None = None  # of a step of several batches, read in sequence
         self._accumulates = config.batch.global_size > 1  # or it is seen to
-        self._steps.read_again = self._read_again
         self._has_begun = False
-        self._is_catching_up = not self._run.resumed.is_fresh
-
-    def _open(
-        self,
-        config: RunConfig,
-        group: RankGroup,
-        models: list[Any],
-        optimizers: list[Any],
-        schedulers: list[Any],
-        engine: Any,
-        clip: float | None,
-    ) -> None:
-        """Open the run directory, and resume the run in it. Collective."""
-        ranks, device = group.ranks, group.device
-        self._sharded: LoopState
-        if engine is not None:
-            self._sharded = ZeroState(engine, ranks, device)
-            self._measurer: Measurer = ZeroMeasurer(self._sharded, ranks, engine)
-        else:
-            self._sharded = LoopState(models, optimizers, ranks, device)
-            check_alike(self._sharded.parameters, optimizers, ranks)
-            self._measurer = Measurer(self._sharded, ranks, clip=clip)
-        self._carried = RollbackState(self._sharded, schedulers, self._position, ranks)
-        self._run = open_run(config, group, self._sharded, self._carried, command="runner.Guard")
+        self._is_catching_up = not run.resumed.is_fresh
 
     # -- for the loop ---------------------------------------------------------------------
 
@@ -585,24 +568,7 @@ class Guard(Holder):
         )
 
     def _sum_up(self, reason: str, *, digest: str | None) -> None:
-        opened = self._run
-        if not opened.group.is_first:
-            return
-        opened.lease.run_lease.check()
-        sum_up(
-            RunEnd(status="done", exit_code=0, reason=reason),
-            digest=digest,
-            state=opened.state,
-            journal=opened.written.journal,
-            where_time_went=opened.reporter.where_time_went(),
-            size=RunSize(
-                batch=opened.config.batch.global_size,
-                world_size=opened.group.place.world_size,
-                incarnation=opened.lease.run_lease.number,
-            ),
-            run_dir=opened.group.run_dir,
-            console=opened.group.console,
-        )
+        sum_up(self._run, RunEnd(status="done", exit_code=0, reason=reason), digest=digest)
 
 
 def _as_list(value: Any) -> list[Any]:

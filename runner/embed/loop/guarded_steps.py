@@ -12,10 +12,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
+from runner.distributed.device import code_digest
 from runner.embed.loop.device_gate import DeviceGate, HostSide, Scalers
 from runner.embed.loop.measure import Measurer
 from runner.embed.loop.rollback_state import RollbackState
@@ -25,12 +25,12 @@ from runner.embed.state.loop_state import LoopState
 from runner.policy.decision.history import Incident, discarded_signals
 from runner.policy.decision.judge import Verdict
 from runner.policy.decision.ladder import RemedyRules
-from runner.run_dir.build_info import code_digest
 from runner.system.error import ConfigError
 from runner.train.agreed_step import CLOSED, GRAD_NORM, AgreedStep, RankReport, StepInfo
-from runner.train.checkpoints import Preemption, Proofs
-from runner.train.final_proof import LastProof
+from runner.train.checkpoints import Checkpoints, LastProof
+from runner.train.guard import Guard
 from runner.train.recovery import Recovery
+from runner.train.save_schedule import SaveSchedule
 
 _AT_ONCE = 4  # steps of a start whose numbers are never read late: they show what changes
 
@@ -102,25 +102,25 @@ class GuardedSteps:
         self._carried = carried
         self._measurer = measurer
         self._gate = gate
-        self._history = run.written.journal.history
+        self._history = run.history
         self._known_discards = deque(run.resumed.known_discards)
         self._code = code_digest()
         self._scalers = Scalers(carried.schedulers)
-        last = LastProof(
-            ring=run.ring,
-            sharded=run.sharded,
-            ranks=run.group.ranks,
-            state=run.state,
-            last_batch=lambda: run.state.last_loss,
-            earlier=lambda: None,
-            report=run.written.report,
+        rules = RemedyRules(guard=run.config.guard, batch=run.config.batch.global_size)
+        recovery = Recovery(
+            run, stepper=measurer, rules=rules, data_goes_on=lambda: carried.data_goes_on
         )
-        self._guard, self._checkpoints = run.guard(
-            self,
-            run.saves(in_memory=True),
-            rules=RemedyRules(guard=run.config.guard, batch=run.config.batch.global_size),
-            proofs=Proofs(last=last),
-            recovery=partial(Recovery, stepper=measurer, data_goes_on=lambda: carried.data_goes_on),
+        self._guard = Guard(run, rules=rules, recovery=recovery, steps=self)
+        self._checkpoints = Checkpoints(
+            run,
+            schedule=SaveSchedule.of(run, in_memory=True),
+            rules=rules,
+            last=LastProof(
+                run,
+                sharded,
+                last_batch=lambda: run.state.last_loss,
+                earlier=lambda: None,
+            ),
         )
         self.has_rolled_back = self.must_replay = self.reads_draw = self.undoes_refused = False
         self.discards_first = run.state.updates > 0 and measurer.adds_differently_at_first()
@@ -388,10 +388,7 @@ class GuardedSteps:
         self._run.group.heart.enter("other")
 
     def _leave(self) -> None:
-        group = self._run.group
-        self._checkpoints.save_and_leave(
-            self._state, Preemption(stop=group.stop, reasons=group.asked_to_stop)
-        )
+        self._checkpoints.save_and_leave(self._state)
 
     # -- the end --------------------------------------------------------------------------
 

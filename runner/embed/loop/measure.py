@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections import defaultdict
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -13,7 +13,6 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 
 from runner.data.cursor import BatchPlan
 from runner.distributed.agreement import Ranks
-from runner.embed.loop.loop_order import LoopOrder
 from runner.embed.state.geometry import local
 from runner.embed.state.loop_state import LoopState
 from runner.policy.decision.signals import Bounds
@@ -25,13 +24,15 @@ from runner.train.agreed_step import (
     RankReport,
     StepInfo,
     Suspect,
+    is_closed,
     on_device,
 )
-from runner.train.gate import is_closed
 
 _TWO = 2
 _NUM_LOUDEST = 3
 _CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+_COMPARED = 3  # first steps, in which weights and gradients are compared by value
+_TOLERANCE = 1e-6  # of a gradient's norm between ranks; where it was reduced it is the same
 
 
 def plan_of(start: int, stop: int) -> BatchPlan:
@@ -55,7 +56,7 @@ class Measurer:
         self._ranks = ranks
         self._clip = clip
         self.reads_draw = False
-        self._own: tuple[bool, float] = (True, 0.0)
+        self._own = 0.0  # loss: a gradient that was reduced is everybody's
         # Of the step's batches but the last, by number; and those of the step measured last.
         self._noted: dict[int, torch.Tensor] = {}
         self._judged: dict[int, torch.Tensor] = {}
@@ -140,8 +141,7 @@ class Measurer:
             RankError: a rank stands elsewhere than the others.
         """
         info, (drawn, own) = agreed.read(self._ranks)
-        # By the loss alone: a gradient that was reduced is everybody's.
-        self._own = (math.isfinite(own), own)
+        self._own = own
         self.reads_draw = self.reads_draw or drawn > 0
         return info
 
@@ -233,29 +233,24 @@ class Measurer:
 
     def suspects(self, plan: BatchPlan) -> list[Suspect]:
         """The ranks whose last loss was not finite, or else those with the highest. Collective."""
-        is_finite, loss = self._own
+        is_finite, loss = math.isfinite(self._own), self._own
         number = self._worst_of(plan)
-        by_rank = self._ranks.gather(
-            [is_finite, min(loss, sys.float_info.max) if is_finite else 0.0, number]
-        )
-        rows = [
-            (rank, bool(is_finite), float(loss), int(number))
-            for rank, (is_finite, loss, number) in enumerate(by_rank)
-        ]
-        bad = [row for row in rows if not row[1]]
-        chosen = bad or sorted(rows, key=lambda row: -row[2])[:_NUM_LOUDEST]
+        by_rank = self._ranks.gather([is_finite, loss if is_finite else 0.0, number])
+        ranks = [rank for rank, (is_fine, *_) in enumerate(by_rank) if not is_fine]
+        loudest = sorted(range(len(by_rank)), key=lambda rank: -by_rank[rank][1])
         return [
-            Suspect(rank=rank, position=number, name=f"batch {number}", is_finite=finite)
-            for rank, finite, _, number in chosen
+            Suspect(
+                rank=rank,
+                position=int(by_rank[rank][2]),
+                name=f"batch {by_rank[rank][2]}",
+                is_finite=bool(by_rank[rank][0]),
+            )
+            for rank in ranks or loudest[:_NUM_LOUDEST]
         ]
 
     def _worst_of(self, plan: BatchPlan) -> int:
         """This rank's batch of the step that is not finite, or has the highest loss."""
-        if not self._judged:
-            return plan.start
-        losses = dict(
-            zip(self._judged, torch.stack([*self._judged.values()]).tolist(), strict=True)
-        )
+        losses = {number: float(loss) for number, loss in self._judged.items()} or {plan.start: 0.0}
         bad = [number for number, loss in losses.items() if not math.isfinite(loss)]
         return bad[0] if bad else max(losses, key=lambda number: losses[number])
 
@@ -295,3 +290,100 @@ def _no_loss(what: str) -> ConfigError:
         f"guard.ok: the loss is {what}; give a real number, or a tensor of them with a scalar or "
         "one value for each sample"
     )
+
+
+class LoopOrder:
+    """Watches the weights between a step's first batch and ``guard.ok``.
+
+    An update made before the call could not be refused. In the first steps of a start values are
+    compared, later torch's version counters of in-place changes.
+
+    Args:
+        parameters: of the models and optimizers, by name.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
+        self._parameters = parameters
+        self._ranks = ranks
+        self._num_begun = 0
+        self._versions: list[int] = []
+        self._values: list[float | None] = []  # in the first steps
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether this is one of the first steps."""
+        return 0 < self._num_begun <= _COMPARED
+
+    def begin(self) -> None:
+        """Remember the weights as a step's first batch finds them."""
+        self._num_begun += 1
+        self._versions = self._current_versions()
+        self._values = self._current_values() if self.is_compared else []
+
+    def require_unchanged(self) -> None:
+        """
+        Raises:
+            ConfigError: a weight has changed since :meth:`begin`.
+        """
+        before, now = self._versions, self._current_versions()
+        if before == now and self._values:
+            before, now = self._values, self._current_values()  # type: ignore[assignment]
+        pairs = zip(self._parameters, before, now, strict=True)
+        changed = [name for name, old, new in pairs if old != new]
+        if changed:
+            others = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
+            raise ConfigError(
+                f"guard.ok: {changed[0]!r}{others} changed between the batch and the "
+                "question, so that a bad step could not be refused. Call guard.ok after backward "
+                "and before whatever changes weights: an optimizer's step (also one in a hook of "
+                "backward, or of an optimizer that perturbs weights first), an average of weights "
+                "in forward (update it under `if guard.ok(loss)`)"
+            )
+
+    def require_alike(self, square: float) -> None:
+        """Plain weights and their gradients are the same on all ranks. Collective.
+
+        Args:
+            square: of the norm of this rank's gradients of plain tensors.
+
+        Raises:
+            ConfigError: they differ, so that the ranks train different models.
+        """
+        plain = [
+            value
+            for value, p in zip(self._values, self._parameters.values(), strict=False)
+            if not isinstance(p, DTensor)
+        ]
+        weights = None if None in plain else math.fsum(value for value in plain if value)
+        by_rank = self._ranks.gather([weights, _finite(square)])
+        for what, numbers in zip(("weights", "gradients"), zip(*by_rank, strict=True), strict=True):
+            known = [number for number in numbers if number is not None]
+            if len(known) == len(numbers) and max(known) - min(known) > _TOLERANCE * max(known):
+                raise ConfigError(
+                    f"guard.ok: the ranks' {what} differ (their norms: "
+                    f"{', '.join(f'{number:.6g}' for number in known[:8])}): wrap the model in "
+                    "DistributedDataParallel or fully_shard, and let gradients be reduced before "
+                    "guard.ok is called"
+                )
+
+    def _current_versions(self) -> list[int]:
+        return [parameter._version for parameter in self._parameters.values()]
+
+    @torch.no_grad()
+    def _current_values(self) -> list[float | None]:
+        """A number for each parameter that changes with its values."""
+        sums = [_checksum(local(parameter)) for parameter in self._parameters.values()]
+        return [_finite(float(value)) for value in sums]
+
+
+def _checksum(part: torch.Tensor) -> torch.Tensor:
+    if part.is_complex():
+        part = torch.view_as_real(part)
+    flat = part.reshape(-1)
+    wide = flat.double() if flat.numel() < 1 << 16 else flat.float()
+    norm: torch.Tensor = torch.linalg.vector_norm(wide)
+    return norm
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -21,7 +21,8 @@ from runner.distributed.agreement import Ranks
 from runner.embed.loop.measure import Measurer
 from runner.embed.state.geometry import Geometry, row
 from runner.embed.state.loop_state import LoopState
-from runner.engine.norm import squared_norm
+from runner.engine.forward import squared_norm
+from runner.engine.whole_state import gather_flat
 from runner.engine.zero import stage_of
 from runner.system.error import CheckpointError, ConfigError
 
@@ -115,7 +116,7 @@ class ZeroState(LoopState):
         if tensor.dim() != 1 or tensor.shape not in {self.parameters[n].shape for n in self._flats}:
             return tensor
         rows = tensor.new_empty(self._ranks.world_size * math.prod(tensor.shape))
-        dist.all_gather_into_tensor(rows, tensor.contiguous())
+        gather_flat(rows, tensor.contiguous())
         return rows
 
 

@@ -59,27 +59,17 @@ def geometry(tensor: torch.Tensor, name: str, *, rank: int, world_size: int) -> 
         return replicated(tensor.shape, rank=rank, world_size=world_size)
     mesh, shards = tensor.device_mesh, [p for p in tensor.placements if not p.is_replicate()]
     copied = [n for n, placement in enumerate(tensor.placements) if placement.is_replicate()]
-    is_plain = all(type(p) in (Shard, Replicate) for p in tensor.placements)
-    if (
-        not is_plain
-        or any(shard.dim != 0 for shard in shards if isinstance(shard, Shard))
-        or len(shards) > 1
-        or (shards and len(copied) > 1)
-        or mesh.size() != world_size
-    ):
+    is_plain = all(type(p) is Replicate or p == Shard(0) for p in tensor.placements)
+    is_one = len(shards) <= 1 and not (shards and len(copied) > 1)
+    if not is_plain or not is_one or mesh.size() != world_size:
         raise ConfigError(
             f"{name}: is laid out as {tensor.placements} over {mesh.size()} of {world_size} ranks; "
             "only parameters replicated, or sharded along dimension 0 on one dimension of a mesh "
             "of all ranks (FSDP2, HSDP), can be saved"
         )
-    return _of_dtensor(tensor, copied, rank=rank, world_size=world_size)
-
-
-def _of_dtensor(tensor: DTensor, copied: list[int], *, rank: int, world_size: int) -> Geometry:
-    mesh, shape = tensor.device_mesh, tuple(tensor.shape)
-    sharded_dim = next((n for n in range(mesh.ndim) if n not in copied), None)
-    if sharded_dim is None:
-        return replicated(shape, rank=rank, world_size=world_size)
+    if not shards:
+        return replicated(tensor.shape, rank=rank, world_size=world_size)
+    shape, sharded_dim = tuple(tensor.shape), next(n for n in range(mesh.ndim) if n not in copied)
     index, copies, group = 0, 1, None
     if copied:
         index, copies = mesh.get_local_rank(copied[0]), mesh.size(copied[0])

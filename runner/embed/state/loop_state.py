@@ -6,7 +6,7 @@ first step removes the state again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,14 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from runner.distributed.agreement import Ranks
 from runner.embed.state.codec import dtype_of, inline, outline, pack, unpack
-from runner.embed.state.extra_state import ExtraState
 from runner.embed.state.geometry import Geometry, local, row
-from runner.embed.state.groups import Modes, ParameterGroups
-from runner.embed.state.lanes import encode
-from runner.embed.state.module_buffers import Buffers
-from runner.embed.state.staged_state import StagedState, TensorSlice, home_of, tensor_slice
+from runner.embed.state.modules import Buffers, ExtraState, Modes
+from runner.embed.state.staged_state import StagedState, home_of
 from runner.engine.modes import reshard
-from runner.system.error import CheckpointError
+from runner.system.error import CheckpointError, ConfigError
 
 # Prefixes that wrappers add to a parameter's name.
 _WRAPPERS = (
@@ -122,12 +119,8 @@ class LoopState(StagedState):
 
     def undo_batch(self, *, older: bool = False) -> None:
         """Undo forward passes since the last :meth:`before_batch`, or the one before."""
-        if older:
-            self.buffers.restore_older()
-            self.extra.restore_older()
-        else:
-            self.buffers.restore()
-            self.extra.restore()
+        self.buffers.restore(older=older)
+        self.extra.restore(older=older)
 
     # -- saving ---------------------------------------------------------------------------
 
@@ -138,35 +131,23 @@ class LoopState(StagedState):
             ConfigError: something in the optimizers' state cannot be saved.
         """
         self._reshard()
-        slices: dict[str, TensorSlice] = {}
-        tensors: dict[str, Any] = {}
-
-        def add(name: str, tensor: torch.Tensor, like: str | None = None) -> str:
-            slice_ = tensor_slice(name, tensor.dtype, self._where(tensor, name, like))
-            slice_.read = lambda: local(tensor)
-            slices[name] = slice_
-            tensors[name] = slice_.entry(like, home_of(tensor))
-            return name
-
         for name, parameter in self.parameters.items():
             if parameter.numel():  # the ring cannot hold an empty tensor
-                add(f"param/{name}", parameter, name)
+                self._add(f"param/{name}", parameter, name)
         for name in self._changing_buffers():
-            live = self.buffers.live(name)
-            where = row(live.shape, self._ranks.rank, self._ranks.world_size)
-            slice_ = tensor_slice(f"buffer/{name}", live.dtype, where)
-            slice_.read = partial(self.buffers.live, name)
-            slices[slice_.name] = slice_
-            tensors[slice_.name] = slice_.entry(None, "buffer")
-        captured: dict[str, Any] = {
-            "optimizers": [self._pack_optimizer(n, add) for n in range(len(self.optimizers))],
-            "tensors": dict(sorted(tensors.items())),
+            where = row(self.buffers.live(name).shape, self._ranks.rank, self._ranks.world_size)
+            self._take(f"buffer/{name}", partial(self.buffers.live, name), where, None, "buffer")
+        return {
+            "optimizers": [self._pack_optimizer(n) for n in range(len(self.optimizers))],
+            "tensors": self._end_capture(),
             "world_size": self._ranks.world_size,
             "modes": self.modes.to_json(),
             "modules": self.extra.to_json(),
         }
-        self._set_slices(slices)
-        return captured
+
+    def _add(self, name: str, tensor: torch.Tensor, like: str | None = None) -> str:
+        where = self._where(tensor, name, like)
+        return self._take(name, lambda: local(tensor), where, like, home_of(tensor))
 
     def _where(self, tensor: torch.Tensor, name: str, like: str | None) -> Geometry:
         """The geometry of a tensor that is sharded like the parameter ``like``."""
@@ -180,35 +161,34 @@ class LoopState(StagedState):
             self.buffers.mark(name)
         return names
 
-    def _pack_optimizer(self, number: int, add: Callable[..., str]) -> dict[str, Any]:
+    def _stateful(self, number: int) -> Iterator[tuple[str, torch.Tensor, Any]]:
+        """Name, parameter and state, where optimizer ``number`` has a state."""
         optimizer = self.optimizers[number]
-        members = self._groups[number].to_json()
-        states = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter in optimizer.state:
-                    name = self._names[id(parameter)]
-                    states[name] = self._pack_state(number, name, parameter, add)
-        groups = []
-        for group_number, group in enumerate(optimizer.param_groups):
-            options = {key: value for key, value in group.items() if key != "params"}
-            where = f"optim/{number}/group/{group_number}"
-            groups.append(pack(options, where, lambda tensor, name: add(name, tensor)))
-        return {"states": states, "groups": groups, **members}
+                    yield self._names[id(parameter)], parameter, optimizer.state[parameter]
 
-    def _pack_state(
-        self, number: int, name: str, parameter: torch.Tensor, add: Callable[..., str]
+    def _pack_optimizer(self, number: int) -> dict[str, Any]:
+        states = {
+            name: pack(state, f"optim/{number}/{name}", partial(self._add_state, name, parameter))
+            for name, parameter, state in self._stateful(number)
+        }
+        groups = [
+            pack(_options(group), f"optim/{number}/group/{n}", lambda t, name: self._add(name, t))
+            for n, group in enumerate(self.optimizers[number].param_groups)
+        ]
+        return {"states": states, "groups": groups, **self._groups[number].to_json()}
+
+    def _add_state(
+        self, name: str, parameter: torch.Tensor, value: torch.Tensor, where: str
     ) -> Any:
-        def tensor(value: torch.Tensor, where: str) -> Any:
-            if not value.numel():
-                return inline(value, where)
-            is_like = value.shape == parameter.shape and (
-                isinstance(value, DTensor) == isinstance(parameter, DTensor)
-            )
-            return add(where, value, name if is_like else None)
-
-        state = self.optimizers[number].state[parameter]
-        return pack(state, f"optim/{number}/{name}", tensor)
+        if not value.numel():
+            return inline(value, where)
+        is_like = value.shape == parameter.shape and (
+            isinstance(value, DTensor) == isinstance(parameter, DTensor)
+        )
+        return self._add(where, value, name if is_like else None)
 
     # -- loading --------------------------------------------------------------------------
 
@@ -276,17 +256,14 @@ class LoopState(StagedState):
             groups = stored["optimizers"][number]["groups"]
             for group, options in zip(optimizer.param_groups, groups, strict=True):
                 for key, value in options.items():
-                    group[key] = self._option(group.get(key), value)
+                    group[key] = unpack(value, partial(self._option_tensor, group.get(key)))
 
-    def _option(self, live: Any, stored: Any) -> Any:
-        def tensor(name: str) -> Any:
-            if not isinstance(live, torch.Tensor):
-                return self._loaded(name, None)
-            if name in self._loading:
-                self._fill(live, name)
-            return live
-
-        return unpack(stored, tensor)
+    def _option_tensor(self, live: Any, name: str) -> torch.Tensor:
+        if not isinstance(live, torch.Tensor):
+            return self._loaded(name, None)
+        if name in self._loading:
+            self._fill(live, name)
+        return live
 
     def _apply_buffers(self) -> None:
         saved = {name.removeprefix("buffer/") for name in self._loading}
@@ -300,74 +277,51 @@ class LoopState(StagedState):
         self.buffers.capture()
 
     def _apply_states(self, optimizer: torch.optim.Optimizer, stored: Mapping[str, Any]) -> None:
-        grouped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        grouped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        in_groups = {id(parameter) for parameter in grouped}
         for parameter in self.parameters.values():
-            if id(parameter) not in grouped:  # of a group that was added after the checkpoint
+            if id(parameter) not in in_groups:  # of a group that was added after the checkpoint
                 optimizer.state.pop(parameter, None)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                name = self._names[id(parameter)]
-                live = optimizer.state.pop(parameter, {})
-                if name in stored:
-                    reuse = {id(t): t for t in live.values() if isinstance(t, torch.Tensor)}
-                    optimizer.state[parameter] = self._state(stored[name], parameter, live, reuse)
+        for parameter in grouped:
+            name, live = self._names[id(parameter)], optimizer.state.pop(parameter, {})
+            if name in stored:
+                unpacked = unpack(stored[name], partial(self._state_tensor, parameter, live))
+                optimizer.state[parameter] = unpacked
 
-    def _state(
-        self, stored: Any, parameter: torch.Tensor, live: Any, reuse: Mapping[int, torch.Tensor]
-    ) -> dict[str, Any]:
-        by_key: dict[str, torch.Tensor] = {
-            key: value for key, value in live.items() if id(value) in reuse
-        }
-
-        def tensor(name: Any) -> torch.Tensor:
-            if not isinstance(name, str):
-                return outline(name)
-            key = name.rpartition(".")[2]
-            existing, slice_ = by_key.get(key), self._loading[name]
-            if (
-                existing is not None
-                and existing.dtype == slice_.dtype
-                and local(existing).numel() == slice_.geometry.count
-            ):
-                self._fill(existing, name)
-                return existing
-            is_like = self._stored_tensors[name][2] is not None
-            return self._loaded(name, parameter if is_like else None)
-
-        state: dict[str, Any] = unpack(stored, tensor)
-        return state
+    def _state_tensor(self, parameter: torch.Tensor, live: Mapping[str, Any], name: Any) -> Any:
+        """A tensor of an optimizer's state; ``live``: the present state, whose tensors stay."""
+        if not isinstance(name, str):
+            return outline(name)
+        existing, slice_ = live.get(name.rpartition(".")[2]), self._loading[name]
+        if (
+            isinstance(existing, torch.Tensor)
+            and existing.dtype == slice_.dtype
+            and local(existing).numel() == slice_.geometry.count
+        ):
+            self._fill(existing, name)
+            return existing
+        is_like = self._stored_tensors[name][2] is not None
+        return self._loaded(name, parameter if is_like else None)
 
     # -- digest ---------------------------------------------------------------------------
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole tensor FP32 on the CPU) of weights and optimizer state. Collective.
-
-        Buffers are those of this rank.
-        """
+    def _live_tensors(self) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {f"param/{n}": p for n, p in self.parameters.items()}
         for name in self.buffers.changing():
             tensors[f"buffer/{name}"] = self.buffers.live(name)
-        self.optimizer_tensors(tensors)
-        for name in sorted(tensors):
-            yield name, encode(self._whole(tensors[name].detach(), name).cpu())
 
-    def _whole(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """The whole of a tensor that may be sharded. Collective."""
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        def collect(value: torch.Tensor, where: str) -> str:
+            tensors[where] = value
+            return where
 
-    def optimizer_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Add the tensors of the optimizers' states, by their names in a checkpoint."""
-        for number, optimizer in enumerate(self.optimizers):
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter in optimizer.state:
-                        name = self._names[id(parameter)]
+        for number in range(len(self.optimizers)):
+            for name, _, state in self._stateful(number):
+                pack(state, f"optim/{number}/{name}", collect)
+        return tensors
 
-                        def collect(value: torch.Tensor, where: str) -> str:
-                            tensors[where] = value
-                            return where
 
-                        pack(optimizer.state[parameter], f"optim/{number}/{name}", collect)
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _prefixed(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -378,3 +332,73 @@ def _prefixed(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
 
 def _joined(prefix: str, name: str) -> str:
     return ".".join(part for part in (prefix, name) if part)
+
+
+class ParameterGroups:
+    """The parameters in each group of one optimizer, by name.
+
+    A checkpoint also has the groups with which its script began. Where a script begins with the
+    same, its groups become those of the checkpoint; else the script itself has changed.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[int, str],
+        parameters: Mapping[str, torch.Tensor],
+    ) -> None:
+        self._optimizer = optimizer
+        self._names = names
+        self._parameters = parameters
+        self._first = self.members()
+
+    def members(self) -> list[list[str]]:
+        """Names of the parameters of each group.
+
+        Raises:
+            ConfigError: a parameter has no name.
+        """
+        try:
+            return [
+                [self._names[id(parameter)] for parameter in group["params"]]
+                for group in self._optimizer.param_groups
+            ]
+        except KeyError:
+            raise ConfigError(
+                f"{type(self._optimizer).__name__} was given a parameter after Guard(...) that is "
+                "in none of the guard's models, so that it would not be saved; create its module "
+                "before, and give it to Guard(model=...)"
+            ) from None
+
+    def to_json(self) -> dict[str, Any]:
+        """The current groups, and the first ones of this start."""
+        return {"members": self.members(), "first": self._first}
+
+    def load_json(self, stored: Mapping[str, Any]) -> None:
+        """Regroup as in the checkpoint.
+
+        Raises:
+            CheckpointError: the script begins with other groups than the one that made it.
+        """
+        members = stored.get("members")  # none in a checkpoint of an older version
+        if members is None or _alike(members, self.members()):
+            return
+        if not _alike(stored["first"], self._first):
+            raise CheckpointError(
+                f"{type(self._optimizer).__name__} began with other groups of parameters "
+                f"({_sizes(stored['first'])} parameters, now {_sizes(self._first)}); make them as "
+                "before, or choose another out"
+            )
+        groups = self._optimizer.param_groups
+        del groups[len(members) :]
+        groups.extend({} for _ in range(len(members) - len(groups)))
+        for group, names in zip(groups, members, strict=True):
+            group["params"] = [self._parameters[name] for name in names]
+
+
+def _alike(a: Sequence[Sequence[str]], b: Sequence[Sequence[str]]) -> bool:
+    return [sorted(names) for names in a] == [sorted(names) for names in b]
+
+
+def _sizes(groups: Sequence[Sequence[str]]) -> str:
+    return " + ".join(str(len(names)) for names in groups)

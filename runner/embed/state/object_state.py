@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -13,8 +14,7 @@ from torch.distributed.tensor import DTensor
 from runner.distributed.agreement import Ranks
 from runner.embed.state.codec import dtype_of, inline, outline, pack, unpack
 from runner.embed.state.geometry import Geometry, local, row
-from runner.embed.state.lanes import encode
-from runner.embed.state.staged_state import StagedState, TensorSlice, home_of, tensor_slice
+from runner.embed.state.staged_state import StagedState, home_of
 from runner.system.error import CheckpointError, ConfigError
 from runner.system.parsing import json_text
 
@@ -59,22 +59,21 @@ class TreeState(StagedState):
         if not any(self._ranks.gather(bool(self._live))):
             self._live[_NOTHING] = torch.zeros(1)  # the ring cannot save no tensor at all
         self._agree()
-        slices: dict[str, TensorSlice] = {}
-        entries: dict[str, Any] = {}
         likes: dict[Any, str] = {}
         for name in sorted(self._live, key=self._modules_first):
-            tensor = self._live[name]
-            like = (
-                likes.setdefault(_sharding(tensor), name) if isinstance(tensor, DTensor) else None
-            )
-            slices[name] = self._slice(name, tensor)
-            home = _OWN if name in self._differing else home_of(tensor)
-            entries[name] = slices[name].entry(like, home)
-        self._set_slices(slices)
+            tensor, like = self._live[name], None
+            if isinstance(tensor, DTensor):
+                sharding = tuple(tensor.shape), tuple(tensor.placements), tensor.device_mesh
+                like = likes.setdefault(sharding, name)
+            where, home = self.geometry_of(tensor, name), home_of(tensor)
+            if name in self._differing:
+                where, home = row(tensor.shape, self._ranks.rank, self._ranks.world_size), _OWN
+            self._take(name, partial(local, tensor), where, like, home)
+        entries = self._end_capture()
         by_rank = self._ranks.gather(own_parts)
         if all(parts == by_rank[0] for parts in by_rank):
             by_rank = by_rank[:1]
-        return {"tensors": dict(sorted(entries.items())), "parts": by_rank}
+        return {"tensors": entries, "parts": by_rank}
 
     def _read(self) -> dict[str, Any]:
         """Every part's state as JSON; fills :attr:`_live` with its tensors."""
@@ -96,15 +95,6 @@ class TreeState(StagedState):
         """A sort key: modules first, because an optimizer's state is sharded like a parameter."""
         part = max((p for p in self._parts if name.startswith(p)), key=len, default="")
         return not isinstance(self._parts.get(part), nn.Module), name
-
-    def _slice(self, name: str, tensor: torch.Tensor) -> TensorSlice:
-        if name in self._differing:
-            where = row(tensor.shape, self._ranks.rank, self._ranks.world_size)
-        else:
-            where = self.geometry_of(tensor, name)
-        slice_ = tensor_slice(name, tensor.dtype, where)
-        slice_.read = lambda: local(tensor)
-        return slice_
 
     # -- agreeing -------------------------------------------------------------------------
 
@@ -214,20 +204,9 @@ class TreeState(StagedState):
 
     # -- digest ---------------------------------------------------------------------------
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, whole tensor as lanes on the CPU) of all tensors. Collective.
-
-        For a tensor that differs between ranks, it is the first rank's.
-        """
+    def _live_tensors(self) -> Mapping[str, torch.Tensor]:
         self._read()
-        for name in sorted(self._live):
-            tensor = self._live[name].detach()
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            yield name, encode(whole.cpu())
-
-
-def _sharding(tensor: DTensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tuple(tensor.placements), tensor.device_mesh
+        return self._live
 
 
 def _digest_of(value: Any) -> str:
@@ -236,13 +215,12 @@ def _digest_of(value: Any) -> str:
 
 def _describe_difference(by_rank: Sequence[Mapping[str, Any]]) -> str:
     """A message about the first tensor that differs between ranks."""
-    names = sorted({name for tensors in by_rank for name in tensors})
-    for name in names:
+    for name in sorted({name for tensors in by_rank for name in tensors}):
         values = [tensors.get(name) for tensors in by_rank]
         if any(value != values[0] for value in values):
-            seen = ["none" if value is None else f"{value[0]} {value[1]}" for value in values]
-            return (
-                f"Ring: tensor {name!r} differs between ranks: {seen}; all ranks must hold the "
-                "same names, shapes and types"
-            )
-    return "Ring: ranks hold different tensors"
+            break
+    seen = ["none" if value is None else f"{value[0]} {value[1]}" for value in values]
+    return (
+        f"Ring: tensor {name!r} differs between ranks: {seen}; all ranks must hold the "
+        "same names, shapes and types"
+    )

@@ -7,62 +7,96 @@ a part, and they exchange the parts at a load.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from runner.checkpoint.dtypes import ITEM_SIZES
+from runner.checkpoint.manifest import ITEM_SIZES
 from runner.distributed.agreement import Ranks
-from runner.embed.state import lanes
 from runner.embed.state.codec import dtype_of
 from runner.embed.state.geometry import Geometry, geometry, local, replicated
 
 _BUCKET_BYTES = 1 << 26  # that ranks exchange at a time
+_CONVERTED = (torch.float32, torch.bfloat16, torch.float16)  # by :func:`encode`
 
 
-@dataclass(slots=True)
+def encode(values: torch.Tensor) -> torch.Tensor:
+    """FP32 1-D: elements of any type as the state digest counts them ("lanes").
+
+    Elements that are no floats become integers of up to 16 bits a lane. Checkpoints from before
+    0.1.0 stored all elements so; only these name a type as ``torch.float32``, later ones as
+    ``float32``. Version 0.2 is to read no such checkpoint, and to refuse it: "the checkpoint is
+    from before 0.1.0: load and save it with 0.1 first".
+    """
+    flat = values.detach().contiguous().reshape(-1)
+    if flat.dtype in _CONVERTED:
+        return flat.float()
+    if flat.dtype.itemsize == 1:
+        return flat.view(torch.uint8).float()
+    return (flat.view(torch.int16).to(torch.int32) & 0xFFFF).float()
+
+
+def _decoded(lanes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Inverse of :func:`encode`: 1-D, of ``dtype``."""
+    if dtype in _CONVERTED:
+        return lanes.to(dtype)
+    words = torch.uint8 if dtype.itemsize == 1 else torch.int16
+    return lanes.to(torch.int32).to(words).view(dtype)
+
+
 class TensorSlice:
     """This rank's slice of one tensor, in the type in which the ring stores its elements.
 
-    ``read`` returns the slice of the live tensor; ``staged`` holds elements that are being loaded.
     Of types that the ring does not know (complex, rare FP8) each element takes ``width`` elements
     of ``element_type``.
+
+    Args:
+        read: returns the slice of the live tensor; None for one that is being loaded.
+        is_old: the checkpoint is from before elements were stored in their own type.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    geometry: Geometry
-    dtype: torch.dtype
-    element_type: torch.dtype
-    width: int
-    is_old: bool
-    read: Callable[[], torch.Tensor] | None = None
-    staged: torch.Tensor | None = None
+    def __init__(
+        self,
+        name: str,
+        dtype: torch.dtype,
+        where: Geometry,
+        read: Callable[[], torch.Tensor] | None = None,
+        *,
+        is_old: bool = False,
+    ) -> None:
+        self.name, self.dtype, self.geometry = name, dtype, where
+        self.element_type, self._width = dtype, 1
+        if is_old:
+            self.element_type = torch.float32
+            self._width = 1 if dtype in _CONVERTED else max(1, dtype.itemsize // 2)
+        elif dtype.is_complex:
+            self.element_type, self._width = dtype.to_real(), 2
+        elif str(dtype).removeprefix("torch.") not in ITEM_SIZES:
+            self.element_type, self._width = torch.uint8, dtype.itemsize
+        self.shape = where.shape if self._width == 1 else (*where.shape, self._width)
+        self.start = (where.start + where.own[0]) * self._width
+        self._read = read
+        self._is_old = is_old
+        self.staged: torch.Tensor | None = None
+        if read is None:
+            self.staged = torch.zeros(where.count * self._width, dtype=self.element_type)
 
     @property
     def local(self) -> torch.Tensor:
         """1-D, of ``element_type``: what this rank saves or loads."""
-        first, size = (number * self.width for number in self.geometry.own)
+        first, size = (number * self._width for number in self.geometry.own)
         if self.staged is not None:
             return self.staged[first : first + size]
-        assert self.read is not None
-        return self.read().contiguous().reshape(-1).view(self.element_type)[first : first + size]
-
-    def stage(self) -> None:
-        """Allocate memory for a load."""
-        self.staged = torch.zeros(self.geometry.count * self.width, dtype=self.element_type)
+        assert self._read is not None
+        return self._read().contiguous().reshape(-1).view(self.element_type)[first : first + size]
 
     def loaded(self) -> torch.Tensor:
         """1-D, of ``dtype``: the elements that were loaded."""
         assert self.staged is not None
-        if self.is_old:
-            return lanes.decode(self.staged, self.dtype)
-        return self.staged.view(self.dtype)
+        return _decoded(self.staged, self.dtype) if self._is_old else self.staged.view(self.dtype)
 
     def entry(self, like: str | None, home: str) -> list[Any]:
         """Of this tensor in a checkpoint's ``train_state``.
@@ -72,32 +106,6 @@ class TensorSlice:
             home: what :func:`home_of` returns, or another mark.
         """
         return [str(self.dtype).removeprefix("torch."), list(self.geometry.shape), like, home]
-
-
-def tensor_slice(
-    name: str, dtype: torch.dtype, where: Geometry, *, is_old: bool = False
-) -> TensorSlice:
-    """
-    Args:
-        is_old: the checkpoint is from before elements were stored in their own type.
-    """
-    element_type, width = dtype, 1
-    if is_old:
-        element_type, width = torch.float32, lanes.lanes_per_element(dtype)
-    elif dtype.is_complex:
-        element_type, width = dtype.to_real(), 2
-    elif str(dtype).removeprefix("torch.") not in ITEM_SIZES:
-        element_type, width = torch.uint8, dtype.itemsize
-    return TensorSlice(
-        name=name,
-        shape=where.shape if width == 1 else (*where.shape, width),
-        start=(where.start + where.own[0]) * width,
-        geometry=where,
-        dtype=dtype,
-        element_type=element_type,
-        width=width,
-        is_old=is_old,
-    )
 
 
 class StagedState:
@@ -113,10 +121,11 @@ class StagedState:
         self.before_change: Callable[[], None] = lambda: None
         self._ranks = ranks
         self._slices: list[TensorSlice] = []
+        self._taken: dict[str, TensorSlice] = {}
+        self._entries: dict[str, Any] = {}
         self._loading: dict[str, TensorSlice] = {}
-        self._stored_tensors: dict[
-            str, Any
-        ] = {}  # the entries of the checkpoint that is being loaded
+        # The entries of the checkpoint that is being loaded.
+        self._stored_tensors: dict[str, Any] = {}
 
     @property
     def compute_device(self) -> torch.device:
@@ -130,12 +139,27 @@ class StagedState:
 
     # -- saving ---------------------------------------------------------------------------
 
-    def _set_slices(self, slices: Mapping[str, TensorSlice]) -> None:
-        """Set what :meth:`shards` returns from now on. Collective."""
-        ordered = [slices[name] for name in sorted(slices)]
-        if self._slices and _layout(ordered) != _layout(self._slices):
+    def _take(
+        self,
+        name: str,
+        read: Callable[[], torch.Tensor],
+        where: Geometry,
+        like: str | None,
+        home: str,
+    ) -> str:
+        """Take a live tensor for the next :meth:`_end_capture`; returns its name."""
+        self._taken[name] = TensorSlice(name, read().dtype, where, read)
+        self._entries[name] = self._taken[name].entry(like, home)
+        return name
+
+    def _end_capture(self) -> dict[str, Any]:
+        """What was taken is what :meth:`shards` returns from now on; its entries. Collective."""
+        slices = [part for _, part in sorted(self._taken.items())]
+        if self._slices and _layout(slices) != _layout(self._slices):
             self.before_change()
-        self._slices, self._loading = ordered, {}
+        entries = dict(sorted(self._entries.items()))
+        self._slices, self._loading, self._taken, self._entries = slices, {}, {}, {}
+        return entries
 
     def shards(self) -> list[TensorSlice]:
         """The slices to save or load, in the order of their names."""
@@ -156,9 +180,8 @@ class StagedState:
         self._loading, self._stored_tensors = {}, dict(tensors)
         for name, (dtype, shape, like, home) in sorted(tensors.items()):
             where = self._geometry_for(name, shape, like, home)
-            is_old = lanes.is_type_of_lanes(dtype)
-            self._loading[name] = tensor_slice(name, dtype_of(dtype), where, is_old=is_old)
-            self._loading[name].stage()
+            is_old = dtype.startswith("torch.")
+            self._loading[name] = TensorSlice(name, dtype_of(dtype), where, is_old=is_old)
         self._slices = list(self._loading.values())
 
     def _geometry_for(
@@ -197,26 +220,44 @@ class StagedState:
         """A new tensor with the loaded values: of the stored shape, or sharded like ``like``."""
         _, shape, _, home = self._stored_tensors[name]
         values = self._loading[name].loaded()
-        if like is not None:
-            own = local(like)
-            values = values.to(own.device).view(own.shape)
-            if isinstance(like, DTensor):
-                distributed: torch.Tensor = DTensor.from_local(
-                    values,
-                    like.device_mesh,
-                    like.placements,
-                    run_check=False,
-                    shape=like.shape,
-                    stride=like.stride(),
-                )
-                return distributed
+        if like is None:
+            device = self.compute_device if home == "device" else torch.device("cpu")
+            return values.view(tuple(shape)).to(device)
+        own = local(like)
+        values = values.to(own.device).view(own.shape)
+        if not isinstance(like, DTensor):
             return values.contiguous()
-        device = self.compute_device if home == "device" else torch.device("cpu")
-        return values.view(tuple(shape)).to(device)
+        distributed: torch.Tensor = DTensor.from_local(
+            values,
+            like.device_mesh,
+            like.placements,
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
+        return distributed
 
     def _fill(self, live: torch.Tensor, name: str) -> None:
         own = local(live)
         own.copy_(self._loading[name].loaded().view(own.shape))
+
+    # -- digest ---------------------------------------------------------------------------
+
+    def _live_tensors(self) -> Mapping[str, torch.Tensor]:
+        """All tensors of the state by name, as they are now."""
+        raise NotImplementedError
+
+    def _whole(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """The whole of a tensor that may be sharded. Collective."""
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole tensor as FP32 lanes on the CPU) of weights and other state. Collective.
+
+        For a tensor that differs between ranks, it is this rank's.
+        """
+        for name, tensor in sorted(self._live_tensors().items()):
+            yield name, encode(self._whole(tensor.detach(), name).cpu())
 
 
 def home_of(tensor: torch.Tensor) -> str:

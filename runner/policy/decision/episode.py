@@ -43,27 +43,17 @@ class Episode:
     onset_step: int
     start: int
     stop: int
-    num_bad: int
-    num_nonfinite: int
-    num_tried: int
-    first_norm: float | None
-    worst_loss: float | None
+    num_bad: int = 0
+    num_nonfinite: int = 0
+    num_tried: int = 0
+    first_norm: float | None = None
+    worst_loss: float | None = None
     before: PreOnset
 
     @classmethod
     def begin(cls, step: int, start: int, before: PreOnset) -> Episode:
         """Begin an episode without steps."""
-        return cls(
-            onset_step=step,
-            start=start,
-            stop=start,
-            num_bad=0,
-            num_nonfinite=0,
-            num_tried=0,
-            first_norm=None,
-            worst_loss=None,
-            before=before,
-        )
+        return cls(onset_step=step, start=start, stop=start, before=before)
 
     def with_step(self, signals: StepSignals, *, is_bad: bool) -> Episode:
         """Return the episode extended by one attempted step."""
@@ -117,24 +107,22 @@ class Diagnosis:
 
 def transient(episode: Episode) -> Diagnosis:
     """An episode that stopped by itself once its steps were discarded."""
-    count = _count(episode.num_bad, "bad step")
-    return _finding(episode, "transient", f"{count}, then clean again without going back")
+    course = f"{_bad_steps(episode)}, then clean again without going back"
+    return _finding(episode, "transient", course)
 
 
 def scattered(episode: Episode) -> Diagnosis:
     """Diagnose an episode that never stopped and never justified a rollback."""
-    count = _count(episode.num_bad, "bad step")
-    return _finding(
-        episode, "persistent", f"{count} among {episode.num_tried}, never enough at once to go back"
-    )
+    course = f"{_bad_steps(episode)} among {episode.num_tried}, never enough at once to go back"
+    return _finding(episode, "persistent", course)
 
 
 def stopped(episode: Episode, *, drifted: bool, how: str) -> Diagnosis:
     """Diagnose an episode that a decision ended; ``how`` says which."""
     if drifted or episode.before.drift_share >= _RISING_SHARE:
         return _finding(episode, "divergence", f"the loss kept rising; {how}")
-    count = _count(episode.num_bad, "bad step")
-    return _finding(episode, "persistent", f"{count} among {episode.num_tried}; {how}")
+    course = f"{_bad_steps(episode)} among {episode.num_tried}; {how}"
+    return _finding(episode, "persistent", course)
 
 
 def _finding(episode: Episode, shape: str, course: str) -> Diagnosis:
@@ -168,8 +156,8 @@ def _suspect(episode: Episode) -> tuple[str, str]:
     return "data", f"grad norm flat at {usual} before, {episode.first_norm:.3g} at the onset"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
+def _bad_steps(episode: Episode) -> str:
+    return f"{episode.num_bad} bad step" + ("" if episode.num_bad == 1 else "s")
 
 
 def _finite(value: float) -> float | None:

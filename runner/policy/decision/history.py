@@ -7,8 +7,9 @@ cuts, the number of attempts. Every rank has the same one; rank 0's copy is on d
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from runner.policy.decision.signals import Limits, StepSignals, limits_of
@@ -198,13 +199,7 @@ class History:
 
     def redone_at(self, step: int) -> list[Incident]:
         """The redos of this step since the last rollback, newest first."""
-        redone = []
-        for incident in reversed(self.incidents):
-            if incident.kind == "rollback":
-                break
-            if incident.kind == "redo" and incident.step == step:
-                redone.append(incident)
-        return redone
+        return [incident for incident in self._since_rollback("redo") if incident.step == step]
 
     def has_ended_starts(self, step: int) -> bool:
         """Whether the probes of this step have ended starts, so that it has none any more."""
@@ -218,12 +213,7 @@ class History:
 
     def newest_discard(self) -> Incident | None:
         """The newest discard since the last rollback; lines of a single rank do not count."""
-        for incident in reversed(self.incidents):
-            if incident.kind == "rollback":
-                return None
-            if incident.kind == "discard":
-                return incident
-        return None
+        return next(self._since_rollback("discard"), None)
 
     def warnings_before(self, step: int) -> list[str]:
         """Warnings in the 500 steps before this one, oldest first."""
@@ -241,12 +231,12 @@ class History:
 
     def newest_redo(self) -> Incident | None:
         """The newest redone step since the last rollback."""
-        for incident in reversed(self.incidents):
-            if incident.kind == "rollback":
-                return None
-            if incident.kind == "redo":
-                return incident
-        return None
+        return next(self._since_rollback("redo"), None)
+
+    def _since_rollback(self, kind: str) -> Iterator[Incident]:
+        """Incidents since the last rollback, newest first."""
+        since = takewhile(lambda one: one.kind != "rollback", reversed(self.incidents))
+        return (incident for incident in since if incident.kind == kind)
 
     def num_transient_on(self, rank: int) -> int:
         """Number of steps redone because of a fault on this rank."""

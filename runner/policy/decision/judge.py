@@ -51,11 +51,20 @@ _MOST_BIAS = 0.5
 # Sixteen values estimate the noise to about a third, and the tail worse; this allows for it.
 _LATE_SIGMAS = 2.0
 _LATE_TAIL = 1.5
+# Shares of loss_floor, which so holds the unit of the loss. Two high losses in a row: 0.25 nats
+# each by default; with the sigmas this finds jumps of 0.5 nats in a noise of 0.06 to 0.08, and
+# nothing in the recorded healthy runs.
+_PAIR_SIGMAS = 3.0
+_PAIR_FLOOR = 0.625
 # A pair must exceed the window's own tail: this many times as far above the middle as the
 # third highest value (one or two hard batches do not move it). That is 3.5 sigmas of normal noise,
 # more where tails are heavy.
 _TAIL_RANK = 3
 _PAIR_TAILS = 2.0
+# A drift forgives 0.12 nats above the best level, or one robust sigma, and the median of the newest
+# losses must lie 0.2 nats above it: shallower waves, such as those of epochs, are left alone.
+_DRIFT_SLACK = 0.3
+_DRIFT_RISE = 0.5
 # No single step may bring more than this share of the alarm: a drift is many steps' agreement.
 _DRIFT_STEPS = 10
 # The alarm's minimum height in robust sigmas of the loss. With the slack of one sigma, normal noise
@@ -64,10 +73,13 @@ _DRIFT_SIGMAS = 16.0
 # The best level rises by one slack in this many steps: a slower rise is the data or the schedule.
 _DRIFT_MEMORY = 1000
 # A run whose best level is above its beginning has learned nothing that a rollback would
-# save. Above: by this many nats and robust sigmas (the median of five errs by half a sigma).
+# save. Above: by this share of loss_floor (0.1 nats) and so many robust sigmas (the median of five
+# errs by half a sigma).
 _BEGINNING_STEPS = 5
-_ABOVE_BEGINNING = 0.1
+_ABOVE_BEGINNING = 0.25
 _ABOVE_BEGINNING_SIGMAS = 2.0
+# Healthy log norms lie less than this many robust sigmas above their median in the recorded runs.
+_NORM_SIGMAS = 13.0
 # The normal norm before trouble comes from this many newest clean steps.
 _BEFORE_STEPS = 8
 
@@ -150,7 +162,7 @@ class Baseline:
         """Measure level and noise of the window's losses, and the drift test's inputs."""
         measured = self._loss.center_and_sigma() if len(self._loss) else (0.0, 0.0)
         self._median, self._sigma = measured
-        self._slack = max(self._guard.drift_slack, self._sigma)
+        self._slack = max(_DRIFT_SLACK * self._guard.loss_floor, self._sigma)
         self._alarm = max(self._guard.drift_nats, _DRIFT_SIGMAS * self._sigma)
 
     @property
@@ -389,21 +401,22 @@ class Baseline:
             median + max(guard.loss_sigmas * sigma, guard.loss_floor),
             short + max(guard.loss_sigmas * spread, guard.loss_floor),
         )
+        pair_floor = _PAIR_FLOOR * guard.loss_floor
         after_high = min(
             alone,  # the second limit never exceeds the first
-            median + max(guard.pair_sigmas * sigma, guard.pair_floor, tail),
-            short + max(guard.pair_sigmas * spread, guard.pair_floor, short_tail),
+            median + max(_PAIR_SIGMAS * sigma, pair_floor, tail),
+            short + max(_PAIR_SIGMAS * spread, pair_floor, short_tail),
         )
         norm = self._norm_limit()
         return Limits(loss=alone, grad_norm=norm), Limits(loss=after_high, grad_norm=norm)
 
     def _norm_limit(self) -> float:
-        guard = self._guard
+        floor = self._guard.norm_floor
         usual, sigma = self._log_norm.center_and_sigma()
-        log_norm = usual + max(guard.norm_sigmas * sigma, guard.norm_floor)
-        if guard.norm_sigmas * sigma > guard.norm_floor:
+        log_norm = usual + max(_NORM_SIGMAS * sigma, floor)
+        if _NORM_SIGMAS * sigma > floor:
             late = _late_noise(self._late_log_norm)
-            least = max(guard.norm_sigmas * late.sigma, guard.norm_floor)
+            least = max(_NORM_SIGMAS * late.sigma, floor)
             log_norm = min(log_norm, max(usual, late.center) + least)
         return math.exp(min(log_norm, 700.0))
 
@@ -411,7 +424,9 @@ class Baseline:
         """Page's test (CUSUM, 1954) against the best level held; slack grows with the noise."""
         if self._limits[False].loss == math.inf:
             return 0.0  # not before the gate is armed, or one unjudged spike would be a drift
-        margin = max(_ABOVE_BEGINNING, _ABOVE_BEGINNING_SIGMAS * self._sigma)
+        margin = max(
+            _ABOVE_BEGINNING * self._guard.loss_floor, _ABOVE_BEGINNING_SIGMAS * self._sigma
+        )
         if self._best_level > self._began + margin:
             return 0.0  # nothing learned yet: a rollback would save nothing and meet the same data
         return min(loss - self._best_level - self._slack, self._alarm / _DRIFT_STEPS)
@@ -419,7 +434,7 @@ class Baseline:
     def _has_risen(self) -> bool:
         """Whether the newest steps as a whole are high enough to justify a rollback."""
         late = median_of_sorted(sorted(self._loss.newest(_LATE_STEPS)))
-        return late > self._best_level + self._guard.drift_rise
+        return late > self._best_level + _DRIFT_RISE * self._guard.loss_floor
 
     def _pile_up_drift(self, signals: StepSignals) -> None:
         if self._drift == 0.0:

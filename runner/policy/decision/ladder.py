@@ -114,6 +114,17 @@ class BadStep:
 
 
 _FOR_GOOD = 1 << 40  # updates
+# Attempted steps among which guard.persist bad ones force a rollback (twice persist, if that is
+# more): three hard batches within ten steps would be one false rollback.
+_PERSIST_WINDOW = 10
+# Trouble within so many steps of the last rollback's onset is the same trouble again.
+_REPEAT_WINDOW = 200
+# Discarded steps in a row without a rollback before the run halts: nothing is learned any more.
+_MAX_DISCARDS = 100
+# Applied steps for guard.max_rollbacks.
+_BUDGET_WINDOW = 1000
+# Steps are level if their robust sigma is below this share of their median.
+_LEVEL_SPREAD = 0.1
 # Report an episode without end or rollback after this many windows.
 _LONGEST_EPISODE = 10
 
@@ -121,13 +132,13 @@ _LONGEST_EPISODE = 10
 class BadStepTracker:
     """The bad steps that may belong together. Rolled back with the weights.
 
-    ``bad``: bad steps among the last ``persist_window`` attempted ones, and the whole current run
-    of bad steps, however long; an older bad step is separate trouble.
+    ``bad``: bad steps among the last ``window`` attempted ones, and the whole current run of
+    bad steps, however long; an older bad step is separate trouble.
     """
 
     def __init__(self, guard: GuardConfig) -> None:
-        self._window = guard.persist_window
-        self._recent: deque[bool] = deque(maxlen=guard.persist_window)
+        self.window = max(_PERSIST_WINDOW, 2 * guard.persist)
+        self._recent: deque[bool] = deque(maxlen=self.window)
         self._num_recent = 0
         self.bad: list[BadStep] = []
         self.in_a_row = 0
@@ -136,11 +147,11 @@ class BadStepTracker:
     def note(self, signals: StepSignals, before: PreOnset | None = None) -> Diagnosis | None:
         """Record one attempted step; ``before`` is given for a bad one.
 
-        Returns the diagnosis of an episode that ends here, after ``persist_window`` clean steps.
+        Returns the diagnosis of an episode that ends here, after ``window`` clean steps.
         """
         is_bad = before is not None
         recent = self._recent
-        if len(recent) == self._window:
+        if len(recent) == self.window:
             self._num_recent -= recent[0]
         recent.append(is_bad)
         if before is not None:
@@ -160,7 +171,7 @@ class BadStepTracker:
     def _ended(self, episode: Episode) -> Diagnosis | None:
         if not self._num_recent:
             finding = transient(episode)
-        elif self._num_recent == 1 and episode.num_tried >= _LONGEST_EPISODE * self._window:
+        elif self._num_recent == 1 and episode.num_tried >= _LONGEST_EPISODE * self.window:
             finding = scattered(episode)
         else:
             return None
@@ -176,7 +187,7 @@ class BadStepTracker:
         self.episode = None
 
     def num_recent(self) -> int:
-        """Bad steps among the last ``persist_window`` attempted ones."""
+        """Bad steps among the last ``window`` attempted ones."""
         return self._num_recent
 
     def last_run(self) -> list[BadStep]:
@@ -272,7 +283,7 @@ class DecisionInput:
         if not self.history.rollbacks:
             return 0
         last = self.history.rollbacks[-1]
-        is_soon = self.verdict.onset_step - last.onset_step <= self.rules.guard.repeat_window
+        is_soon = self.verdict.onset_step - last.onset_step <= _REPEAT_WINDOW
         return last.repeat + 1 if is_soon else 0
 
     @property
@@ -290,7 +301,7 @@ def decide(case: DecisionInput) -> Action:
     if verdict.kind is Kind.clean:
         return Apply(reason=verdict.reason)
     if verdict.kind is not Kind.drift:
-        if trouble.in_a_row > guard.max_discards:
+        if trouble.in_a_row > _MAX_DISCARDS:
             return Halt(reason=f"{trouble.in_a_row} steps in a row discarded: {verdict.reason}")
         if case.reads_again:
             back = _go_back(case)
@@ -308,7 +319,7 @@ def decide(case: DecisionInput) -> Action:
         if trouble.num_recent() < guard.persist or not guard.enabled:
             return Discard(reason=verdict.reason)
         may_settle = case.replayed.may_settle and (case.repeat or case.replayed.is_mix)
-        if may_settle and _is_level(trouble.last_run(), guard, case.untrained_loss):
+        if may_settle and _is_level(trouble.last_run(), case.untrained_loss):
             return _settle_or_wait(trouble.last_run(), guard, is_mix=case.replayed.is_mix)
     elif case.repeat and _has_settled(case.recent, guard):
         why = "came back after a rollback and no longer rises"
@@ -316,13 +327,13 @@ def decide(case: DecisionInput) -> Action:
     return _go_back(case)
 
 
-def _is_level(run: Sequence[BadStep], guard: GuardConfig, untrained_loss: float) -> bool:
+def _is_level(run: Sequence[BadStep], untrained_loss: float) -> bool:
     if len(run) < 2 or not all(step.finite for step in run):
         return False
     losses = [step.loss for step in run]
     center = statistics.median(losses)
     spread = MAD_TO_SIGMA * statistics.median(abs(loss - center) for loss in losses)
-    return spread <= guard.level_spread * center and max(losses) <= untrained_loss
+    return spread <= _LEVEL_SPREAD * center and max(losses) <= untrained_loss
 
 
 def _settle_or_wait(run: Sequence[BadStep], guard: GuardConfig, *, is_mix: bool) -> Action:
@@ -359,10 +370,10 @@ def _accept(values: Sequence[tuple[float, float]], what: str, *, applied: bool) 
 def _go_back(case: DecisionInput) -> Rollback | Halt:
     guard, repeat, reason = case.rules.guard, case.repeat, case.verdict.reason
     rollbacks, step = case.history.rollbacks, case.signals.step
-    spent = sum(step - past.onset_step < guard.budget_window for past in rollbacks)
+    spent = sum(step - past.onset_step < _BUDGET_WINDOW for past in rollbacks)
     if spent >= guard.max_rollbacks:
         return Halt(
-            reason=f"{spent} rollbacks within {guard.budget_window} steps "
+            reason=f"{spent} rollbacks within {_BUDGET_WINDOW} steps "
             f"(guard.max_rollbacks={guard.max_rollbacks}) and trouble again: {reason}"
         )
     onset_step, _ = case.onset
@@ -456,21 +467,18 @@ def _skip_range(case: DecisionInput) -> tuple[int, int]:
     return start, case.signals.stop + ahead * batch
 
 
-def _wider(case: DecisionInput) -> str:
-    return "" if case.reads_again else " and a wider range"
-
-
 def _explain(case: DecisionInput, cut: Cut) -> str:
     guard, repeat = case.rules.guard, case.repeat
     parts = [case.verdict.reason]
     if case.verdict.kind is not Kind.drift:
         parts.append(
-            f"{case.trouble.num_recent()} bad steps among the last {guard.persist_window} attempted"
+            f"{case.trouble.num_recent()} bad steps among the last {case.trouble.window} attempted"
         )
     if case.reads_again:
         parts.append("samples known to be good are bad with these weights too: nothing is skipped")
     if repeat and case.replayed.rate_factor is None:
-        parts.append(f"repeat {repeat}: an older checkpoint{_wider(case)}")
+        wider = "" if case.reads_again else " and a wider range"
+        parts.append(f"repeat {repeat}: an older checkpoint{wider}")
     if cut.steps:
         since = "here" if case.replayed.rate_factor is not None else "the onset"
         parts.append(f"learning rate times {cut.factor:.3g} for {cut.steps} updates from {since}")

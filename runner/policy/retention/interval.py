@@ -15,9 +15,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from types import MappingProxyType
 from typing import Any
 
 FIRST_PROBATIONS = 2  # times clean_after: short at first, to measure the costs soon
@@ -30,46 +28,12 @@ _SNAPSHOT_SHARE = 0.005  # of training's time, at most, for snapshots in memory
 _OWN_HOURS = 24.0  # for one machine: people and queues end a job more often than hardware does
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
-    """A row of a failure table; ``takes_node``: whether the node's memory is lost."""
-
-    count: int
-    takes_node: bool
-
-
-# Llama 3 2024: unexpected interruptions of the 405B pre-training on 16,384 H100 (2,048
-# nodes) in 54 days. Which rows lose a node's memory is our reading, not the paper's: hardware
-# that is swapped does; software and the network between nodes do not.
-LLAMA3_FAILURES: Mapping[str, Cause] = MappingProxyType(
-    {
-        "faulty GPU": Cause(count=148, takes_node=True),
-        "GPU HBM3 memory": Cause(count=72, takes_node=True),
-        "software bug": Cause(count=54, takes_node=False),
-        "network switch or cable": Cause(count=35, takes_node=False),
-        "host maintenance": Cause(count=32, takes_node=True),
-        "GPU SRAM memory": Cause(count=19, takes_node=True),
-        "GPU system processor": Cause(count=17, takes_node=True),
-        "NIC": Cause(count=7, takes_node=True),
-        "NCCL watchdog time-out": Cause(count=7, takes_node=False),
-        "silent data corruption": Cause(count=6, takes_node=True),
-        "GPU thermal interface or sensor": Cause(count=6, takes_node=True),
-        "SSD": Cause(count=3, takes_node=True),
-        "power supply": Cause(count=3, takes_node=True),
-        "server chassis": Cause(count=2, takes_node=True),
-        "IO expansion board": Cause(count=2, takes_node=True),
-        "dependency": Cause(count=2, takes_node=False),
-        "CPU": Cause(count=2, takes_node=True),
-        "system memory": Cause(count=2, takes_node=True),
-    }
-)
-LLAMA3_DAYS = 54
+# Llama 3 2024: unexpected interruptions of the 405B pre-training on 16,384 H100 in 54 days. 98 of
+# them leave each node's memory: 54 software bugs, 35 of switches or cables, 7 NCCL time-outs, 2
+# dependencies (our reading, not the paper's).
 LLAMA3_NODES = 2048
-
-
-def node_mtbf_hours(failures: Mapping[str, Cause], days: float, nodes: int) -> float:
-    """Hours between failures of one node, from a table of the whole job's."""
-    return days * 24 * nodes / sum(cause.count for cause in failures.values())
+LLAMA3_FAILURES, LLAMA3_IN_MEMORY = 419, 98
+NODE_MTBF_HOURS = 54 * 24 * LLAMA3_NODES / LLAMA3_FAILURES
 
 
 def availability_interval(
@@ -136,8 +100,7 @@ class Measured:
 
 def prior_seconds(given_hours: float | None, num_nodes: int) -> float:
     """Prior seconds between failures: as configured, or from the job's size."""
-    by_size = node_mtbf_hours(LLAMA3_FAILURES, LLAMA3_DAYS, LLAMA3_NODES) / num_nodes
-    return 3600 * (given_hours or min(_OWN_HOURS, by_size))
+    return 3600 * (given_hours or min(_OWN_HOURS, NODE_MTBF_HOURS / num_nodes))
 
 
 def mtbf_seconds(measured: Measured, rules: IntervalRules) -> float:

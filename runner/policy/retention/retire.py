@@ -1,9 +1,13 @@
-"""Decides which checkpoints are deleted, in each tier and in the object store. No file access."""
+"""Decides which checkpoints are deleted, in each tier and in the object store, and how many
+snapshots a node's memory has room for. Plain numbers; no file access.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
+from runner.config.schema import CheckpointConfig
 from runner.policy.retention.records import (
     Reach,
     Record,
@@ -69,3 +73,56 @@ def kept_there(stored: Sequence[Record], *, keep: int, keep_every: int) -> list[
     """The checkpoints to keep in the object store, by the same rule as in the ring."""
     leaving = {record.serial for record in retire(stored, keep=keep, keep_every=keep_every)}
     return [record for record in stored if record.serial not in leaving]
+
+
+FEWEST_SLOTS = 2  # one clean, one to fill
+_EVERY = 10
+
+
+def memory_every(config: CheckpointConfig) -> int:
+    """Steps between snapshots, at first; 0: none."""
+    return _EVERY if config.memory_every is None else config.memory_every
+
+
+def slots_for_probation(*, interval: int, clean_after: int) -> int:
+    """Slots needed so that a clean snapshot always exists and no snapshot is skipped.
+
+    One clean, those on probation, and one being filled while the oldest is verified.
+
+    Args:
+        interval: steps between snapshots.
+        clean_after: steps of probation.
+    """
+    return 1 + -(-clean_after // interval) + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeNeed:
+    """A node's memory for snapshots, and the size of one snapshot, for all its ranks together."""
+
+    name: str
+    slot_bytes: int
+    budget_bytes: int
+    spare_slots: int = 0  # extra slots of the same size, for another node's snapshots
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotPlan:
+    """``slots`` per rank, equal everywhere; 0 if not even the minimum fits.
+
+    ``tightest`` is the limiting node.
+    """
+
+    slots: int
+    tightest: NodeNeed
+
+
+def plan_slots(nodes: Sequence[NodeNeed], *, wanted: int) -> SlotPlan:
+    """As many slots as requested, or as many as fit on every node."""
+    tightest = min(nodes, key=_that_fit)
+    slots = min(wanted, _that_fit(tightest))
+    return SlotPlan(slots=slots if slots >= FEWEST_SLOTS else 0, tightest=tightest)
+
+
+def _that_fit(node: NodeNeed) -> int:
+    return max(0, node.budget_bytes // max(1, node.slot_bytes) - node.spare_slots)

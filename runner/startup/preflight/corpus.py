@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -227,7 +228,7 @@ def _contamination(corpus: Corpus) -> Check:
     known = np.unique(np.concatenate(pieces))
     if not len(known):
         return not_tried(name, f"its pieces of {chunk} tokens have fewer than {_DISTINCT} kinds")
-    number_sets: list[Words] = []
+    number_sets = [known[:0]]
     until = time.monotonic() + _SECONDS
     num_read = 0
     for index in corpus.training.tolist():
@@ -238,7 +239,7 @@ def _contamination(corpus: Corpus) -> Check:
             number_sets.append(numbers[np.isin(numbers, known)])
         if time.monotonic() > until:
             break
-    seen = np.unique(np.concatenate(number_sets)) if number_sets else known[:0]
+    seen = np.unique(np.concatenate(number_sets))
     places = [
         one.index for one, numbers in zip(held, pieces, strict=True) if np.isin(numbers, seen).any()
     ]
@@ -284,13 +285,9 @@ def _numbers(tokens: Tokens, size: int) -> Words:
     return numbers
 
 
-_POWERS: dict[int, Words] = {}
-
-
+@cache
 def _powers(number: int) -> Words:
-    if number not in _POWERS:
-        with np.errstate(over="ignore"):
-            powers = np.full(number, _BASE, dtype=np.uint64)
-            powers[0] = 1
-            _POWERS[number] = np.cumprod(powers, dtype=np.uint64)
-    return _POWERS[number]
+    powers = np.full(number, _BASE, dtype=np.uint64)
+    powers[0] = 1
+    with np.errstate(over="ignore"):
+        return np.cumprod(powers, dtype=np.uint64)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
 import time
-from collections.abc import Iterator
-from multiprocessing.queues import SimpleQueue
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessException, spawn
 
 from runner.distributed.device import device_name
 from runner.health.nvml import gpu_health
@@ -41,19 +40,30 @@ def hardware(subject: Subject) -> Iterator[Check]:
     yield bandwidth(subject)
 
 
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call, the mean of ten."""
+    for _ in range(_WARMUP):
+        run()
+    _wait(device)
+    began = time.monotonic()
+    for _ in range(_REPEATS):
+        run()
+    _wait(device)
+    return (time.monotonic() - began) / _REPEATS
+
+
 def _products(device: torch.device) -> Check:
     torch.manual_seed(1)
     one, other = (torch.randn(_SIZE, _SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))
-    first = one @ other
-    torch.cuda.synchronize(device)
-    began, count, is_same = time.monotonic(), 0, True
+    first = again = one @ other
+    _wait(device)
+    began, count = time.monotonic(), 0
     while time.monotonic() - began < _SECONDS:
         again = one @ other
-        torch.cuda.synchronize(device)
+        _wait(device)
         count += 1
-    seconds = (time.monotonic() - began) / count
-    is_same = bool(torch.equal(first, again))
-    speed = 2 * _SIZE**3 / seconds / 1e12
+    speed = 2 * _SIZE**3 * count / (time.monotonic() - began) / 1e12
+    is_same = torch.equal(first, again)
     return Check(
         name="products of the GPU",
         holds=is_same,
@@ -66,13 +76,7 @@ def _products(device: torch.device) -> Check:
 def _memory(device: torch.device) -> Check:
     source = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    target.copy_(source)
-    torch.cuda.synchronize(device)
-    began = time.monotonic()
-    for _ in range(10):
-        target.copy_(source)
-    torch.cuda.synchronize(device)
-    speed = 10 * 2 * _COPIED_BYTES / (time.monotonic() - began) / 1e9
+    speed = 2 * _COPIED_BYTES / _seconds(lambda: target.copy_(source), device) / 1e9
     return Check(name="memory of the GPU", holds=True, found=f"{speed:.0f} GB/s in a copy")
 
 
@@ -129,48 +133,34 @@ def all_reduce_speed(backend: str, number: int, num_bytes: int) -> float | None:
     Returns:
         None where the processes failed, or took longer than a minute.
     """
-    context = multiprocessing.get_context("spawn")
-    results: SimpleQueue[float] = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        ranks = [
-            context.Process(
-                target=_reduce, args=(rank, number, backend, num_bytes, store, results), daemon=True
-            )
-            for rank in range(number)
-        ]
-        for process in ranks:
-            process.start()
+        arguments = (number, backend, num_bytes, folder)
+        ranks = spawn(_reduce, arguments, number, join=False, daemon=True)  # type: ignore[no-untyped-call]
         until = time.monotonic() + _MOST_SECONDS
-        for process in ranks:
-            process.join(max(0.0, until - time.monotonic()))
-        failed = [process for process in ranks if process.exitcode != 0]
-        for process in failed:
-            process.kill()
-            process.join()
-        if failed:
+        try:
+            while not ranks.join(timeout=1.0):
+                if time.monotonic() > until:
+                    return None
+        except ProcessException:
             return None
-        seconds = max(results.get() for _ in ranks)
+        finally:
+            for process in ranks.processes:
+                process.kill()
+                process.join()
+        seconds = max(float(path.read_text()) for path in Path(folder).glob("seconds-*"))
     return 2 * (number - 1) / number * num_bytes / seconds / 1e9
 
 
-def _reduce(
-    rank: int, number: int, backend: str, num_bytes: int, store: str, results: SimpleQueue[float]
-) -> None:
-    """In a process of its own: put the seconds of one all-reduce."""
+def _reduce(rank: int, number: int, backend: str, num_bytes: int, folder: str) -> None:
+    """In a process of its own: leave the seconds of one all-reduce."""
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=number)
+    store = f"file://{folder}/store"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=number)
     buffer = torch.zeros(num_bytes // 4, device=device)
-    for _ in range(_WARMUP):
-        dist.all_reduce(buffer)
-    _wait(device)
-    began = time.monotonic()
-    for _ in range(_REPEATS):
-        dist.all_reduce(buffer)
-    _wait(device)
-    results.put((time.monotonic() - began) / _REPEATS)
+    seconds = _seconds(lambda: dist.all_reduce(buffer), device)
+    (Path(folder) / f"seconds-{rank}").write_text(repr(seconds))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +21,10 @@ _ORDER = 1e-5  # share of the effect of another token: order may matter little a
 
 def future(subject: Subject) -> Check:
     """Test that a changed token changes nothing before it."""
-    inputs = _inputs(subject)
     leaked, at, seen = 0.0, 0, 0.0
-    for place in _places(inputs, last=True):
-        changed = _changed(subject, inputs, place)
-        before = max(
-            _apart(subject, inputs, changed, 0, place),
-            _apart(subject, inputs, changed, 0, place, in_training=True),
-        )
-        after = _apart(subject, inputs, changed, place, inputs[INPUT].shape[1])
-        seen = max(seen, after)
+    for place, length, apart in _changes(subject, last=True):
+        before = max(apart(0, place), apart(0, place, in_training=True))
+        seen = max(seen, apart(place, length))
         if before > leaked:
             leaked, at = before, place
     return no_look_ahead("the output", before=leaked, effect=seen, place=at)
@@ -37,32 +32,22 @@ def future(subject: Subject) -> Check:
 
 def context(subject: Subject) -> Check:
     """Test that a changed token changes its own place and something after it."""
-    inputs = _inputs(subject)
-    length = inputs[INPUT].shape[1]
     own, later, far = 0.0, 0.0, 0
-    for place in _places(inputs):
-        changed = _changed(subject, inputs, place)
-        own = max(own, _apart(subject, inputs, changed, place, place + 1))
+    for place, length, apart in _changes(subject):
+        own = max(own, apart(place, place + 1))
         for distance in (1, 2, 4, 8, 16, 32, 64):
-            if place + distance >= length:
-                break
-            moved = _apart(subject, inputs, changed, place + distance, length)
-            if moved > ROUNDING * own:
-                far = max(far, distance)
+            moved = apart(place + distance, length)
+            far = max(far, distance if moved > ROUNDING * own else 0)
             later = max(later, moved)
     return earlier_matter("the output", own=own, later=later, far=far)
 
 
 def own_token(subject: Subject) -> Check:
     """Test that the output at a position depends on the token there."""
-    inputs = _inputs(subject)
-    own = 0.0
-    later = 0.0
-    for place in _places(inputs, last=True):
-        changed = _changed(subject, inputs, place)
-        own = max(own, _apart(subject, inputs, changed, place, place + 1))
-        if place + 1 < inputs[INPUT].shape[1]:
-            later = max(later, _apart(subject, inputs, changed, place + 1, place + 2))
+    own, later = 0.0, 0.0
+    for place, length, apart in _changes(subject, last=True):
+        own = max(own, apart(place, place + 1))
+        later = max(later, apart(place + 1, min(place + 2, length)))
     return Check(
         name="the label of a position is predicted from its token",
         holds=own > 0 and own > 1e-3 * later,
@@ -198,6 +183,16 @@ def labels_count(subject: Subject) -> Check:
 
 def _inputs(subject: Subject) -> Inputs:
     return subject.inputs(_ROWS, _LENGTH)
+
+
+def _changes(
+    subject: Subject, *, last: bool = False
+) -> Iterator[tuple[int, int, Callable[..., float]]]:
+    """Change a token at some places: the place, the length, and how far outputs are apart."""
+    inputs = _inputs(subject)
+    for place in _places(inputs, last):
+        changed = _changed(subject, inputs, place)
+        yield place, inputs[INPUT].shape[1], partial(_apart, subject, inputs, changed)
 
 
 def _places(inputs: Inputs, last: bool = False) -> list[int]:

@@ -18,7 +18,7 @@ from runner.config.schema import CheckpointConfig
 from runner.policy.decision.decide import StepDecision, rule
 from runner.policy.decision.episode import Diagnosis
 from runner.policy.decision.history import History, Incident, discard_incident
-from runner.policy.decision.judge import Baseline, Kind, Verdict
+from runner.policy.decision.judge import Baseline, Kind
 from runner.policy.decision.ladder import (
     Action,
     Apply,
@@ -80,13 +80,6 @@ class Decision:
     num_undone: int = 0
 
 
-def _steps_between_saves(checkpoint: CheckpointConfig) -> int:
-    """``checkpoint.every``; a curve has no costs to choose it by, so auto is as it begins."""
-    if isinstance(checkpoint.every, int):
-        return checkpoint.every
-    return FIRST_PROBATIONS * checkpoint.clean_after
-
-
 class GuardReplay:
     """One pass over one curve: call :meth:`run`, then read the results.
 
@@ -104,6 +97,9 @@ class GuardReplay:
     ) -> None:
         assert rules.batch == 1, "a row is one position of the stream"
         self._curve, self._rules, self._checkpoint = curve, rules, checkpoint
+        # A curve has no costs to choose it by, so auto is as it begins.
+        first = FIRST_PROBATIONS * checkpoint.clean_after
+        self._every = checkpoint.every if isinstance(checkpoint.every, int) else first
         self.decisions: list[Decision] = []
         self.findings: dict[int, tuple[int, Diagnosis]] = {}
         self.skipped = Ledger()
@@ -148,13 +144,7 @@ class GuardReplay:
         """Read rows from ``row`` until one is not simply applied; returns the next row."""
         curve, updates, baseline = self._curve, self._updates, self._baseline
         losses, norms, ledger = curve.losses, curve.grad_norms, self._history.ledger
-        every, limits = _steps_between_saves(self._checkpoint), self.limits
-        trouble, history, records, rules = (
-            self._trouble,
-            self._history,
-            self._records,
-            self._rules,
-        )
+        limits, trouble, history = self.limits, self._trouble, self._history
         while row < end:
             if row < self._known_until and row in ledger:
                 row += 1
@@ -176,8 +166,8 @@ class GuardReplay:
                 baseline=baseline,
                 trouble=trouble,
                 history=history,
-                ring=records,
-                rules=rules,
+                ring=self._records,
+                rules=self._rules,
             )
             row += 1
             if ruling.finding is not None:
@@ -186,7 +176,7 @@ class GuardReplay:
                 return self._act(row - 1, signals, ruling)
             baseline.accept(signals)
             self._updates = updates = updates + 1
-            if updates % every == 0:
+            if updates % self._every == 0:
                 self._save(row)
             if self._unproven:
                 self._prove()
@@ -196,18 +186,26 @@ class GuardReplay:
         """Act as the loop would; returns the row to read next."""
         action, verdict = ruling.action, ruling.verdict
         self._baseline.refuse(signals)
-        undone, following = 0, row + 1
-        if isinstance(action, Discard):
-            self._discard(signals, verdict)
-        elif isinstance(action, Rebaseline):
-            self._rebaseline(signals, verdict, action)
-        elif isinstance(action, Rollback):
+        undone, following, kind = 0, row + 1, verdict.kind
+        is_applied = isinstance(action, Rebaseline) and action.applied
+        if isinstance(action, Discard | Rebaseline) and not is_applied:
+            self._history.add(
+                discard_incident(signals, verdict=verdict.kind.value, reason=verdict.reason)
+            )
+        if isinstance(action, Rebaseline):
+            kind = Kind.level_shift
+            self._baseline.restart_at(list(action.losses), list(action.grad_norms))
+            self._trouble.settle()
+        if is_applied:
+            self._baseline.accept(signals)
+            self._updates += 1
+        if isinstance(action, Rollback):
             undone = self._updates - action.targets[0].step
             following = self._roll_back(signals, action)
         self.decisions.append(
             Decision(
                 row=row,
-                verdict=_verdict_word(verdict, action),
+                verdict=kind.value,
                 action=_ACTIONS[type(action)],
                 reason=action.reason,
                 onset=ruling.onset,
@@ -220,20 +218,6 @@ class GuardReplay:
             self._start_over(row + 1)
             self._baseline.first_loss = first_loss
         return following
-
-    def _discard(self, signals: StepSignals, verdict: Verdict) -> None:
-        self._history.add(
-            discard_incident(signals, verdict=verdict.kind.value, reason=verdict.reason)
-        )
-
-    def _rebaseline(self, signals: StepSignals, verdict: Verdict, action: Rebaseline) -> None:
-        if not action.applied:
-            self._discard(signals, verdict)
-        self._baseline.restart_at(list(action.losses), list(action.grad_norms))
-        self._trouble.settle()
-        if action.applied:
-            self._baseline.accept(signals)
-            self._updates += 1
 
     def _roll_back(self, signals: StepSignals, action: Rollback) -> int:
         target = action.targets[0]
@@ -272,23 +256,21 @@ class GuardReplay:
 
         The abandoned rows are never read again.
         """
-        step = self._curve.steps[begin]
-        earlier = [r.serial for r, _ in self._saved.values() if self._precedes(r, step)]
+        steps = self._curve.steps
+        step = steps[begin]
+        cursors = {serial: record.cursor for serial, (record, _) in self._saved.items()}
+        earlier = [one for one, at in cursors.items() if at == 0 or steps[at - 1] < step]
         if not earlier:
             self._start_over(begin)
             return begin
         self._load(max(earlier))
-        row = cursor = self._saved[max(earlier)][0].cursor
-        while row < begin and self._curve.steps[row] < step:
+        row = cursor = cursors[max(earlier)]
+        while row < begin and steps[row] < step:
             row += 1
         if row < begin:
             self._history.ledger.add(row, begin)
         self._known_until = begin
         return cursor
-
-    def _precedes(self, record: Record, step: int) -> bool:
-        cursor = record.cursor
-        return cursor == 0 or self._curve.steps[cursor - 1] < step
 
     def _load(self, serial: int) -> None:
         record, state = self._saved[serial]
@@ -337,8 +319,3 @@ class GuardReplay:
         for record in due:
             self._records[:] = with_state(self._records, record.serial, State.clean)
         self._unproven = any(r.state is State.committed for r in self._records)
-
-
-def _verdict_word(verdict: Verdict, action: Action) -> str:
-    kind = Kind.level_shift if isinstance(action, Rebaseline) else verdict.kind
-    return kind.value

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import base64
-import html
 import io
-import math
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from runner.system.error import ConfigError, MissingPackage
-from runner.system.extras import lacking
+import numpy as np
+
+from runner.system.error import ConfigError, MissingPackage, lacking
 from runner.tools.backtest.guard_replay import Decision, GuardReplay
 from runner.tools.backtest.recording import RecordedRun
+from runner.tools.reading.curve import Floats, Ints
+from runner.tools.report.markup import Html, note, table, tag
 
 _COLOURS = {
     "discard": "tab:orange",
@@ -25,6 +25,11 @@ _COLOURS = {
 # More points than pixels only make it slow; each bin keeps its lowest and highest value.
 _BINS = 3000
 _TABLE_ROWS = 500
+_LIMIT = "limit: above is not applied"
+_STYLE = (
+    "<style>body{font:14px sans-serif;margin:1em}td,th{padding:2px 10px;text-align:left}"
+    "img{max-width:100%}</style>"
+)
 
 
 def plot(recording: RecordedRun, replay: GuardReplay, path: Path) -> None:
@@ -49,24 +54,28 @@ def _figure(recording: RecordedRun, replay: GuardReplay) -> Any:
         raise MissingPackage(f"{lacking('--plot', 'plot')}, or leave --plot out") from None
     assert replay.limits is not None, "keep_limits=True"
     figure = Figure(figsize=(13, 7.5), layout="constrained")
-    upper, lower = figure.subplots(2, 1, sharex=True)
     curve = recording.curve
-    loss_limits = [replay.limits[row].loss for row in sorted(replay.limits)]
-    norm_limits = [replay.limits[row].grad_norm for row in sorted(replay.limits)]
-    limit_steps = [curve.steps[row] for row in sorted(replay.limits)]
-    _line(upper, curve.steps, curve.losses, color="tab:blue", label="loss")
-    _band(upper, limit_steps, loss_limits)
-    _line(lower, curve.steps, curve.grad_norms, color="tab:blue", label="grad norm")
-    _band(lower, limit_steps, norm_limits)
-    for axes, values in ((upper, curve.losses), (lower, curve.grad_norms)):
-        _marks(axes, recording, replay.decisions, values)
-        _view(axes, values)
+    steps, limits = np.array(curve.steps), sorted(replay.limits.items())
+    limit_steps = steps[[row for row, _ in limits]]
+    shown = (
+        ("loss", np.array(curve.losses), [limit.loss for _, limit in limits]),
+        ("grad norm", np.array(curve.grad_norms), [limit.grad_norm for _, limit in limits]),
+    )
+    all_axes = figure.subplots(2, 1, sharex=True)
+    for axes, (label, values, bounds) in zip(all_axes, shown, strict=True):
+        _line(axes, steps, values, color="tab:blue", label=label)
+        _line(axes, limit_steps, np.array(bounds), color="tab:green", label=_LIMIT)
+        _marks(axes, steps, replay.decisions, values)
+        known = values[np.isfinite(values) & (values > 0)]
+        if len(known) and known.max() > known.min():
+            margin = 0.05 * (known.max() - known.min())
+            axes.set_ylim(max(known.min() - margin, known.min() * 0.8), known.max() + margin)
         axes.grid(alpha=0.25)
+        for start, stop in replay.skipped:
+            last = min(stop, len(steps)) - 1
+            axes.axvspan(steps[start], steps[last], color="tab:red", alpha=0.12, lw=0)
+    upper, lower = all_axes
     lower.set_yscale("log")
-    for start, stop in replay.skipped:
-        last = min(stop, len(curve.steps)) - 1
-        for axes in (upper, lower):
-            axes.axvspan(curve.steps[start], curve.steps[last], color="tab:red", alpha=0.12, lw=0)
     upper.set_ylabel("loss (nats)")
     lower.set_ylabel("grad norm")
     lower.set_xlabel("step")
@@ -75,79 +84,45 @@ def _figure(recording: RecordedRun, replay: GuardReplay) -> Any:
     return figure
 
 
-def _line(axes: Any, steps: Sequence[int], values: Sequence[float], **style: Any) -> None:
+def _line(axes: Any, steps: Ints, values: Floats, **style: Any) -> None:
     """Draw one line, with a gap where a restart goes back to an earlier step."""
-    where, shown = _thinned(steps, values)
-    begins = [0, *(at for at in range(1, len(where)) if where[at] < where[at - 1]), len(where)]
-    for begin, end in pairwise(begins):
-        axes.plot(where[begin:end], shown[begin:end], lw=0.7, **style)
-        style.pop("label", None)
+    rows = np.flatnonzero(np.isfinite(values))
+    if len(rows) > 2 * _BINS:
+        bins = np.array_split(rows, _BINS)
+        extremes = [(one[values[one].argmin()], one[values[one].argmax()]) for one in bins]
+        rows = np.unique(extremes)
+    for part in np.split(rows, np.flatnonzero(np.diff(steps[rows]) < 0) + 1):
+        if len(part):
+            axes.plot(steps[part], values[part], lw=0.7, **style)
+            style.pop("label", None)
 
 
-def _band(axes: Any, steps: Sequence[int], limits: Sequence[float]) -> None:
-    """Shade the values above the limit, which are not applied."""
-    finite = [(step, limit) for step, limit in zip(steps, limits, strict=True) if limit < math.inf]
-    if finite:
-        where, values = [step for step, _ in finite], [limit for _, limit in finite]
-        _line(axes, where, values, color="tab:green", label="limit: above is not applied")
-
-
-def _thinned(
-    steps: Sequence[int], values: Sequence[float]
-) -> tuple[Sequence[int], Sequence[float]]:
-    size = len(steps) // _BINS
-    if size < 2:
-        return steps, values
-    kept: list[int] = []
-    for start in range(0, len(steps), size):
-        rows = [r for r in range(start, min(start + size, len(steps))) if math.isfinite(values[r])]
-        if rows:
-            kept += sorted({min(rows, key=values.__getitem__), max(rows, key=values.__getitem__)})
-    return [steps[row] for row in kept], [values[row] for row in kept]
-
-
-def _marks(
-    axes: Any, recording: RecordedRun, decisions: Sequence[Decision], values: Sequence[float]
-) -> None:
-    known = [value for value in values if math.isfinite(value)]
-    top = max(known, default=1.0)
+def _marks(axes: Any, steps: Ints, decisions: Sequence[Decision], values: Floats) -> None:
+    known = values[np.isfinite(values)]
+    top = known.max() if len(known) else 1.0
     for action, colour in _COLOURS.items():
         rows = [decision.row for decision in decisions if decision.action == action]
         if rows:
-            axes.scatter(
-                [recording.curve.steps[row] for row in rows],
-                [values[row] if math.isfinite(values[row]) else top for row in rows],
-                s=16,
-                color=colour,
-                label=f"{action} ({len(rows)})",
-                zorder=3,
-            )
-
-
-def _view(axes: Any, values: Sequence[float]) -> None:
-    known = [value for value in values if math.isfinite(value) and value > 0]
-    if known and max(known) > min(known):
-        margin = 0.05 * (max(known) - min(known))
-        axes.set_ylim(max(min(known) - margin, min(known) * 0.8), max(known) + margin)
+            heights = np.where(np.isfinite(values[rows]), values[rows], top)
+            label = f"{action} ({len(rows)})"
+            axes.scatter(steps[rows], heights, s=16, color=colour, label=label, zorder=3)
 
 
 def _page(recording: RecordedRun, decisions: Sequence[Decision], figure: Any) -> str:
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=110)
     data = base64.b64encode(picture.getvalue()).decode()
-    rows = "\n".join(
-        f"<tr><td>{recording.curve.steps[decision.row]}</td><td>{decision.action}</td>"
-        f"<td>{decision.verdict}</td><td>{html.escape(decision.reason)}</td></tr>"
-        for decision in decisions[:_TABLE_ROWS]
+    steps = recording.curve.steps
+    rows = (
+        (steps[one.row], one.action, one.verdict, one.reason) for one in decisions[:_TABLE_ROWS]
     )
     left_out = len(decisions) - _TABLE_ROWS
-    more = f"<p>and {left_out} more: see --json</p>" if left_out > 0 else ""
-    title = html.escape(recording.path)
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
-        "<style>body{font:14px sans-serif;margin:1em}td,th{padding:2px 10px;text-align:left}"
-        "img{max-width:100%}</style>"
-        f'<h1>{title}</h1><img alt="loss and grad norm" src="data:image/png;base64,{data}">'
-        f"<table><tr><th>step</th><th>action</th><th>verdict</th><th>why</th></tr>{rows}</table>"
-        f"{more}</html>\n"
+    body = tag(
+        "body",
+        tag("h1", recording.path),
+        Html(f'<img alt="loss and grad norm" src="data:image/png;base64,{data}">'),
+        table(["step", "action", "verdict", "why"], rows),
+        note(f"and {left_out} more: see --json") if left_out > 0 else None,
     )
+    head = tag("head", Html('<meta charset="utf-8">'), tag("title", recording.path), Html(_STYLE))
+    return f"<!doctype html>{tag('html', head, body, lang='en')}\n"

@@ -11,16 +11,17 @@ from itertools import pairwise
 from pathlib import Path
 
 from runner.system.error import ConfigError
-from runner.tools.backtest.event import event_files, read_events
 from runner.tools.backtest.guard_replay import RecordedCurve
 from runner.tools.backtest.table import (
     Moved,
     Names,
     Row,
     Table,
+    event_files,
     nobody,
     opened,
     read_csv,
+    read_events,
     read_json,
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -44,7 +45,12 @@ def read(curve: Curve) -> list[Signature]:
     names = {one.signature for one in findings}
     hidden = {second for first, second in _HIDES if first in names}
     order = list(SIGNATURES)
-    shown = [one for one in findings if one.signature not in hidden]
+    last = len(curve) - 1
+    shown = [
+        replace(one, last=last) if one.last < 0 else one
+        for one in findings
+        if one.signature not in hidden
+    ]
     return sorted(shown, key=lambda one: order.index(one.signature))
 
 

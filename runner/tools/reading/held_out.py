@@ -124,7 +124,6 @@ def stalls(curve: Curve, calm: Flags) -> Iterator[Signature]:
         f"is at {float(np.median(now)):.4g}, while the training loss fell by {fell:.3g}",
         remedy="the run has learned what this data can teach about the held-out set: stop, or "
         "add other data; look for held-out text that training repeats (holdfast preflight)",
-        confidence="medium",
     )
 
 
@@ -141,7 +140,6 @@ def memorised(curve: Curve, calm: Flags) -> Iterator[Signature]:
     yield Signature(
         signature="memorised",
         first=int(np.argmax(epoch > _EPOCHS)),
-        last=len(curve) - 1,
         evidence=f"after {epoch[-1]:.3g} epochs the training loss is {end:.3g}, "
         f"{100 * end / start:.2g} % of its start, and no held-out loss shows what was learned",
         remedy="hold something out (data.held_out) and look at it; fewer epochs or more data",

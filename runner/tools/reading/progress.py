@@ -155,7 +155,6 @@ def _vanishing(curve: Curve, fall: Fall) -> Signature | None:
     return Signature(
         signature="vanishing_gradients",
         first=len(curve) // 2,
-        last=len(curve) - 1,
         evidence=f"the gradient of the first quarter of the layers is {late:.2g} of that of the "
         f"last, while the loss is at {fall.end:.4g}",
         remedy="norm layers before attention and feed-forward (pre-norm), smaller initial weights "
@@ -175,7 +174,6 @@ def _no_gradient(curve: Curve, fall: Fall, is_high: bool) -> Signature | None:
     return Signature(
         signature="vanishing_gradients",
         first=len(curve) - len(curve) // 3,
-        last=len(curve) - 1,
         evidence=f"the gradient norm went from {begins:.3g} to {ends:.3g} while the loss only "
         f"went from {fall.start:.4g} to {fall.end:.4g}",
         remedy="see which layers still get a gradient: dead or saturated activations, a loss that "
@@ -194,7 +192,6 @@ def _long_warmup(curve: Curve, fall: Fall, is_high: bool) -> Signature | None:
     return Signature(
         signature="warmup_too_long",
         first=0,
-        last=len(curve) - 1,
         evidence=f"after {len(curve)} rows the rate still rises (now {rate[-1]:.3g}) and the loss "
         f"only went from {fall.start:.4g} to {fall.end:.4g}",
         remedy="a shorter warm-up: 1-2 % of the steps, or about 2 / (1 - beta2) steps, is usual",
@@ -211,7 +208,6 @@ def _update_size(curve: Curve, fall: Fall, is_high: bool) -> Signature | None:
         return Signature(
             signature="rate_too_low",
             first=len(curve) // 3,
-            last=len(curve) - 1,
             evidence=f"a step changes the weights by {late:.2g} of their norm (1e-3 to 1e-2 is "
             f"usual), and the loss is still at {fall.end:.4g}",
             remedy="a rate 3 to 10 times higher; holdfast preflight has a rate range test",
@@ -221,7 +217,6 @@ def _update_size(curve: Curve, fall: Fall, is_high: bool) -> Signature | None:
         return Signature(
             signature="rate_too_high",
             first=len(curve) // 3,
-            last=len(curve) - 1,
             evidence=f"a step changes the weights by {late:.2g} of their norm (1e-3 to 1e-2 is "
             f"usual), and the loss stays at {fall.end:.4g}",
             remedy="a rate 3 to 10 times lower, or a longer warm-up",
@@ -258,7 +253,6 @@ def _high_rate(curve: Curve, calm: Flags) -> Signature | None:
         evidence=f"while the rate was near its peak ({rates[top]:.3g} of {np.max(rate):.3g}) the "
         f"loss rose from {values[best]:.4g} to {values[top]:.4g}; it ended at {values[-1]:.4g}",
         remedy="a peak rate 2 to 5 times lower, or a longer warm-up",
-        confidence="medium",
     )
 
 
@@ -296,11 +290,9 @@ def _too_low(curve: Curve, fall: Fall) -> Signature:
     return Signature(
         signature="rate_too_low",
         first=0,
-        last=len(curve) - 1,
         evidence=f"the loss fell from {fall.start:.4g} to {fall.end:.4g}{at_rate}, in the last "
         f"third by {fall.last_third:.3g}: slowly, and no faster or slower than before",
         remedy="a rate 3 to 10 times higher; holdfast preflight has a rate range test",
-        confidence="medium",
     )
 
 
@@ -319,12 +311,10 @@ def _stuck_after_peak(curve: Curve, calm: Flags) -> Signature | None:
     return Signature(
         signature="rate_too_high",
         first=int(smooth.rows[best]),
-        last=len(curve) - 1,
         evidence=f"the best level, {smooth.values[best]:.4g}, came at step "
         f"{curve.steps[smooth.rows[best]]} with a rate of {at_best:.3g}; with rates up to "
         f"{np.max(rate):.3g} the loss went to {smooth.values[-1]:.4g} and stayed",
         remedy="a peak rate 3 to 10 times lower",
-        confidence="medium",
     )
 
 
@@ -345,7 +335,6 @@ def _waits_for_the_fall(curve: Curve, calm: Flags) -> Signature | None:
     return Signature(
         signature="rate_too_high",
         first=int(smooth.rows[tenth]),
-        last=len(curve) - 1,
         evidence=f"while the rate was above {rates[half]:.3g} the loss stayed at about "
         f"{middle:.4g} ({begins:.4g} before), and only a lower rate brought it to {ends:.4g}",
         remedy="a peak rate 3 to 10 times lower",
@@ -357,7 +346,6 @@ def _far_too_high(curve: Curve, fall: Fall, peak: float) -> Signature:
     return Signature(
         signature="rate_too_high",
         first=len(curve) - len(curve) // 3,
-        last=len(curve) - 1,
         evidence=f"the loss only went from {fall.start:.4g} to {fall.end:.4g}, at rates up to "
         f"{peak:.3g}; Adam's rate is rarely above {_HIGH_RATE:g}",
         remedy="if the optimizer is a kind of Adam, a rate 10 times lower; holdfast preflight "
@@ -370,12 +358,10 @@ def _plateau(curve: Curve, fall: Fall) -> Signature:
     return Signature(
         signature="plateau",
         first=len(curve) - len(curve) // 3,
-        last=len(curve) - 1,
         evidence=f"the loss went from {fall.start:.4g} to {fall.end:.4g} and by "
         f"{max(fall.last_third, 0):.2g} in the last third of {len(curve)} rows",
         remedy="holdfast preflight: is one batch memorised, does every parameter get a "
         "gradient, what rate does the range test find; then look at the tokens of a batch",
-        confidence="medium",
     )
 
 
@@ -405,7 +391,6 @@ def floor_early(curve: Curve, calm: Flags) -> Iterator[Signature]:
     yield Signature(
         signature="floor_early",
         first=since,
-        last=len(rate) - 1,
         evidence=f"the rate is at its floor of {floor:.3g} (peak {peak:.3g}) since step "
         f"{curve.steps[since]}, {100 * num_rows / len(rate):.0f} % of the rows; in the {length} "
         f"rows before, the loss fell by {before[0]:.3g}, in as many rows after, by {after[0]:.3g}",

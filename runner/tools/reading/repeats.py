@@ -113,7 +113,6 @@ def norm_creep(curve: Curve, calm: Flags) -> Iterator[Signature]:
     yield Signature(
         signature="norm_creep",
         first=int(quarters.rows[0]),
-        last=len(curve) - 1,
         evidence="the gradient norm rises from quarter to quarter: "
         + ", ".join(f"{norm:.3g}" for norm in norms)
         + (", also when corrected for the rate" if rate is not None else "; no rate was logged"),
@@ -157,7 +156,6 @@ def data_order(curve: Curve, calm: Flags) -> Iterator[Signature]:
         f"{swing:.2g} up and down" + (": an epoch" if is_epoch else ""),
         remedy="shuffle over the whole corpus (sorted or blocked files, a small shuffle buffer); "
         "check whether something that runs periodically changes the state",
-        confidence="medium",
     )
 
 

@@ -17,7 +17,7 @@ class Signature:
     Args:
         signature: one of :data:`SIGNATURES`.
         first: the first row of the curve that shows it.
-        last: the last row that shows it.
+        last: the last row that shows it; -1: the curve's last.
         evidence: one sentence with the observed numbers.
         remedy: what to try.
         confidence: how rarely healthy curves look like this.
@@ -25,10 +25,10 @@ class Signature:
 
     signature: str
     first: int
-    last: int
     evidence: str
     remedy: str
-    confidence: Confidence
+    last: int = -1
+    confidence: Confidence = "medium"
 
     def to_json(self, curve: Curve) -> dict[str, Any]:
         """Plain values; rows count from 0, and ranges of rows and steps include both ends."""

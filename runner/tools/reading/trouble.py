@@ -207,7 +207,6 @@ def divergence(curve: Curve, calm: Flags, all_jumps: list[Jump]) -> Iterator[Sig
     yield Signature(
         signature="divergence",
         first=first if open_jump is None else open_jump.begin,
-        last=len(curve) - 1,
         evidence=f"the last tenth is at {last:.4g}, {excess:.3g} above the best level of "
         f"{lowest:.4g} at step {curve.steps[first]}",
         remedy="go back to a checkpoint from before the rise with a rate 3 to 10 times lower, or "
@@ -230,11 +229,9 @@ def _breakdown_at_the_end(
     yield Signature(
         signature="divergence",
         first=jump.begin,
-        last=len(curve) - 1,
         evidence=f"at step {curve.steps[jump.begin]} the loss went from {jump.level:.4g} to "
         f"{level:.4g} and has not recovered in the {len(after)} rows to the end",
         remedy="go back to a checkpoint from before that step; if it happens again, a lower rate",
-        confidence="medium",
     )
 
 
@@ -260,10 +257,8 @@ def _level_shift(curve: Curve, jump: Jump) -> Signature:
     return Signature(
         signature="level_shift",
         first=jump.begin,
-        last=len(curve) - 1,
         evidence=f"at step {curve.steps[jump.begin]} the loss went from {jump.level:.4g} to about "
         f"{level:.4g} in one step and continues smoothly from there",
         remedy="check whether data, mixture or the unit of the loss changed at that step, or "
         "a resume lost the optimizer's state",
-        confidence="medium",
     )

@@ -7,15 +7,13 @@ suffices, also while it grows.
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from runner.system.parsing import NONFINITE
-
-NAN = math.nan
+from runner.tools.report.follow import number, whole
 
 
 class AttemptRow(NamedTuple):
@@ -28,15 +26,15 @@ class AttemptRow(NamedTuple):
 
     attempt: int
     step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens_per_second: float
-    eval_loss: float
-    loss_limit: float
-    norm_limit: float
     action: str
     verdict: str
+    loss: float
+    grad_norm: float
+    eval_loss: float
+    lr: float
+    tokens_per_second: float
+    loss_limit: float
+    norm_limit: float
     time: float
 
     @property
@@ -44,42 +42,24 @@ class AttemptRow(NamedTuple):
         return self.action == "apply"
 
 
+_NUMBERS = AttemptRow._fields[4:]
+
+
 def row_of(attempt: int, line: Mapping[str, Any]) -> AttemptRow:
     """The row of a metrics line; fields of the wrong type become NaN, 0 or empty."""
-    action, verdict = line.get("action"), line.get("verdict")
-    step = line.get("step")
-    return AttemptRow(
-        attempt,
-        step if type(step) is int and 0 <= step < 1 << 53 else 0,
-        _number(line.get("loss")),
-        _number(line.get("grad_norm")),
-        _number(line.get("lr")),
-        _number(line.get("tokens_per_second")),
-        _number(line.get("eval_loss")),
-        _number(line.get("loss_limit")),
-        _number(line.get("norm_limit")),
-        action[:40] if isinstance(action, str) else "",
-        verdict[:40] if isinstance(verdict, str) else "",
-        _number(line.get("time")),
-    )
+    words = (line.get(name) for name in ("action", "verdict"))
+    action, verdict = (word[:40] if isinstance(word, str) else "" for word in words)
+    numbers = (number(line.get(name)) for name in _NUMBERS)
+    return AttemptRow(attempt, whole(line.get("step")), action, verdict, *numbers)
 
 
 def is_odd(row: AttemptRow, line: Mapping[str, Any]) -> bool:
     """Whether the step is unusual: not applied, not clean, or with a non-finite number."""
-    return row.action != "apply" or row.verdict != "Clean" or NONFINITE in line
+    return not row.is_applied or row.verdict != "Clean" or NONFINITE in line
 
 
-def _number(value: Any) -> float:
-    if type(value) is float or type(value) is int:
-        try:
-            return float(value)
-        except OverflowError:
-            return NAN
-    return NAN
-
-
-# The curves whose extremes are kept, by index into AttemptRow.
-_WATCHED = (2, 3, 5, 6)
+# The curves whose extremes are kept: loss, norm, held-out loss, speed, by index into AttemptRow.
+_WATCHED = (4, 5, 6, 8)
 
 
 class Column:

@@ -1,7 +1,8 @@
-"""Reads a file of JSON lines incrementally; an incomplete last line is read later."""
+"""Reads a file of JSON lines as it grows; an incomplete last line is read later."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,3 +70,19 @@ class Follower:
                         yield line
                 if len(partial) > LINE_BYTES:
                     raise OSError(f"{self._path}: has a line of more than {LINE_BYTES} bytes")
+
+
+def number(value: Any) -> float:
+    """A finite number; NaN for anything else."""
+    if type(value) is not float and type(value) is not int:
+        return math.nan
+    try:
+        converted = float(value)
+    except OverflowError:
+        return math.nan
+    return converted if math.isfinite(converted) else math.nan
+
+
+def whole(value: Any) -> int:
+    """A count; 0 for anything else."""
+    return value if type(value) is int and 0 <= value < 1 << 53 else 0

@@ -8,18 +8,30 @@ from typing import Any
 
 from runner.tools.reading.signature import SIGNATURES
 from runner.tools.report.drawing import number
-from runner.tools.report.evidence import Probe, StepEvidence, number_of
-from runner.tools.report.formatting import ranks_of, status_class, took, when
+from runner.tools.report.follow import number as number_of
+from runner.tools.report.follow import whole
 from runner.tools.report.incident import (
     REMARK_KINDS,
-    IncidentGroup,
     Line,
     group_incidents,
+    ints,
+    list_of,
     notices,
     readings,
     verdicts,
 )
-from runner.tools.report.markup import Html, join, table, tag
+from runner.tools.report.markup import (
+    Html,
+    details,
+    join,
+    note,
+    section,
+    status_class,
+    table,
+    tag,
+    took,
+    when,
+)
 from runner.tools.report.run_reader import RunReader
 
 MOST_INCIDENTS = 300
@@ -28,52 +40,44 @@ _MOST_NAMES, _FEW_NAMES = 16, 4  # for the newest incidents, and for the others
 _MOST_CHARACTERS, _FEW_CHARACTERS = 2000, 400
 _MOST_POSITIONS = 16
 _MOST_WARNINGS = 300
+_MOST_PROBES = 16
 
 
 def warnings(run: RunReader) -> Html | None:
     """Signatures found in the curve, and warnings that do not belong to a step."""
-    signatures = readings(run.fold.lines)
+    signatures = [_signature(line) for line in readings(run.fold.lines)[-_MOST_WARNINGS:]]
     warned = notices(run.fold.lines)
     if not warned and not signatures:
         return None
     rows = [
-        [when(one.time), one.kind.replace("_", " "), f"{one.step:,}", ranks_of(one), one.reason]
+        [when(one.time), one.kind.replace("_", " "), f"{one.step:,}", _ranks(one.ranks), one.reason]
         for one in warned[-_MOST_WARNINGS:]
     ]
-    more = f"The first {len(warned) - len(rows):,} are left out; journal.jsonl has them all."
-    return tag(
-        "section",
-        tag("h3", "Signatures and warnings"),
-        _signatures(signatures) if signatures else None,
+    return section(
+        "warnings",
+        "Signatures and warnings",
+        tag("ol", *signatures, cls="signatures") if signatures else None,
         table(["when", "what", "step", "ranks", "why"], rows) if rows else None,
-        tag("p", more, cls="note") if len(warned) > len(rows) else None,
-        cls="warnings",
+        _left_out(len(warned) - len(rows), ""),
     )
 
 
-def _signatures(lines: Sequence[Line]) -> Html:
-    """Signatures that the run found in its own curve; no action was taken."""
-    items = []
-    for line in lines[-_MOST_WARNINGS:]:
-        name = str(line.detail.get("signature", ""))[:60]
-        evidence = line.reason.removeprefix(f"{name}: ")
-        remedy = str(line.detail.get("try", ""))[:2000]
-        sure = str(line.detail.get("confidence", ""))[:20]
-        facts = [
-            ("seen", evidence),
-            ("to try", remedy),
-            ("when", f"step {line.step:,}" + (f", confidence {sure}" if sure else "")),
-        ]
-        meaning = SIGNATURES.get(name, "")
-        items.append(
-            tag(
-                "li",
-                tag("h4", tag("span", f"{name.replace('_', ' ')}: {meaning}".strip(": "))),
-                _facts(facts),
-                cls="signature",
-            )
-        )
-    return tag("ol", *items, cls="signatures")
+def _signature(line: Line) -> Html:
+    """A signature that the run found in its own curve; no action was taken."""
+    name = str(line.detail.get("signature", ""))[:60]
+    sure = str(line.detail.get("confidence", ""))[:20]
+    facts = {
+        "seen": line.reason.removeprefix(f"{name}: "),
+        "to try": str(line.detail.get("try", ""))[:2000],
+        "when": f"step {line.step:,}" + (f", confidence {sure}" if sure else ""),
+    }
+    title = f"{name.replace('_', ' ')}: {SIGNATURES.get(name, '')}".strip(": ")
+    return tag("li", tag("h4", tag("span", title)), _facts(facts.items()), cls="signature")
+
+
+def _left_out(count: int, of: str) -> Html | None:
+    text = f"The first {count:,}{of} are left out; journal.jsonl has them all."
+    return note(text) if count > 0 else None
 
 
 def incidents(run: RunReader) -> Html | None:
@@ -81,173 +85,159 @@ def incidents(run: RunReader) -> Html | None:
     groups = group_incidents(run.fold.lines)
     if not groups:
         return None
-    spans = _attempt_spans(run, groups)
-    left_out = len(groups) - MOST_INCIDENTS
-    shown = groups[-MOST_INCIDENTS:]
-    more = f"The first {left_out:,} of {len(groups):,} are left out; journal.jsonl has them all."
-    items = []
-    for index, group in enumerate(shown):
-        is_late = len(shown) - index <= _MOST_EVIDENCE
-        items.append(_incident(run, group, spans.get(id(group)), with_evidence=is_late))
-    return tag(
-        "section",
-        tag("h3", f"Incidents ({len(groups):,})"),
-        tag("p", more, cls="note") if left_out > 0 else None,
-        tag("ol", *items, start=max(1, left_out + 1)),
-        cls="incidents",
+    left_out = max(0, len(groups) - MOST_INCIDENTS)
+    # Without attempts there are no curves to show them in.
+    marks = run.marks() if len(run.fold.attempts) else []
+    attempts = {id(mark.line): mark.attempt for mark in marks}
+    items = [
+        _incident(run, group, attempts, is_late=len(groups) - place <= _MOST_EVIDENCE)
+        for place, group in enumerate(groups[left_out:], start=left_out)
+    ]
+    return section(
+        "incidents",
+        f"Incidents ({len(groups):,})",
+        _left_out(left_out, f" of {len(groups):,}"),
+        tag("ol", *items, start=left_out + 1),
     )
-
-
-def _attempt_spans(run: RunReader, groups: Sequence[IncidentGroup]) -> dict[int, tuple[int, int]]:
-    """First and last attempt of each incident."""
-    if not len(run.fold.attempts):  # without attempts there are no curves to show them in
-        return {}
-    at = {id(mark.line): mark.attempt for mark in run.marks()}
-    spans = {}
-    for group in groups:
-        attempts = [
-            at[id(line)] for line in group.lines if id(line) in at and line.kind not in REMARK_KINDS
-        ]
-        if attempts:
-            spans[id(group)] = min(attempts), max(attempts)
-    return spans
 
 
 def _incident(
-    run: RunReader, trouble: IncidentGroup, place: tuple[int, int] | None, *, with_evidence: bool
+    run: RunReader, group: Sequence[Line], attempts: Mapping[int, int], *, is_late: bool
 ) -> Html:
-    lines = [line for line in trouble.lines if line.kind not in REMARK_KINDS]
-    last, causes = lines[-1], verdicts(trouble)
-    kinds = [line.kind for line in lines]
-    summary = " then ".join(_count_kind(kind, kinds.count(kind)) for kind in dict.fromkeys(kinds))
-    numbers = [number for one in causes if (number := number_of(one)) is not None]
-    evidence = run.evidence(numbers[0]) if numbers and with_evidence else None
+    """One incident.
+
+    Args:
+        attempts: by the identity of a journal line.
+        is_late: whether it is shown in full.
+    """
+    lines = [line for line in group if line.kind not in REMARK_KINDS]
+    causes = verdicts(group)
+    bundles = (cause.get("bundle") for cause in causes)
+    numbers = [number for number in bundles if type(number) is int and 0 <= number < 10**12]
+    evidence = run.evidence(numbers[0]) if numbers and is_late else None
     names = list(dict.fromkeys(name for line in lines for name in line.sample_ids))
-    most_characters = _MOST_CHARACTERS if with_evidence else _FEW_CHARACTERS
+    at = [attempts[id(line)] for line in lines if id(line) in attempts]
     zoom = None
-    if place is not None:
+    if at:
         zoom = tag(
             "button", "show in the curves", type="button", cls="zoom",
-            data_from=place[0], data_to=place[1], hidden=True,
+            data_from=min(at), data_to=max(at), hidden=True,
         )  # fmt: skip
-    title = [tag("span", f"Step {trouble.first.step:,}: {summary}")]
+    title = [tag("span", f"Step {group[0].step:,}: {_summary(lines)}")]
     if causes:
-        title.append(tag("span", str(causes[0].get("cause", ""))[:60], cls="verdict"))
-    return tag(
-        "li",
-        tag("h4", tag("span", *title), zoom),
-        _facts(_incident_facts(run, trouble, lines, causes, numbers, most_characters)),
-        _names(names, _MOST_NAMES if with_evidence else _FEW_NAMES),
-        *(_evidence(evidence) if evidence is not None else []),
-        cls=f"incident {status_class(last.kind)}",
-        data_step=trouble.first.step,
-    )
-
-
-def _incident_facts(
-    run: RunReader,
-    trouble: IncidentGroup,
-    lines: Sequence[Line],
-    causes: Sequence[Mapping[str, Any]],
-    numbers: Sequence[int],
-    most_characters: int,
-) -> list[tuple[str, object]]:
-    """Name and value of each fact; a fact may be empty."""
-    episode, cause = trouble.last_of("episode"), causes[0] if causes else None
-    shape = episode.reason.partition("; suspected")[0].partition("; cause:")[0] if episode else ""
-    suspected = "" if causes or episode is None else str(episode.detail.get("cause", ""))
-    spans = [line.samples for line in lines if line.samples]
-    steps = sum(line.cost_steps for line in lines)
-    seconds = sum(line.cost_seconds for line in lines)
-    return [
-        ("when", when(trouble.first.time)),
-        ("why", str(cause.get("why", ""))[:most_characters] if cause is not None else ""),
-        ("refuted if", _refutation(cause) if cause is not None else ""),
-        ("not tried", "; ".join(_texts(cause.get("not_tried"))) if cause is not None else ""),
-        ("seen" if causes else "why", _reasons(lines, causes, most_characters)),
-        ("suspected cause", suspected),
-        ("shape", shape),
+        title.append(tag("span", str(causes[0]["cause"])[:60], cls="verdict"))
+    most_characters = _MOST_CHARACTERS if is_late else _FEW_CHARACTERS
+    facts = [
+        *_why(group, lines, causes, most_characters),
         ("who", _who(lines, causes)),
-        ("samples", _samples(spans, cause)),
-        ("cost", _cost(steps, seconds)),
+        ("samples", _samples(lines, causes)),
+        ("cost", _cost(lines)),
         ("done", lines[-1].decision),
         ("replay", _commands(run, numbers)),
         ("reports", _reports(run, lines)),
     ]
+    return tag(
+        "li",
+        tag("h4", tag("span", *title), zoom),
+        _facts(facts),
+        _names(names, _MOST_NAMES if is_late else _FEW_NAMES),
+        *(_evidence(*evidence) if evidence is not None else []),
+        cls=f"incident {status_class(lines[-1].kind)}",
+        data_step=group[0].step,
+    )
+
+
+def _summary(lines: Sequence[Line]) -> str:
+    kinds = [line.kind.replace("_", " ") for line in lines]
+    counts = ((kind, kinds.count(kind)) for kind in dict.fromkeys(kinds))
+    return " then ".join(kind if count == 1 else f"{kind} x{count}" for kind, count in counts)
+
+
+def _why(
+    group: Sequence[Line],
+    lines: Sequence[Line],
+    causes: Sequence[Mapping[str, Any]],
+    most_characters: int,
+) -> list[tuple[str, object]]:
+    """Time, reasons, and the shape of the episode; any may be empty."""
+    episode = next((line for line in reversed(group) if line.kind == "episode"), None)
+    shape = episode.reason.partition("; suspected")[0].partition("; cause:")[0] if episode else ""
+    suspected = "" if causes or episode is None else str(episode.detail.get("cause", ""))
+    facts: list[tuple[str, object]] = [("when", when(group[0].time))]
+    for cause in causes[:1]:
+        refutation = str(cause.get("refutation", ""))[:500]
+        tested = "tested: not so" if cause.get("is_tried") is True else "not tested"
+        facts += [
+            ("why", str(cause.get("why", ""))[:most_characters]),
+            ("refuted if", f"{refutation} ({tested})" if refutation else ""),
+            ("not tried", "; ".join(_texts(cause.get("not_tried")))),
+        ]
+    seen = _reasons(lines, causes, most_characters)
+    facts.append(("seen" if causes else "why", seen))
+    return [*facts, ("suspected cause", suspected), ("shape", shape)]
 
 
 def _facts(facts: Iterable[tuple[str, object]]) -> Html:
+    """Those of the facts that are not empty."""
     return tag("dl", *(join([tag("dt", name), tag("dd", value)]) for name, value in facts if value))
-
-
-def _refutation(verdict: Mapping[str, Any]) -> str:
-    refutation = str(verdict.get("refutation", ""))[:500]
-    if not refutation:
-        return ""
-    return f"{refutation} ({'tested: not so' if verdict.get('is_tried') is True else 'not tested'})"
 
 
 def _who(lines: Sequence[Line], causes: Sequence[Mapping[str, Any]]) -> str:
     """The ranks that a cause names, or else those of the journal lines."""
-    named = sorted({rank for cause in causes for rank in _ints(cause.get("ranks"))})
-    ranks = named or sorted({rank for line in lines for rank in line.ranks})
+    named = {rank for cause in causes for rank in ints(cause.get("ranks"))}
+    ranks = sorted(named or {rank for line in lines for rank in line.ranks})
     if not ranks:
         return ""
     hosts = list(dict.fromkeys(host for cause in causes for host in _texts(cause.get("hosts"))))
-    host = next((str(line.detail["host"])[:100] for line in lines if line.detail.get("host")), "")
-    host_text = f" on {', '.join(hosts[:8])}" if hosts else f" on {host}" if host else ""
-    return f"rank {', '.join(map(str, ranks[:32]))}{host_text}"
+    known = [str(line.detail["host"])[:100] for line in lines if line.detail.get("host")]
+    hosts = hosts[:8] or known[:1]
+    return f"rank {_ranks(ranks)}" + (f" on {', '.join(hosts)}" if hosts else "")
 
 
-def _samples(spans: Sequence[tuple[int, int]], verdict: Mapping[str, Any] | None) -> str:
-    positions = _ints(verdict.get("positions")) if verdict is not None else []
+def _ranks(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:32]))
+
+
+def _samples(lines: Sequence[Line], causes: Sequence[Mapping[str, Any]]) -> str:
+    positions = ints(causes[0].get("positions")) if causes else []
     if positions:
         more = f" and {len(positions) - _MOST_POSITIONS} more" * (len(positions) > _MOST_POSITIONS)
         return f"positions {', '.join(f'{one:,}' for one in positions[:_MOST_POSITIONS])}{more}"
+    spans = [line.samples for line in lines if line.samples]
     if not spans:
         return ""
     return f"positions {min(a for a, _ in spans):,} to {max(b for _, b in spans) - 1:,}"
 
 
-def _commands(run: RunReader, numbers: Sequence[int]) -> Html | str:
+def _commands(run: RunReader, numbers: Sequence[int]) -> Html:
     out = shlex.quote(str(run.run_dir.out))
-    commands = [f"holdfast replay {out} --incident {one}" for one in numbers[:3]]
-    return join(tag("p", tag("code", one)) for one in commands) if commands else ""
+    commands = (f"holdfast replay {out} --incident {number}" for number in numbers[:3])
+    return join(tag("p", tag("code", command)) for command in commands)
 
 
-def _reports(run: RunReader, lines: Sequence[Line]) -> Html | str:
+def _reports(run: RunReader, lines: Sequence[Line]) -> Html | None:
     """The directory of the ranks' reports about a crashed start."""
     for line in lines:
-        incarnation = line.detail.get("incarnation")
-        if line.kind == "crash" and type(incarnation) is int and 0 <= incarnation < 10**7:
+        incarnation = whole(line.detail.get("incarnation"))
+        if line.kind == "crash" and 0 < incarnation < 10**7:
             return tag("code", str(run.run_dir.incident(incarnation)))
-    return ""
+    return None
 
 
-def _evidence(evidence: StepEvidence) -> list[Html]:
-    details = []
-    if evidence.samples:
-        details.append(
-            tag(
-                "details",
-                tag("summary", "Text of the samples"),
-                tag("pre", evidence.samples),
-            )
-        )
-    if evidence.probes:
-        heads = ["computed again", "loss", "gradient norm", "NaN or Inf on"]
-        rows = [_probe(probe) for probe in evidence.probes]
-        summary = tag("summary", "The same step, computed again in variations")
-        details.append(tag("details", summary, table(heads, rows)))
-    return details
-
-
-def _probe(probe: Probe) -> list[str]:
-    ranks = ", ".join(map(str, probe.nonfinite_ranks)) or "-"
-    numbers = [
-        "not finite" if value is None else number(value) for value in (probe.loss, probe.grad_norm)
+def _evidence(probes: Mapping[str, Any], samples: str) -> list[Html]:
+    rows = []
+    for name, probe in probes.items():
+        if isinstance(probe, dict):
+            values = (number_of(probe.get(key)) for key in ("loss", "grad_norm"))
+            numbers = (number(value) if value == value else "not finite" for value in values)
+            bad = ", ".join(map(str, ints(probe.get("nonfinite_ranks"))[:64])) or "-"
+            rows.append([name[:60], *numbers, bad])
+    heads = ["computed again", "loss", "gradient norm", "NaN or Inf on"]
+    repeated = table(heads, rows[:_MOST_PROBES])
+    return [
+        *([details("Text of the samples", tag("pre", samples))] if samples else []),
+        *([details("The same step, computed again in variations", repeated)] if rows else []),
     ]
-    return [probe.name, *numbers, ranks]
 
 
 def _names(names: Sequence[str], most: int) -> Html | None:
@@ -257,7 +247,7 @@ def _names(names: Sequence[str], most: int) -> Html | None:
     if len(names) > most:
         items.append(tag("li", f"and {len(names) - most} more in journal.jsonl"))
     summary = "1 suspected sample" if len(names) == 1 else f"{len(names)} suspected samples"
-    return tag("details", tag("summary", summary), tag("ul", *items))
+    return details(summary, tag("ul", *items))
 
 
 def _reasons(
@@ -267,9 +257,9 @@ def _reasons(
     known_texts = [f"{one.get('cause', '')}: {one.get('why', '')}" for one in causes]
     distinct = dict.fromkeys(_without_known(line.reason, known_texts) for line in lines)
     reasons = [reason for reason in distinct if reason]
-    more = f"and {len(reasons) - 4} more" if len(reasons) > 4 else None
-    paragraphs = [tag("p", reason_text[:most_characters]) for reason_text in reasons[:4]]
-    return join([*paragraphs, tag("p", more) if more else ""])
+    shown = [reason[:most_characters] for reason in reasons[:4]]
+    shown += [f"and {len(reasons) - 4} more"] if len(reasons) > 4 else []
+    return join(tag("p", reason) for reason in shown)
 
 
 def _without_known(reason: str, known_texts: Sequence[str]) -> str:
@@ -279,12 +269,9 @@ def _without_known(reason: str, known_texts: Sequence[str]) -> str:
     return reason
 
 
-def _count_kind(kind: str, count: int) -> str:
-    label = kind.replace("_", " ")
-    return label if count == 1 else f"{label} x{count}"
-
-
-def _cost(steps: int, seconds: float) -> str:
+def _cost(lines: Sequence[Line]) -> str:
+    steps = sum(line.cost_steps for line in lines)
+    seconds = sum(line.cost_seconds for line in lines)
     costs = [
         *(["1 step" if steps == 1 else f"{steps:,} steps"] if steps else []),
         *([took(seconds)] if seconds else []),
@@ -292,11 +279,5 @@ def _cost(steps: int, seconds: float) -> str:
     return ", ".join(costs)
 
 
-def _ints(value: object) -> list[int]:
-    items = value if isinstance(value, list) else []
-    return [one for one in items if type(one) is int]
-
-
 def _texts(value: object) -> list[str]:
-    items = value if isinstance(value, list) else []
-    return [str(one)[:300] for one in items[:16]]
+    return [str(one)[:300] for one in list_of(value)[:16]]

@@ -21,7 +21,7 @@ from urllib.parse import parse_qs, urlsplit
 from runner.system.error import ConfigError
 from runner.system.parsing import json_text
 from runner.tools.report.attempts import AttemptRow
-from runner.tools.report.chart_data import data_of, news_of
+from runner.tools.report.drawing import data_of
 from runner.tools.report.page import page, parts_of
 from runner.tools.report.run_reader import RunReader
 
@@ -74,23 +74,19 @@ class LiveRun:
             self._update()
             run = self._run
             keys = dict(part.split(":", 1) for part in known.split(",") if ":" in part)
-            sections = {name: (key, markup) for name, key, markup in parts_of(run, 0)}
+            sections = parts_of(run, 0)
             rows = self._rows_after(after) if generation == run.generation else None
-            update = None
-            if rows is None:
-                update = data_of(run) if len(run.fold.attempts) else None
-            elif rows or after >= 0:
-                update = news_of(run, rows)
+            has_news = len(run.fold.attempts) if rows is None else rows or after >= 0
             return {
                 "alive": run.is_alive(),
                 "whole": rows is None,
                 "known": ",".join(f"{name}:{_short(key)}" for name, (key, _) in sections.items()),
                 "parts": {
-                    name: markup()
-                    for name, (key, markup) in sections.items()
+                    name: make()
+                    for name, (key, make) in sections.items()
                     if keys.get(name) != _short(key)
                 },
-                "run": update,
+                "run": data_of(run, rows) if has_news else None,
             }
 
     def _update(self) -> None:

@@ -1,9 +1,14 @@
-"""HTML in which every text is escaped, because only :func:`tag` creates it."""
+"""HTML in which every text is escaped, because only :func:`tag` creates it; times and names."""
 
 from __future__ import annotations
 
 import html
+import time
 from collections.abc import Iterable
+
+from runner.system.units import duration
+
+_KNOWN = ("done", "running", "halted", "failed", "crash", "halt", "silent", "preempted", "redo")
 
 
 class Html(str):
@@ -36,27 +41,61 @@ def tag(name: str, /, *children: object, **attributes: object) -> Html:
         for key, value in attributes.items()
         if value is not None and value is not False
     )
-    inner = "".join(text(child) for child in children if child is not None)
-    return Html(f"<{name}{attribute_text}>{inner}</{name}>")
-
-
-def void(name: str, /, **attributes: object) -> Html:
-    """A void element, which has no end tag."""
-    return Html(tag(name, **attributes).removesuffix(f"</{name}>"))
+    return Html(f"<{name}{attribute_text}>{join(children)}</{name}>")
 
 
 def join(parts: Iterable[object]) -> Html:
-    """The parts, concatenated."""
-    return Html("".join(text(part) for part in parts))
+    """The parts, concatenated; ``None`` is left out."""
+    return Html("".join(text(part) for part in parts if part is not None))
 
 
-def table(heads: Iterable[object], rows: Iterable[Iterable[object]], **attributes: object) -> Html:
+def table(heads: Iterable[object], rows: Iterable[Iterable[object]]) -> Html:
     """A table that scrolls horizontally if it is wider than the page."""
     head = tag("tr", *(tag("th", head, scope="col") for head in heads))
     body = join(tag("tr", *(tag("td", cell) for cell in row)) for row in rows)
-    element = tag("table", tag("thead", head), tag("tbody", body), **attributes)
+    element = tag("table", tag("thead", head), tag("tbody", body))
     return tag("div", element, cls="scroll", tabindex="0", role="region")
+
+
+def section(cls: str, title: str, *parts: object, **attributes: object) -> Html:
+    """A section of the page."""
+    return tag("section", tag("h3", title), *parts, cls=cls, **attributes)
+
+
+def note(words: str) -> Html:
+    """A remark in small letters."""
+    return tag("p", words, cls="note")
+
+
+def details(summary: str, *parts: object) -> Html:
+    """Parts that are shown on request."""
+    return tag("details", tag("summary", summary), *parts)
+
+
+def legend(entries: Iterable[tuple[Html, str]]) -> Html:
+    """What each sign means."""
+    return tag("ul", *(tag("li", sign, label) for sign, label in entries), cls="legend")
 
 
 def _name(key: str) -> str:
     return "class" if key == "cls" else key.replace("_", "-")
+
+
+def when(seconds: float) -> str:
+    """Local date and time; empty for 0."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else ""
+
+
+def took(seconds: float) -> str:
+    """A duration such as 0.7s, 12s or 3m07s."""
+    return f"{seconds:.1f}s" if 0 < seconds < 10 else duration(seconds)
+
+
+def status_class(status: str) -> str:
+    """The CSS class of a status or kind."""
+    return status if status in _KNOWN else "plain"
+
+
+def cut(words: str, most: int) -> str:
+    """The end of a long name, which says more than its start."""
+    return words if len(words) <= most else f"…{words[1 - most :]}"

@@ -16,12 +16,10 @@ from typing import Any
 
 from runner.system.error import ConfigError
 from runner.system.version import __version__
-from runner.tools.report import incident_section, internals, ring_section, section
-from runner.tools.report.chart_data import data_of, script_json
-from runner.tools.report.compare import comparison, comparison_data
-from runner.tools.report.markup import Html, join, tag, void
-from runner.tools.report.run_reader import RunReader
-from runner.tools.report.run_status import run_status
+from runner.tools.report import incident_section, sections
+from runner.tools.report.drawing import data_of, script_json
+from runner.tools.report.markup import Html, join, tag, text
+from runner.tools.report.run_reader import RunReader, RunStatus
 
 # uPlot 1.6.32, unmodified: https://github.com/leeoniya/uPlot, MIT.
 VENDORED = {
@@ -35,10 +33,6 @@ _LEAST_COLUMNS = 128
 MOST_RUNS = 16
 _DRAWING_STEPS = 500
 _AGES_SECONDS = 10
-_ORDER = (
-    "head", "time", "curves", "warnings", "incidents", "layers", "position", "source", "stream",
-    "ranks", "ring", "settings",
-)  # fmt: skip
 
 
 @cache
@@ -53,11 +47,6 @@ def asset(name: str) -> str:
     if wanted is not None and hashlib.sha256(data).hexdigest() != wanted:
         raise ConfigError(f"{_ASSETS / name}: is not the vendored file; reinstall the package")
     return data.decode()
-
-
-def columns_for(num_runs: int) -> int:
-    """How many columns each of several runs is drawn with."""
-    return max(_LEAST_COLUMNS, _COLUMNS // max(1, num_runs))
 
 
 def read_runs(
@@ -79,7 +68,8 @@ def read_runs(
         raise ConfigError(f"{len(outs)} runs: at most {MOST_RUNS} are shown side by side")
     readers = []
     for out in outs:
-        run = RunReader(out, columns=columns_for(len(outs)), clock=clock)
+        columns = max(_LEAST_COLUMNS, _COLUMNS // len(outs))
+        run = RunReader(out, columns=columns, clock=clock)
         for count, _ in enumerate(run.iter_update()):
             if count % 4096 == 0:
                 on_progress(out, *run.read_bytes)
@@ -89,112 +79,95 @@ def read_runs(
 
 def page(runs: Sequence[RunReader], *, is_live: bool = False) -> str:
     """The whole document."""
-    title = ", ".join(name_of(run) for run in runs)
+    names = [_name(run.run_dir.out, runs) for run in runs]
+    by_name = dict(zip(names, runs, strict=True))
     style = asset("uPlot.min.css") + asset("page.css")
     licence = asset("uPlot.LICENSE").strip()
     library = f"/* uPlot 1.6.32\n{licence}\n*/\n{asset('uPlot.iife.min.js')}"
     script = asset("page.js")
-    data = script_json(_data(runs, is_live=is_live))
-    made_at = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(float(runs[0].clock())))
+    data: dict[str, Any] = {"live": is_live, "runs": [data_of(run) for run in runs]}
+    parts = [tag("article", _article(run, place)) for place, run in enumerate(runs)]
+    if len(runs) > 1:
+        data["compare"] = sections.comparison_data(by_name)
+        parts.insert(0, sections.comparison(by_name))
+    made_at = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(runs[0].clock()))
     footer = (
         f"Made {made_at} by holdfast {__version__} from the files of the run. Curves: uPlot (MIT)."
     )
+    csp = policy(style, [library, script], is_live=is_live)
     head = tag(
         "head",
-        void("meta", charset="utf-8"),
-        void(
-            "meta",
-            http_equiv="Content-Security-Policy",
-            content=policy(style, [library, script], is_live=is_live),
-        ),
-        void("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        void("meta", name="color-scheme", content="light dark"),
-        void("meta", name="referrer", content="no-referrer"),
-        tag("title", f"{title} - holdfast"),
+        Html('<meta charset="utf-8">'),
+        Html(f'<meta http-equiv="Content-Security-Policy" content="{text(csp)}">'),
+        Html('<meta name="viewport" content="width=device-width, initial-scale=1">'),
+        Html('<meta name="color-scheme" content="light dark">'),
+        Html('<meta name="referrer" content="no-referrer">'),
+        tag("title", f"{', '.join(names)} - holdfast"),
         tag("style", Html(style)),
     )
     body = tag(
         "body",
         tag("header", tag("p", "holdfast", cls="brand"), tag("p", cls="live", hidden=True)),
-        tag("main", main(runs)),
+        tag("main", *parts),
         tag("footer", footer),
-        tag("script", Html(data), type="application/json", id="data"),
+        tag("script", Html(script_json(data)), type="application/json", id="data"),
         tag("script", Html(library)),
         tag("script", Html(script)),
     )
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
-def main(runs: Sequence[RunReader]) -> Html:
-    """The part of the page that depends on the data."""
-    parts = [tag("article", run_sections(run, number)) for number, run in enumerate(runs)]
-    if len(runs) > 1:
-        parts.insert(0, comparison(runs))
-    return join(parts)
+def _name(out: Path, runs: Sequence[RunReader]) -> str:
+    """The run's name: that of its directory, or the whole path where several have one name."""
+    is_shared = sum(run.run_dir.out.name == out.name for run in runs) > 1
+    return str(out) if is_shared else out.name or str(out.resolve())
 
 
-def run_sections(run: RunReader, number: int) -> Html:
+def _article(run: RunReader, place: int) -> Html:
     """All sections of one run."""
     return join(
-        tag("div", markup(), cls="part", data_part=name)
-        for name, _, markup in parts_of(run, number)
+        tag("div", make(), cls="part", data_part=name)
+        for name, (_, make) in parts_of(run, place).items()
     )
 
 
-def parts_of(run: RunReader, number: int) -> list[tuple[str, str, Callable[[], Html]]]:
-    """The sections in order: name, a key that changes with the content, and a function to make it.
+def parts_of(run: RunReader, place: int) -> dict[str, tuple[str, Callable[[], Html | str]]]:
+    """The sections in order: a key that changes with the content, and a function to make it.
 
     A section without data is empty.
     """
-    now = run_status(run)
-    eager: list[tuple[str, Html | None]] = [
-        ("head", join([tag("h2", name_of(run)), section.head(run, now)])),
-        ("time", section.where_time_went(run, now)),
-        ("warnings", incident_section.warnings(run)),
-        ("incidents", incident_section.incidents(run)),
-        ("stream", section.stream(run)),
-        ("settings", section.settings(run)),
-    ]
-    parts: dict[str, tuple[str, str, Callable[[], Html]]] = {
-        name: (name, part or Html(""), _always(part or Html(""))) for name, part in eager
-    }
+    now, out = RunStatus(run), run.run_dir.out
+    title = tag("h2", out.name or str(out.resolve()))
     # Drawings are large, so they are not updated at every step.
     key = f"{run.generation} {len(run.fold.attempts) // _DRAWING_STEPS}"
     side_key = f"{run.generation} {run.sides.version}"
-    lazy: list[tuple[str, str, Callable[[], Html | None]]] = [
-        ("curves", f"{key} {section.legend_of(run)}", lambda: section.curves(run, number)),
-        ("layers", side_key, lambda: internals.layers(run)),
-        ("position", side_key, lambda: internals.position(run)),
-        (
-            "source",
-            f"{key} {run.fold.sources.losses.num_inspections}",
-            lambda: internals.source(run),
-        ),
-        ("ranks", side_key, lambda: internals.ranks(run)),
-        ("ring", f"{side_key} {key} {_ring_key(run)}", lambda: ring_section.ring(run)),
-    ]
-    parts |= {name: (name, state, _or_empty(make)) for name, state, make in lazy}
-    return [parts[name] for name in _ORDER]
-
-
-def _always(part: Html) -> Callable[[], Html]:
-    return lambda: part
-
-
-def _or_empty(make: Callable[[], Html | None]) -> Callable[[], Html]:
-    return lambda: make() or Html("")
-
-
-def _ring_key(run: RunReader) -> str:
-    """A key that changes with the checkpoints, and regularly because their ages are shown."""
+    sources_key = f"{key} {run.fold.sources.losses.num_inspections}"
+    # Checkpoints, and at times their ages.
     states = ",".join(f"{one.serial}{one.state.value}" for one in run.checkpoints())
-    return f"{states} {int(run.clock()) // _AGES_SECONDS} {run.is_alive()}"
+    ring_key = f"{side_key} {key} {states} {int(run.clock()) // _AGES_SECONDS} {run.is_alive()}"
+    made: dict[str, tuple[str | None, Callable[[], Html | None]]] = {
+        "head": (None, lambda: join([title, sections.head(run, now)])),
+        "time": (None, lambda: sections.where_time_went(run, now)),
+        "curves": (f"{key} {sections.legend_of(run)}", lambda: sections.curves(run, place)),
+        "warnings": (None, lambda: incident_section.warnings(run)),
+        "incidents": (None, lambda: incident_section.incidents(run)),
+        "layers": (side_key, lambda: sections.layers(run)),
+        "position": (side_key, lambda: sections.position(run)),
+        "source": (sources_key, lambda: sections.source(run)),
+        "stream": (None, lambda: sections.stream(run)),
+        "ranks": (side_key, lambda: sections.ranks(run)),
+        "ring": (ring_key, lambda: sections.ring(run)),
+        "settings": (None, lambda: sections.settings(run)),
+    }
+    return {name: _part(key, make) for name, (key, make) in made.items()}
 
 
-def name_of(run: RunReader) -> str:
-    """The run's name: that of its directory."""
-    out = run.run_dir.out
-    return out.name or str(out.resolve())
+def _part(key: str | None, make: Callable[[], Html | None]) -> tuple[str, Callable[[], Html | str]]:
+    """A part; one without a key is cheap, and its text is the key."""
+    if key is not None:
+        return key, lambda: make() or ""
+    part = make() or ""
+    return part, lambda: part
 
 
 def policy(style: str, scripts: Sequence[str], *, is_live: bool) -> str:
@@ -214,10 +187,3 @@ def policy(style: str, scripts: Sequence[str], *, is_live: bool) -> str:
 
 def _digest(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _data(runs: Sequence[RunReader], *, is_live: bool) -> dict[str, Any]:
-    data: dict[str, Any] = {"live": is_live, "runs": [data_of(run) for run in runs]}
-    if len(runs) > 1:
-        data["compare"] = comparison_data(runs, [name_of(run) for run in runs])
-    return data

@@ -1,30 +1,35 @@
-"""The state of one run, read incrementally from its files."""
+"""The state of one run, read incrementally from its files: the one reader of page and terminal."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from runner.policy.decision.history import History, Incident
-from runner.run_dir.paths import RunDir
+from runner.policy.retention.records import State
+from runner.run_dir.paths import SAMPLES, RunDir, read_explanation
 from runner.run_dir.time_account import TimeAccount, account, plausible_seconds, seconds_by_kind
 from runner.system.error import ConfigError
+from runner.system.files import read_bounded
+from runner.system.units import duration
 from runner.tools.report.attempts import AttemptIndex, AttemptRow, Thinned, is_odd, row_of
-from runner.tools.report.evidence import StepEvidence, evidence
-from runner.tools.report.follow import Follower
+from runner.tools.report.follow import Follower, whole
 from runner.tools.report.incident import Line, line_of
-from runner.tools.report.side_files import SideFiles, SourceFold, whole
+from runner.tools.report.side_files import SideFiles, SourceFold
 from runner.tools.ring_files import StoredCheckpoint, checkpoints
 
 _HOUR = 3600.0
 _MOST_RECENT = 100_000  # lines kept for the account of the last hour
 _COMMON_KEYS = 17  # of a metrics line without columns for sources
-_EVIDENCE_CHARACTERS = 2000
+_TEXT_BYTES, _TEXT_CHARACTERS = 1 << 20, 2000  # of the samples of an explained step
 _ALIVE_SECONDS = 60.0  # the owner beats about every second; a busy file system may show it late
+
+
+Evidence = tuple[Mapping[str, Any], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +39,11 @@ class Mark:
     line: Line
     attempt: int
     back_to: int | None = None
+
+    @property
+    def is_news(self) -> bool:
+        """Whether the mark is worth drawing: every kind except the run's first start."""
+        return self.line.kind != "start" or self.line.attempt_number > 1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,7 +80,9 @@ class RunReader:
         ConfigError: there is no run in ``out``.
     """
 
-    def __init__(self, out: Path, *, columns: int = 1024, clock: Any = time.time) -> None:
+    def __init__(
+        self, out: Path, *, columns: int = 1024, clock: Callable[[], float] = time.time
+    ) -> None:
         self.run_dir = RunDir(out)
         if not (self.run_dir.journal.exists() or self.run_dir.metrics.exists()):
             raise ConfigError(
@@ -83,7 +95,7 @@ class RunReader:
         self._metrics = Follower(self.run_dir.metrics)
         self._journal = Follower(self.run_dir.journal)
         self.sides = SideFiles(self.run_dir, columns=max(32, columns // 5))
-        self._evidence: dict[int, StepEvidence] = {}
+        self._evidence: dict[int, Evidence] = {}
         self.fold = self._new_fold()
 
     def _new_fold(self) -> _Fold:
@@ -134,13 +146,14 @@ class RunReader:
             fold.num_odd += 1
             return
         fold.lines.append(line)
-        fold.journal.append(_account_line(line))
         fold.waiting.append(line)
         if line.kind == "rollback":
             fold.undone.append(line)
+        fold.journal.append(_account_line(line))
+        detail = fold.journal[-1]["detail"]
         for kind in ("lost", "stalls"):
-            fold.account.stalled(seconds_by_kind(line.detail.get(kind)))
-        fold.account.idle(fold.journal[-1]["detail"]["idle_seconds"])
+            fold.account.stalled(detail[kind])
+        fold.account.idle(detail["idle_seconds"])
         try:
             fold.history.add(Incident.from_json(record))
         except (LookupError, TypeError, ValueError, ArithmeticError):
@@ -194,14 +207,19 @@ class RunReader:
         end = len(self.fold.attempts)
         return [*self.fold.marks, *(self._mark(line, end) for line in self.fold.waiting)]
 
-    def evidence(self, number: int) -> StepEvidence | None:
-        """The evidence of an explained step, cached once it exists."""
-        cached = self._evidence.get(number)
-        if cached is None:
-            cached = evidence(self.run_dir, number, most_characters=_EVIDENCE_CHARACTERS)
-            if cached is not None:
-                self._evidence[number] = cached
-        return cached
+    def evidence(self, number: int) -> Evidence | None:
+        """The evidence of an explained step, kept once it exists: probes by name, and samples."""
+        if number not in self._evidence:
+            folder = self.run_dir.explanation(number)
+            try:
+                probes = read_explanation(folder)["probes"]
+                text = read_bounded(folder / SAMPLES, _TEXT_BYTES).decode(errors="replace")
+            except (OSError, ValueError, RecursionError):
+                return None
+            # The first line repeats the verdict.
+            samples = text.partition("\n")[2].strip()[:_TEXT_CHARACTERS]
+            self._evidence[number] = probes, samples
+        return self._evidence[number]
 
     # -- the run as a whole -----------------------------------------------------------------
 
@@ -231,7 +249,7 @@ class RunReader:
             beat = (self.run_dir.incarnation / "beat").stat().st_mtime
         except OSError:
             return None
-        return max(0.0, float(self.clock()) - beat)
+        return max(0.0, self.clock() - beat)
 
     def is_alive(self) -> bool:
         """Whether the run is training right now."""
@@ -254,12 +272,12 @@ class RunReader:
         breakdown = seconds_by_kind(summary.get("time")) if summary else {}
         if breakdown:
             return breakdown
-        until = float(self.clock()) if self.is_alive() else self.last_time()
+        until = self.clock() if self.is_alive() else self.last_time()
         return self.fold.account.breakdown(until - (self.began() or until))
 
     def last_hour(self) -> dict[str, float] | None:
         """The same for the last hour; None for a shorter run."""
-        until = float(self.clock()) if self.is_alive() else self.last_time()
+        until = self.clock() if self.is_alive() else self.last_time()
         since = until - _HOUR
         if (self.began() or until) >= since:
             return None
@@ -270,6 +288,120 @@ class RunReader:
     def checkpoints(self) -> list[StoredCheckpoint]:
         """The committed checkpoints on disk, in the order of their serials."""
         return checkpoints(self.run_dir)
+
+
+class RunStatus:
+    """The status of a run now.
+
+    ``status`` is done, halted, preempted, failed, running, starting or silent. Losses are in nats
+    per token. ``lost_steps`` and ``lost_seconds`` are what a restart from disk would compute again
+    after a crash right now; None without a checkpoint. ``silent_seconds`` counts from the last
+    heartbeat.
+    """
+
+    def __init__(self, run: RunReader) -> None:
+        fold, summary = run.fold, run.summary() or {}
+        last, attempts = fold.thinned.last, fold.attempts
+        self.status = _status(run)
+        self.reason = str(summary.get("reason", ""))[:2000]
+        self.step = _step(last, summary)
+        total = run.settings().get("steps")
+        self.total: int | None = total if type(total) is int else None
+        self.loss = _finite(last.loss if last else None)
+        self.eval_loss = _finite(fold.eval_loss)
+        self.tokens_per_second = _finite(last.tokens_per_second if last else None)
+        spent = run.time_spent()
+        self.wall_seconds = sum(spent.values())
+        self.goodput = spent.get("productive", 0.0) / (self.wall_seconds or 1.0)
+        self.silent_seconds = run.silent_seconds()
+        self.discards = fold.history.num_discarded
+        self.rollbacks = len(fold.history.rollbacks)
+        self.restarts = fold.history.num_restarts
+
+        remaining, pace = max(0, (self.total or 0) - self.step), attempts.pace()
+        is_running = self.status == "running"
+        self.eta_seconds = remaining * pace if is_running and remaining and pace else None
+        ring = run.checkpoints()
+        proven = [one for one in ring if one.state is State.clean]
+        usable = [one for one in ring if one.state is not State.tainted]
+        self.proven_step = proven[-1].step if proven else None
+        self.proven_age = max(0.0, run.clock() - proven[-1].time) if proven else 0.0
+        self.lost_steps = max(0, self.step - usable[-1].step) if usable else None
+        attempt = attempts.attempt_of(usable[-1].step) if usable else None
+        self.lost_seconds = 0.0
+        if attempt is not None:
+            self.lost_seconds = attempts.time_of(len(attempts) - 1) - attempts.time_of(attempt)
+
+    def sentence(self) -> str:
+        """One sentence with what a person needs first."""
+        losses = [
+            *([f"loss {self.loss:.4f}"] if self.loss is not None else []),
+            *([f"held-out {self.eval_loss:.4f}"] if self.eval_loss is not None else []),
+        ]
+        numbers = f"; {', '.join(losses)} nats per token" if losses else ""
+        return f"{self._progress()}{numbers}. {self._safety()}"
+
+    def numbers(self) -> list[tuple[str, str]]:
+        """Name and text of the known numbers besides step and losses."""
+        return [
+            *([("to go", duration(self.eta_seconds))] if self.eta_seconds is not None else []),
+            *([("loss", f"{self.loss:.4f}")] if self.loss is not None else []),
+            *([("held-out", f"{self.eval_loss:.4f}")] if self.eval_loss is not None else []),
+            *([("tokens/s", f"{self.tokens_per_second:,.0f}")] if self.tokens_per_second else []),
+            ("goodput", f"{self.goodput:.0%}"),
+            ("discarded", f"{self.discards:,}"),
+            ("rollbacks", f"{self.rollbacks:,}"),
+            ("restarts", f"{self.restarts:,}"),
+        ]
+
+    def _progress(self) -> str:
+        of = f" of {self.total:,}" if self.total is not None else ""
+        at = f"step {self.step:,}{of}"
+        if self.status == "running":
+            eta = "" if self.eta_seconds is None else f", about {duration(self.eta_seconds)} to go"
+            return f"Running: {at}{eta}"
+        if self.status == "starting":
+            return f"Starting: {at}"
+        if self.status == "silent":
+            silent = "" if self.silent_seconds is None else f" for {duration(self.silent_seconds)}"
+            return f"No heartbeat{silent}: {at}"
+        reason = f" ({self.reason})" if self.reason and self.status != "done" else ""
+        return f"{self.status.capitalize()}{reason}: {at}"
+
+    def _safety(self) -> str:
+        proven = "No checkpoint on disk is proven yet"
+        if self.proven_step is not None:
+            age = duration(self.proven_age)
+            proven = f"The newest proven checkpoint is of step {self.proven_step:,}, {age} old"
+        if self.lost_steps is None:
+            return f"{proven}."
+        if self.lost_steps == 0:
+            return f"{proven}; nothing would be lost now."
+        cost = f" ({duration(self.lost_seconds)} of work)" if self.lost_seconds > 0 else ""
+        steps = "1 step" if self.lost_steps == 1 else f"{self.lost_steps:,} steps"
+        return f"{proven}; {steps}{cost} would be computed again if the run were lost now."
+
+
+def _status(run: RunReader) -> str:
+    summary = run.summary()
+    if summary is not None:
+        return str(summary.get("status", "ended"))[:40]
+    if run.is_alive():
+        return "running" if len(run.fold.attempts) else "starting"
+    return "silent"
+
+
+def _step(last: AttemptRow | None, summary: Mapping[str, Any]) -> int:
+    """The number of applied updates."""
+    if type(summary.get("steps")) is int:
+        return int(summary["steps"])
+    if last is None:
+        return 0
+    return last.step if last.is_applied else max(0, last.step - 1)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and value == value else None
 
 
 def _timed(record: Mapping[str, Any]) -> dict[str, Any] | None:

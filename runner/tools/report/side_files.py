@@ -6,13 +6,12 @@ Also the columns of the metrics with the numbers of each source of a mixture.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from runner.run_dir.paths import RunDir
-from runner.tools.report.follow import Follower
-from runner.tools.report.grid import Grid
+from runner.tools.report.follow import Follower, number, whole
 
 # The quantities of a layer, in the order in which they are shown; see docs/warnings.md.
 LAYER_QUANTITIES = {
@@ -23,6 +22,7 @@ LAYER_QUANTITIES = {
     "weight": "weight norm",
     "adam_rms": "RMS of g/sqrt(v), Adam",
 }
+_MOST_NAMES = 4096
 _MOST_QUANTITIES = 10
 _MOST_SOURCES = 256
 _SAMPLES, _LOSS, _TRAINED = "samples/", "eval_loss/", "loss/"
@@ -33,10 +33,86 @@ TIERS = ("memory", "disk", "remote")
 _MOST_GONE = 1000  # copies kept per tier; those that lived longest stay
 
 
-class Fold(Protocol):
-    """Consumes the lines of one file; ignores fields that it cannot parse."""
+class Grid:
+    """Values of named rows over time, in a bounded number of columns that keep the extremes.
 
-    def add(self, line: Mapping[str, Any]) -> None: ...
+    Added one inspection at a time; too many columns are merged in pairs.
+
+    Args:
+        most_columns: the most columns that are kept.
+    """
+
+    def __init__(self, most_columns: int = 200) -> None:
+        self._most_columns = max(2, most_columns)
+        self._places: dict[str, int] = {}
+        self.width = 1  # inspections per column
+        self.steps: list[int] = []  # of each column's first inspection
+        # By row: lowest value, highest value, sum and count.
+        self._columns: list[dict[int, tuple[float, float, float, int]]] = []
+        self.num_inspections = 0
+        self.last_step = 0
+
+    @property
+    def names(self) -> list[str]:
+        return [name[:200] for name in self._places]
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Add the next inspection. A value that is not finite leaves its cell empty."""
+        if self.num_inspections == self._most_columns * self.width:
+            self._double()
+        if self.num_inspections % self.width == 0:
+            self._columns.append({})
+            self.steps.append(step)
+        self.num_inspections += 1
+        self.last_step = step
+        for name, value in values.items():
+            if name not in self._places and len(self._places) < _MOST_NAMES:
+                self._places[name] = len(self._places)
+            if name in self._places and math.isfinite(value):
+                _put(self._columns[-1], self._places[name], (value, value, value, 1))
+
+    def cells(self) -> list[list[float]]:
+        """By row and column, the value of each cell that is farthest from the row's median.
+
+        NaN for an empty cell. The distance is a ratio where all values are positive.
+        """
+        rows = []
+        for row, means in enumerate(self.means()):
+            known = sorted(mean for mean in means if math.isfinite(mean))
+            usual = known[(len(known) - 1) // 2] if known else math.nan
+            cells = (column.get(row) for column in self._columns)
+            rows.append([math.nan if cell is None else _extreme(cell, usual) for cell in cells])
+        return rows
+
+    def means(self) -> list[list[float]]:
+        """By row and column, the mean of each cell; NaN for an empty cell."""
+        empty = (0.0, 0.0, math.nan, 1)
+        rows = range(len(self._places))
+        cells = ([column.get(row, empty) for column in self._columns] for row in rows)
+        return [[cell[2] / cell[3] for cell in row] for row in cells]
+
+    def _double(self) -> None:
+        for column, later in zip(self._columns[::2], self._columns[1::2], strict=False):
+            for row, cell in later.items():
+                _put(column, row, cell)
+        self._columns, self.steps = self._columns[::2], self.steps[::2]
+        self.width *= 2
+
+
+def _put(
+    column: dict[int, tuple[float, float, float, int]],
+    row: int,
+    cell: tuple[float, float, float, int],
+) -> None:
+    low, high, total, count = column.get(row, (*cell[:2], 0.0, 0))
+    column[row] = min(low, cell[0]), max(high, cell[1]), total + cell[2], count + cell[3]
+
+
+def _extreme(cell: tuple[float, float, float, int], usual: float) -> float:
+    low, high = cell[:2]
+    if low > 0 and usual > 0:
+        return high if high / usual >= usual / low else low
+    return high if high - usual >= usual - low else low
 
 
 class LayerFold:
@@ -52,8 +128,8 @@ class LayerFold:
     def __init__(self, columns: int) -> None:
         self._columns = columns
         self.grids: dict[str, Grid] = {}
-        self.model = Grid(most_columns=columns)
-        self.profiles: list[tuple[int, tuple[float, ...]]] = []
+        self.model = Grid(columns)
+        self.profiles: list[tuple[int, list[float]]] = []
         self.positions = 0
         self._profile_stride = 1
         self._num_profiles = 0
@@ -64,24 +140,22 @@ class LayerFold:
         if isinstance(layers, dict):
             self._add_layers(step, layers)
         if isinstance(model, dict):
-            self.model.add(step, {str(name): number(one) for name, one in model.items()})
+            self.model.add(step, {name: number(value) for name, value in model.items()})
         profile = line.get("loss_by_position")
         if isinstance(profile, list) and 1 < len(profile) <= _MOST_POSITIONS:
             self.positions = whole(line.get("positions")) or len(profile)
-            self._add_profile(step, tuple(_or_nan(number(one)) for one in profile))
+            self._add_profile(step, [number(loss) for loss in profile])
 
     def _add_layers(self, step: int, layers: Mapping[str, Any]) -> None:
-        by_quantity: dict[str, dict[str, float | None]] = {name: {} for name in self.grids}
+        by_quantity: dict[str, dict[str, float]] = {name: {} for name in self.grids}
         for layer, numbers in layers.items():
             for name, value in numbers.items() if isinstance(numbers, dict) else ():
                 if name in by_quantity or len(by_quantity) < _MOST_QUANTITIES:
                     by_quantity.setdefault(name, {})[layer] = number(value)
         for name, values in by_quantity.items():
-            if name not in self.grids:
-                self.grids[name] = Grid(most_columns=self._columns)
-            self.grids[name].add(step, values)
+            self.grids.setdefault(name, Grid(self._columns)).add(step, values)
 
-    def _add_profile(self, step: int, profile: tuple[float, ...]) -> None:
+    def _add_profile(self, step: int, profile: list[float]) -> None:
         """Keep the first profile, the last, and some between."""
         if self.profiles and (self._num_profiles - 1) % self._profile_stride:
             self.profiles.pop()  # it was kept only because it was the last
@@ -104,28 +178,28 @@ class SourceFold:
 
     def __init__(self, columns: int) -> None:
         self.samples: dict[str, int] = {}
-        self.losses = Grid(most_columns=columns)
+        self.losses = Grid(columns)
         self.newest: dict[str, float] = {}
-        self.trained = Grid(most_columns=columns)
+        self.trained = Grid(columns)
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Take one line of the metrics."""
-        losses: dict[str, float | None] = {}
-        trained: dict[str, float | None] = {}
-        for key, value in line.items():
-            if key.startswith(_SAMPLES):
-                name = key[len(_SAMPLES) :]
-                if name in self.samples or len(self.samples) < _MOST_SOURCES:
-                    self.samples[name] = self.samples.get(name, 0) + whole(value)
-            elif key.startswith(_LOSS) and len(losses) < _MOST_SOURCES:
-                losses[key[len(_LOSS) :]] = number(value)
-            elif key.startswith(_TRAINED) and len(trained) < _MOST_SOURCES:
-                trained[key[len(_TRAINED) :]] = number(value)
+        for name, value in _of_sources(line, _SAMPLES).items():
+            if name in self.samples or len(self.samples) < _MOST_SOURCES:
+                self.samples[name] = self.samples.get(name, 0) + whole(value)
+        step = whole(line.get("step"))
+        trained, losses = _of_sources(line, _TRAINED), _of_sources(line, _LOSS)
         if trained and line.get("action") == "apply":
-            self.trained.add(whole(line.get("step")), trained)
+            self.trained.add(step, {name: number(value) for name, value in trained.items()})
         if losses:
-            self.losses.add(whole(line.get("step")), losses)
-            self.newest |= {name: one for name, one in losses.items() if one is not None}
+            known = {name: number(value) for name, value in losses.items()}
+            self.losses.add(step, known)
+            self.newest |= {name: value for name, value in known.items() if value == value}
+
+
+def _of_sources(line: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    keys = [key for key in line if key.startswith(prefix)][:_MOST_SOURCES]
+    return {key.removeprefix(prefix): line[key] for key in keys}
 
 
 class RankFold:
@@ -137,15 +211,20 @@ class RankFold:
     """
 
     def __init__(self, columns: int) -> None:
-        self.own = Grid(most_columns=columns)
-        self.device = Grid(most_columns=columns)
+        self.own = Grid(columns)
+        self.device = Grid(columns)
 
     def add(self, line: Mapping[str, Any]) -> None:
         step, size = whole(line.get("step")), max(1, whole(line.get("ranks_a_value")))
         for grid, name in ((self.own, "own_seconds"), (self.device, "device_seconds")):
             values = line.get(name)
             if isinstance(values, list) and len(values) <= _MOST_RANKS:
-                grid.add(step, {_rank_name(at, size): number(one) for at, one in enumerate(values)})
+                names = (_rank_name(at * size, size) for at in range(len(values)))
+                grid.add(step, dict(zip(names, map(number, values), strict=True)))
+
+
+def _rank_name(first: int, size: int) -> str:
+    return f"rank {first}" if size == 1 else f"ranks {first}-{first + size - 1}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -155,7 +234,7 @@ class TierCopy:
     serial: int
     step: int
     saved: float
-    proven: float | None = None
+    clean: float | None = None
     tainted: float | None = None
     gone: float | None = None
 
@@ -178,62 +257,26 @@ class RingFold:
 
     def add(self, line: Mapping[str, Any]) -> None:
         name, serial, time = line.get("tier"), line.get("serial"), number(line.get("time"))
-        tier_state = self._tiers.get(name) if isinstance(name, str) else None
-        if tier_state is None or type(serial) is not int or time is None:
+        if name not in TIERS or type(serial) is not int or math.isnan(time):
             return
-        state, copy = line.get("state"), tier_state.live.get(serial)
+        tier, state = self._tiers[name], line.get("state")
         if state == "committed":
-            tier_state.live[serial] = TierCopy(
-                serial=serial, step=whole(line.get("of")), saved=time
-            )
-        elif copy is None:
-            return
-        elif state == "clean":
-            copy.proven = time
-        elif state == "tainted":
-            copy.tainted = time
-        elif state == "gone":
-            copy.gone = time
-            tier_state.gone.append(tier_state.live.pop(serial))
-            if len(tier_state.gone) > 2 * _MOST_GONE:
-                longest = sorted(tier_state.gone, key=TierCopy.lived, reverse=True)[:_MOST_GONE]
-                tier_state.gone = sorted(longest, key=lambda one: one.saved)
+            tier.live[serial] = TierCopy(serial=serial, step=whole(line.get("of")), saved=time)
+        elif serial in tier.live and state in ("clean", "tainted", "gone"):
+            setattr(tier.live[serial], state, time)
+            if state == "gone":
+                tier.gone.append(tier.live.pop(serial))
+        if len(tier.gone) > 2 * _MOST_GONE:
+            tier.gone = sorted(tier.gone, key=TierCopy.lived, reverse=True)[:_MOST_GONE]
 
     def copies(self, tier: str) -> list[TierCopy]:
         """The copies of one tier in the order of their saves; the longest lived if very many."""
-        tier_state = self._tiers[tier]
-        return sorted([*tier_state.gone, *tier_state.live.values()], key=lambda one: one.saved)
+        copies = [*self._tiers[tier].gone, *self._tiers[tier].live.values()]
+        return sorted(copies, key=lambda copy: copy.saved)
 
     def live(self, tier: str) -> list[TierCopy]:
         """The copies that still exist, by serial."""
-        return sorted(self._tiers[tier].live.values(), key=lambda one: one.serial)
-
-
-T = TypeVar("T", bound=Fold)
-
-
-class _FollowedFile(Generic[T]):
-    """One file that is followed, with what was gathered from it."""
-
-    def __init__(self, follower: Follower, make: Callable[[], T]) -> None:
-        self._follower = follower
-        self._make = make
-        self.fold = make()
-        self.version = 0
-
-    def update(self) -> None:
-        if self._follower.was_replaced():
-            self._follower.restart()
-            self.fold = self._make()
-            self.version += 1
-        before = self._follower.offset
-        for line in self._follower.lines():
-            self.fold.add(line)
-        self.version += self._follower.offset != before
-
-    @property
-    def num_damaged(self) -> int:
-        return self._follower.num_damaged
+        return sorted(self._tiers[tier].live.values(), key=lambda copy: copy.serial)
 
 
 class SideFiles:
@@ -244,63 +287,35 @@ class SideFiles:
     """
 
     def __init__(self, run_dir: RunDir, *, columns: int) -> None:
-        self._layers = _FollowedFile(Follower(run_dir.layers), lambda: LayerFold(columns))
-        self._ranks = _FollowedFile(Follower(run_dir.rank_times), lambda: RankFold(columns))
-        self._ring = _FollowedFile(Follower(run_dir.ring_lines), RingFold)
+        self._columns = columns
+        files = (run_dir.layers, run_dir.rank_times, run_dir.ring_lines)
+        self._followers = [Follower(path) for path in files]
+        self.version = 0  # rises whenever a file changed
+        self._begin()
+
+    def _begin(self) -> None:
+        self.layers, self.ranks = LayerFold(self._columns), RankFold(self._columns)
+        self.ring = RingFold()
 
     def update(self) -> None:
-        """Read what is new.
+        """Read what is new; all of it where a restart cut a file.
 
         Raises:
             OSError: a file cannot be read.
         """
-        self._layers.update()
-        self._ranks.update()
-        self._ring.update()
-
-    @property
-    def layers(self) -> LayerFold:
-        return self._layers.fold
-
-    @property
-    def ranks(self) -> RankFold:
-        return self._ranks.fold
-
-    @property
-    def ring(self) -> RingFold:
-        return self._ring.fold
-
-    @property
-    def version(self) -> str:
-        """A text that changes whenever a file changed."""
-        return f"{self._layers.version} {self._ranks.version} {self._ring.version}"
+        if any(follower.was_replaced() for follower in self._followers):
+            for follower in self._followers:
+                follower.restart()
+            self._begin()
+            self.version += 1
+        adds = (self.layers.add, self.ranks.add, self.ring.add)
+        for follower, add in zip(self._followers, adds, strict=True):
+            before = follower.offset
+            for line in follower.lines():
+                add(line)
+            self.version += follower.offset != before
 
     @property
     def num_damaged(self) -> int:
         """Lines in the three files that could not be read."""
-        return sum(one.num_damaged for one in (self._layers, self._ranks, self._ring))
-
-
-def number(value: Any) -> float | None:
-    """A finite number; None for anything else."""
-    if type(value) is not float and type(value) is not int:
-        return None
-    try:
-        converted = float(value)
-    except OverflowError:
-        return None
-    return converted if math.isfinite(converted) else None
-
-
-def whole(value: Any) -> int:
-    """A count; 0 for anything else."""
-    return value if type(value) is int and 0 <= value < 1 << 53 else 0
-
-
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
-def _rank_name(index: int, size: int) -> str:
-    first = index * size
-    return f"rank {first}" if size == 1 else f"ranks {first}-{first + size - 1}"
+        return sum(follower.num_damaged for follower in self._followers)

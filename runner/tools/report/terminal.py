@@ -14,17 +14,16 @@ from rich.text import Text
 from runner.system.units import duration, format_bytes
 from runner.tools.report.attempts import AttemptRow
 from runner.tools.report.drawing import bounds, number
-from runner.tools.report.formatting import took
 from runner.tools.report.incident import REMARK_KINDS, group_incidents, notices, readings, verdicts
-from runner.tools.report.internals import slowest
-from runner.tools.report.markup import plain
-from runner.tools.report.run_reader import RunReader
-from runner.tools.report.run_status import RunStatus, run_status, sentence
+from runner.tools.report.markup import plain, took
+from runner.tools.report.run_reader import RunReader, RunStatus
+from runner.tools.report.sections import slowest
 
 _HEIGHT = 7  # lines of the chart
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _COLOURS = {"done": "green", "running": "cyan", "halted": "red", "failed": "red"}
 _MOST = 5  # incidents, checkpoints
+_IN_SENTENCE = ("loss", "held-out")
 
 
 def frame(run: RunReader, *, width: int) -> Group:
@@ -33,10 +32,10 @@ def frame(run: RunReader, *, width: int) -> Group:
     Args:
         width: of the terminal, in characters.
     """
-    now = run_status(run)
+    now = RunStatus(run)
     parts: list[RenderableType] = [
         Panel(
-            Text(plain(sentence(now))),
+            Text(plain(now.sentence())),
             title=Text(plain(run.run_dir.out.name or run.run_dir.out)),
             title_align="left",
             border_style=_COLOURS.get(now.status, "yellow"),
@@ -55,14 +54,11 @@ def frame(run: RunReader, *, width: int) -> Group:
 
 
 def _numbers(now: RunStatus) -> Text:
-    parts = [
-        *([f"to go {duration(now.eta_seconds)}"] if now.eta_seconds is not None else []),
-        *([f"{now.tokens_per_second:,.0f} tok/s"] if now.tokens_per_second else []),
-        f"goodput {now.goodput:.0%}",
-        f"discarded {now.discards:,}",
-        f"rollbacks {now.rollbacks:,}",
-        f"restarts {now.restarts:,}",
-    ]
+    numbers = dict(now.numbers())
+    speed = numbers.pop("tokens/s", None)
+    parts = [f"{name} {value}" for name, value in numbers.items() if name not in _IN_SENTENCE]
+    if speed is not None:
+        parts.insert(len(parts) - 4, f"{speed} tok/s")
     return Text("  ".join(parts))
 
 
@@ -107,18 +103,13 @@ def _incidents(run: RunReader, width: int) -> list[RenderableType]:
         return []
     table = _table(f"incidents ({len(incidents):,})", "step", "what", "ranks", "why", "done")
     width_left = max(20, width - 42)
-    for one in incidents[-_MOST:]:
-        line = next((one for one in reversed(one.lines) if one.kind not in REMARK_KINDS), one.first)
-        verdict = next(iter(verdicts(one)), None)
-        why = line.reason if verdict is None else f"{verdict.get('cause')}: {verdict.get('why')}"
-        _add(
-            table,
-            f"{one.first.step:,}",
-            line.kind,
-            ",".join(map(str, line.ranks[:8])),
-            _cut(why, 0.6 * width_left),
-            _cut(line.decision, 0.4 * width_left),
-        )
+    for group in incidents[-_MOST:]:
+        line = next(line for line in reversed(group) if line.kind not in REMARK_KINDS)
+        verdict = next(iter(verdicts(group)), None)
+        why = line.reason if verdict is None else f"{verdict['cause']}: {verdict.get('why')}"
+        ranks = ",".join(map(str, line.ranks[:8]))
+        cells = _cut(why, 0.6 * width_left), _cut(line.decision, 0.4 * width_left)
+        _add(table, f"{group[0].step:,}", line.kind, ranks, *cells)
     for line in warnings[-2:]:
         cells = _cut(line.reason, 0.6 * width_left), _cut(line.decision, 0.4 * width_left)
         _add(table, f"{line.step:,}", line.kind, "", *cells)
@@ -146,16 +137,9 @@ def _ring(run: RunReader) -> list[RenderableType]:
     if not checkpoints:
         return []
     table = _table("the ring on disk", "step", "state", "size", "age")
-    clock = float(run.clock())
-    for checkpoint in reversed(checkpoints[-_MOST:]):
-        age = duration(max(0.0, clock - checkpoint.time))
-        _add(
-            table,
-            f"{checkpoint.step:,}",
-            checkpoint.state.value,
-            format_bytes(checkpoint.num_bytes),
-            age,
-        )
+    for one in reversed(checkpoints[-_MOST:]):
+        age = duration(max(0.0, run.clock() - one.time))
+        _add(table, f"{one.step:,}", one.state.value, format_bytes(one.num_bytes), age)
     return [table]
 
 

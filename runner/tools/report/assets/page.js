@@ -57,6 +57,53 @@
     return isLog ? [10 ** low, 10 ** high] : [low, high];
   }
 
+  // -- charts --------------------------------------------------------------------------------
+
+  const axis = (size, more) => ({
+    font: FONT, stroke: () => css("--ink-2"), grid: { stroke: () => css("--grid"), width: 1 }, ticks: { stroke: () => css("--grid") }, size, ...more,
+  });
+
+  function draw(figure, options, columns) {
+    const chart = new uPlot({ width: Math.floor(figure.clientWidth) || 600, legend: { show: false }, ...options }, columns, figure);
+    figure.classList.add("drawn");
+    figure.chart = chart;
+    new ResizeObserver(() => {
+      const width = Math.floor(figure.clientWidth);
+      if (width > 0 && width !== chart.width) chart.setSize({ width, height: chart.height });
+    }).observe(figure);
+    return chart;
+  }
+
+  function withKeys(figure, label, act) {
+    figure.tabIndex = 0;
+    figure.setAttribute("role", "group");
+    figure.setAttribute("aria-label", label);
+    figure.addEventListener("keydown", (event) => {
+      if (!event.ctrlKey && !event.altKey && !event.metaKey && act(event.key)) event.preventDefault();
+    });
+  }
+
+  function trace(pen, ...points) {
+    pen.beginPath();
+    points.forEach(([x, y], at) => (at ? pen.lineTo(x, y) : pen.moveTo(x, y)));
+  }
+
+  function triangle(pen, x, y, arm, height) {
+    trace(pen, [x, y], [x + arm, y + height], [x - arm, y + height]);
+    pen.fill();
+  }
+
+  // Draws within the plot, or so many pixels around it.
+  function within(u, around, over, paint) {
+    const { left, top, width, height } = u.bbox;
+    u.ctx.save();
+    u.ctx.beginPath();
+    u.ctx.rect(left - around, over ? 0 : top, width + 2 * around, height + around + (over ? top : 0));
+    u.ctx.clip();
+    paint(u.ctx);
+    u.ctx.restore();
+  }
+
   // -- one run -------------------------------------------------------------------------------
 
   const TITLES = { loss: "loss", grad_norm: "grad norm", lr: "lr", tokens_per_second: "tokens/s" };
@@ -175,31 +222,19 @@
 
     addChart(figure) {
       const name = figure.dataset.curve, isLog = name === "grad_norm";
-      const chart = new uPlot(this.options(figure, name, isLog), this.series(name), figure);
-      figure.classList.add("drawn");
-      figure.tabIndex = 0;
-      figure.setAttribute("role", "group");
-      figure.setAttribute("aria-label", `${TITLES[name]} over attempted steps`);
-      figure.addEventListener("keydown", (event) => this.key(event, chart));
-      figure.chart = chart;
+      const chart = draw(figure, this.options(name, isLog), this.series(name));
+      withKeys(figure, `${TITLES[name]} over attempted steps`, (key) => this.key(key, chart));
       this.charts.push(chart);
-      new ResizeObserver(() => {
-        const width = Math.floor(figure.clientWidth);
-        if (width > 0 && width !== chart.width) chart.setSize({ width, height: chart.height });
-      }).observe(figure);
     }
 
     series(name) {
       return [this.attempt, this.applied(name)];
     }
 
-    options(figure, name, isLog) {
-      const ink = () => css("--ink-2"), grid = () => css("--grid");
+    options(name, isLog) {
       return {
-        width: Math.floor(figure.clientWidth) || 600,
         height: name === "loss" ? 260 : name === "grad_norm" ? 210 : 150,
         padding: [name === "loss" ? 26 : 10, 30, 0, 0], // the last label needs its half
-        legend: { show: false },
         cursor: {
           sync: { key: `run${this.number}` },
           drag: { x: true, y: false },
@@ -211,16 +246,14 @@
           y: { distr: isLog ? 3 : 1, range: (u) => this.height(u, name, isLog) },
         },
         axes: [
-          {
-            font: FONT, stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid },
-            size: 32, space: 70, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7],
+          axis(32, {
+            space: 70, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7],
             values: (u, splits) => splits.map((v) => group.format(this.stepAt(v))),
-          },
-          {
-            font: FONT, stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid },
-            size: 62, space: 28, values: (u, splits) => splits.map((v) => (v === null ? null : short(v))),
+          }),
+          axis(62, {
+            space: 28, values: (u, splits) => splits.map((v) => (v === null ? null : short(v))),
             ...(isLog ? { filter: (u, splits) => filterLog(u, splits) } : {}),
-          },
+          }),
         ],
         series: [{}, { stroke: () => css("--blue"), width: 1.4, gaps: (u) => this.gaps(u), points: { show: (u) => u.scales.x.max - u.scales.x.min < 60, size: 4, fill: () => css("--blue") } }],
         hooks: {
@@ -235,8 +268,7 @@
     // The line spans a step that was not applied, and starts again after a rollback.
     gaps(u) {
       const found = [];
-      for (const mark of this.marks) {
-        if (mark.kind !== "rollback" || mark.back === null) continue;
+      for (const mark of this.rollbacks()) {
         let before = place(this.attempt, mark.attempt), after = before + 1;
         while (before > 0 && !this.isApplied(before)) before--;
         while (after < this.attempt.length - 1 && !this.isApplied(after)) after++;
@@ -260,32 +292,29 @@
 
     // Behind the curve: the gate's limits, undone stretches, restarts.
     drawBelow(u, name) {
-      const pen = u.ctx, { left, top, width, height } = u.bbox;
-      const ratio = devicePixelRatio;
-      pen.save();
-      pen.beginPath();
-      pen.rect(left, top, width, height);
-      pen.clip();
-      pen.fillStyle = css("--undone");
-      for (const mark of this.marks) {
-        if (mark.kind !== "rollback" || mark.back === null) continue;
-        const from = u.valToPos(mark.back, "x", true), to = u.valToPos(mark.attempt, "x", true);
-        pen.fillRect(from, top, Math.max(1, to - from), height);
-      }
-      const limit = this.columns[LIMITS[name]];
-      if (limit) this.drawLimit(u, limit);
-      for (const mark of this.marks) {
-        if (mark.kind === "rollback" || mark.kind === "redo") continue;
-        const x = Math.round(u.valToPos(mark.attempt, "x", true)) - ratio / 2;
-        pen.strokeStyle = css({ rebaseline: "--green", halt: "--red" }[mark.kind] ?? "--ink-2");
-        pen.lineWidth = (mark.kind === "halt" ? 3 : 1.5) * ratio;
-        pen.setLineDash(mark.kind === "halt" ? [] : mark.kind === "rebaseline" ? [2 * ratio, 3 * ratio] : [5 * ratio, 4 * ratio]);
-        pen.beginPath();
-        pen.moveTo(x, top);
-        pen.lineTo(x, top + height);
-        pen.stroke();
-      }
-      pen.restore();
+      within(u, 0, false, (pen) => {
+        const { top, height } = u.bbox, ratio = devicePixelRatio;
+        pen.fillStyle = css("--undone");
+        for (const mark of this.rollbacks()) {
+          const from = u.valToPos(mark.back, "x", true), to = u.valToPos(mark.attempt, "x", true);
+          pen.fillRect(from, top, Math.max(1, to - from), height);
+        }
+        const limit = this.columns[LIMITS[name]];
+        if (limit) this.drawLimit(u, limit);
+        for (const mark of this.marks) {
+          if (mark.kind === "rollback" || mark.kind === "redo") continue;
+          const x = Math.round(u.valToPos(mark.attempt, "x", true)) - ratio / 2;
+          pen.strokeStyle = css({ rebaseline: "--green", halt: "--red" }[mark.kind] ?? "--ink-2");
+          pen.lineWidth = (mark.kind === "halt" ? 3 : 1.5) * ratio;
+          pen.setLineDash(({ halt: [], rebaseline: [2, 3] }[mark.kind] ?? [5, 4]).map((one) => one * ratio));
+          trace(pen, [x, top], [x, top + height]);
+          pen.stroke();
+        }
+      });
+    }
+
+    rollbacks() {
+      return this.marks.filter((mark) => mark.kind === "rollback" && mark.back !== null);
     }
 
     drawLimit(u, limit) {
@@ -314,16 +343,12 @@
 
     // In front of it: steps not applied, values off the scale, rollbacks, held-out losses.
     drawAbove(u, name) {
-      const pen = u.ctx, { left, top, width, height } = u.bbox, ratio = devicePixelRatio;
-      pen.save();
-      pen.beginPath();
-      pen.rect(left - 6 * ratio, 0, width + 12 * ratio, top + height + 6 * ratio);
-      pen.clip();
-      if (name === "loss") { this.drawEvaluations(u); this.drawRing(u); }
-      if (LIMITS[name]) this.drawOdd(u, name);
-      this.drawHigh(u, name);
-      if (name === "loss") this.drawArcs(u);
-      pen.restore();
+      within(u, 6 * devicePixelRatio, true, () => {
+        if (name === "loss") { this.drawEvaluations(u); this.drawRing(u); }
+        if (LIMITS[name]) this.drawOdd(u, name);
+        this.drawHigh(u, name);
+        if (name === "loss") this.drawArcs(u);
+      });
     }
 
     inside(u, x) {
@@ -340,18 +365,20 @@
         pen.strokeStyle = css(action === "redo" ? "--green" : "--red");
         pen.lineWidth = ratio;
         pen.globalAlpha = 0.45;
-        pen.beginPath(); pen.moveTo(x, top + height); pen.lineTo(x, y); pen.stroke();
+        trace(pen, [x, top + height], [x, y]);
+        pen.stroke();
         pen.globalAlpha = 1;
         pen.lineWidth = 2 * ratio;
-        pen.beginPath();
         if (action === "redo") { // a circular arrow
+          pen.beginPath();
           pen.arc(x, y, arm, 0.9, 2 * Math.PI - 0.3);
-          pen.moveTo(x + arm + 1.5 * ratio, y - arm); pen.lineTo(x + arm, y - 0.5 * ratio); pen.lineTo(x + 0.5 * ratio, y - 2 * ratio);
           pen.stroke();
-          continue;
+          trace(pen, [x + arm + 1.5 * ratio, y - arm], [x + arm, y - 0.5 * ratio], [x + 0.5 * ratio, y - 2 * ratio]);
+        } else {
+          trace(pen, [x - arm, y - arm], [x + arm, y + arm]);
+          pen.stroke();
+          trace(pen, [x - arm, y + arm], [x + arm, y - arm]);
         }
-        pen.moveTo(x - arm, y - arm); pen.lineTo(x + arm, y + arm);
-        pen.moveTo(x - arm, y + arm); pen.lineTo(x + arm, y - arm);
         pen.stroke();
       }
     }
@@ -367,9 +394,7 @@
         const x = u.valToPos(this.attempt[at], "x", true);
         if (!this.inside(u, x) || x - before < 9 * ratio) continue;
         before = x;
-        pen.beginPath();
-        pen.moveTo(x, top - 7 * ratio); pen.lineTo(x + 5 * ratio, top + 2 * ratio); pen.lineTo(x - 5 * ratio, top + 2 * ratio);
-        pen.closePath(); pen.fill();
+        triangle(pen, x, top - 7 * ratio, 5 * ratio, 9 * ratio);
       }
     }
 
@@ -377,8 +402,7 @@
       const pen = u.ctx, { left, width, top } = u.bbox, ratio = devicePixelRatio;
       pen.strokeStyle = css("--purple");
       pen.lineWidth = 2 * ratio;
-      for (const mark of this.marks) {
-        if (mark.kind !== "rollback" || mark.back === null) continue;
+      for (const mark of this.rollbacks()) {
         const from = u.valToPos(mark.attempt, "x", true), to = u.valToPos(mark.back, "x", true);
         if (from < left || to > left + width) continue;
         const y = top - 1 * ratio, up = Math.min(22 * ratio, 8 * ratio + (from - to) / 6);
@@ -387,10 +411,8 @@
         pen.quadraticCurveTo((from + to) / 2, y - 2 * up, to, y);
         pen.stroke();
         const angle = Math.atan2(2 * up, (to - from) / 2), arm = 8 * ratio;
-        pen.beginPath();
-        pen.moveTo(to - arm * Math.cos(angle - 0.5), y - arm * Math.sin(angle - 0.5));
-        pen.lineTo(to, y);
-        pen.lineTo(to - arm * Math.cos(angle + 0.5), y - arm * Math.sin(angle + 0.5));
+        const end = (turn) => [to - arm * Math.cos(angle + turn), y - arm * Math.sin(angle + turn)];
+        trace(pen, end(-0.5), [to, y], end(0.5));
         pen.stroke();
       }
     }
@@ -400,20 +422,10 @@
       pen.strokeStyle = css("--orange");
       pen.fillStyle = css("--paper");
       pen.lineWidth = 1.6 * ratio;
+      const points = this.evaluations.map(([attempt, , value]) => [u.valToPos(attempt, "x", true), u.valToPos(value, "y", true)]);
+      within(u, 0, false, () => { trace(pen, ...points); pen.stroke(); });
       let before = -Infinity;
-      pen.save();
-      pen.beginPath();
-      pen.rect(u.bbox.left, u.bbox.top, u.bbox.width, u.bbox.height);
-      pen.clip();
-      pen.beginPath();
-      this.evaluations.forEach(([attempt, , value], count) => {
-        const x = u.valToPos(attempt, "x", true), y = u.valToPos(value, "y", true);
-        if (count) pen.lineTo(x, y); else pen.moveTo(x, y);
-      });
-      pen.stroke();
-      pen.restore();
-      for (const [attempt, , value] of this.evaluations) {
-        const x = u.valToPos(attempt, "x", true), y = u.valToPos(value, "y", true);
+      for (const [x, y] of points) {
         if (!this.inside(u, x) || x - before < 10 * ratio || y < u.bbox.top || y > u.bbox.top + u.bbox.height) continue;
         before = x;
         pen.beginPath(); pen.arc(x, y, 3.6 * ratio, 0, 7); pen.fill(); pen.stroke();
@@ -427,9 +439,7 @@
         const x = u.valToPos(one.attempt, "x", true);
         if (!this.inside(u, x)) continue;
         pen.fillStyle = css(one.state === "clean" ? "--green" : "--ink-2");
-        pen.beginPath();
-        pen.moveTo(x, base - 9 * ratio); pen.lineTo(x + 5 * ratio, base); pen.lineTo(x - 5 * ratio, base);
-        pen.closePath(); pen.fill();
+        triangle(pen, x, base - 9 * ratio, 5 * ratio, 9 * ratio);
       }
     }
 
@@ -457,21 +467,19 @@
       this.readout.textContent = words.join(" \u00b7 ");
     }
 
-    key(event, chart) {
-      if (event.ctrlKey || event.altKey || event.metaKey) return;
+    key(key, chart) {
       const moves = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20, Home: -Infinity, End: Infinity };
-      if (event.key in moves) {
+      if (key in moves) {
         const { min, max } = chart.scales.x;
         const first = place(this.attempt, min) + (this.attempt[place(this.attempt, min)] < min ? 1 : 0);
-        const last = place(this.attempt, max);
         const now = chart.cursor.left >= 0 && chart.cursor.idx !== null ? chart.cursor.idx : first;
-        const at = Math.max(first, Math.min(last, now + moves[event.key]));
+        const at = Math.max(first, Math.min(place(this.attempt, max), now + moves[key]));
         chart.setCursor({ left: chart.valToPos(this.attempt[at], "x"), top: 10 });
-      } else if (event.key === "+" || event.key === "=") this.scale(0.5);
-      else if (event.key === "-") this.scale(2);
-      else if (event.key === "0" || event.key === "Escape") this.zoomOut();
-      else return;
-      event.preventDefault();
+      } else if (key === "+" || key === "=") this.scale(0.5);
+      else if (key === "-") this.scale(2);
+      else if (key === "0" || key === "Escape") this.zoomOut();
+      else return false;
+      return true;
     }
 
     redraw() {
@@ -512,8 +520,8 @@
     readout.className = "readout";
     readout.textContent = "Point at the chart to read its numbers.";
     figure.before(readout);
-    const chart = new uPlot({
-      width: Math.floor(figure.clientWidth), height: 280, padding: [10, 30, 0, 0], legend: { show: false },
+    const chart = draw(figure, {
+      height: 280, padding: [10, 30, 0, 0],
       cursor: { drag: { x: true, y: false }, y: false },
       scales: { x: { time: false }, y: { range: (u) => {
         const min = u.scales.x.min ?? -Infinity, max = u.scales.x.max ?? Infinity;
@@ -521,8 +529,8 @@
         return bounds(seen, false) ?? [0, 1];
       } } },
       axes: [
-        { font: FONT, stroke: () => css("--ink-2"), grid: { stroke: () => css("--grid"), width: 1 }, ticks: { stroke: () => css("--grid") }, size: 32, space: 70, values: (u, s) => s.map((v) => group.format(v)) },
-        { font: FONT, stroke: () => css("--ink-2"), grid: { stroke: () => css("--grid"), width: 1 }, ticks: { stroke: () => css("--grid") }, size: 62, values: (u, s) => s.map(short) },
+        axis(32, { space: 70, values: (u, s) => s.map((v) => group.format(v)) }),
+        axis(62, { values: (u, s) => s.map(short) }),
       ],
       series: [{}, ...lines.map((_, at) => {
         const [colour, dash] = styles[at % styles.length];
@@ -534,13 +542,7 @@
         const words = lines.map(([steps, losses], at) => `${told.names[at]} ${steps.length ? short(losses[place(steps, step)]) : "-"}`);
         readout.textContent = [`step ${group.format(Math.max(0, step))}`, ...words].join(" \u00b7 ");
       }] },
-    }, uPlot.join(lines), figure);
-    figure.classList.add("drawn");
-    new ResizeObserver(() => {
-      const width = Math.floor(figure.clientWidth);
-      if (width > 0 && width !== chart.width) chart.setSize({ width, height: 280 });
-    }).observe(figure);
-    figure.chart = chart;
+    }, uPlot.join(lines));
     views.push({ redraw: () => chart.redraw(false, true) });
   }
 
@@ -559,11 +561,8 @@
       figure.querySelector(".framed").before(this.line);
       this.here = document.createElementNS("http://www.w3.org/2000/svg", "rect");
       this.here.setAttribute("class", "here");
-      figure.tabIndex = 0;
-      figure.setAttribute("role", "group");
-      figure.setAttribute("aria-label", figure.querySelector("figcaption").textContent);
       figure.querySelector(".plane").addEventListener("pointermove", (event) => this.point(event));
-      figure.addEventListener("keydown", (event) => this.key(event));
+      withKeys(figure, figure.querySelector("figcaption").textContent, (key) => this.key(key));
     }
 
     point(event) {
@@ -573,12 +572,11 @@
       this.show(Math.floor(down * this.told.names.length), Math.floor(across * this.told.steps.length));
     }
 
-    key(event) {
-      const moves = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
-      const move = moves[event.key];
-      if (!move || event.ctrlKey || event.altKey || event.metaKey) return;
-      event.preventDefault();
+    key(key) {
+      const move = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[key];
+      if (!move) return false;
       this.show(Math.max(0, this.row) + (this.row < 0 ? 0 : move[0]), Math.max(0, this.column) + (this.column < 0 ? 0 : move[1]));
+      return true;
     }
 
     show(row, column) {

@@ -1,0 +1,179 @@
+"""On clusters: ``slurm`` and the job that it submits, ``k8s``."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from runner.command.arguments import Parser, at_least, pairs
+from runner.command.supervise import add_restart_options, rules_of, say
+from runner.config.validate import check, check_extras
+from runner.launch import slurm, torchrun
+from runner.launch.kubernetes import Pods, job_set, train_job
+from runner.launch.slurm_job import SlurmJob, end_the_chain
+from runner.system.environment import variables
+from runner.system.error import ConfigError
+
+# A pod's host name is NAME-node-0-INDEX and may have 63 letters.
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,45}[a-z0-9])?")
+
+
+def slurm_command(arguments: Sequence[str]) -> int:
+    """``python -m runner slurm --nodes 4 key=value ...``: prints the batch script, or submits it.
+
+    A job that is preempted, runs into its time limit or loses a node goes back into the queue and
+    resumes. With --spares it continues at once on a standby node. With --chain K, K jobs of one
+    name follow one another, for queues that do not requeue.
+    """
+    options, overrides = _slurm_options().parse_known_args(arguments)
+    # Report a mistake now, not when the job starts.
+    config = torchrun.settings(overrides)
+    if options.python == sys.executable:
+        check_extras(config)
+    at_least(1, nodes=options.nodes, chain=options.chain, warning=options.warning)
+    at_least(0, spares=options.spares)
+    batch = slurm.Batch(
+        name=options.name,
+        nodes=options.nodes,
+        spares=options.spares,
+        time=options.time,
+        log=options.log,
+        warning_seconds=options.warning,
+        chained=options.chain > 1,
+        options=pairs("--sbatch", options.sbatch, flags=True),
+        python=options.python,
+        job_options=["--nproc", options.nproc] if options.nproc != "auto" else [],
+    )
+    text = slurm.script(batch, overrides)
+    if not options.submit:
+        sys.stdout.write(text)
+        return 0
+    for job_id in slurm.submit(text, times=options.chain):
+        sys.stdout.write(f"submitted {job_id}\n")
+    return 0
+
+
+def _slurm_options() -> Parser:
+    parser = Parser(
+        prog="python -m runner slurm", description=slurm_command.__doc__, allow_abbrev=False
+    )
+    parser.add_argument("--nodes", type=int, required=True, help="to train on")
+    parser.add_argument("--spares", type=int, default=0, help="standby nodes; default 0")
+    parser.add_argument("--nproc", default="auto", help="ranks a node; auto: one per GPU")
+    parser.add_argument("--name", default="holdfast", help="of the job; default holdfast")
+    parser.add_argument("--time", metavar="LIMIT", help="time limit, as sbatch takes it")
+    parser.add_argument("--log", default="%x-%j.log", help="default %%x-%%j.log")
+    parser.add_argument(
+        "--warning",
+        type=int,
+        default=slurm.DEFAULT_WARNING,
+        metavar="SECONDS",
+        help=f"before the time limit, for the last checkpoint; default {slurm.DEFAULT_WARNING}",
+    )
+    parser.add_argument("--chain", type=int, default=1, metavar="K", help="K jobs in a row")
+    parser.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION=VALUE",
+        help="a further #SBATCH line: --sbatch partition=gpu --sbatch gpus-per-node=8",
+    )
+    parser.add_argument("--python", default=sys.executable, help="interpreter on the nodes")
+    parser.add_argument("--submit", action="store_true", help="submit instead of printing")
+    return parser
+
+
+def slurm_job_command(arguments: Sequence[str]) -> int:
+    """``python -m runner slurm-job key=value ...``: what the batch script runs on a node."""
+    options, overrides = _job_options().parse_known_args(arguments)
+    if "SLURM_JOB_ID" not in variables():
+        raise ConfigError("slurm-job: runs inside a Slurm job; `python -m runner slurm` starts one")
+    num_nodes = int(variables()["SLURM_JOB_NUM_NODES"])
+    if not 0 <= options.spares < num_nodes:
+        raise ConfigError(
+            f"--spares {options.spares}: at least 0, fewer than the job's {num_nodes} nodes"
+        )
+    config = torchrun.settings(overrides)
+    job = SlurmJob(
+        variables(),
+        out=Path(config.out),
+        spares=options.spares,
+        requeues=not options.chained,
+        overrides=overrides,
+        launch_options=["--nproc", options.nproc],
+        rules=rules_of(options, diagnose=config.debug.diagnose_on_crash, restart_preempted=False),
+        say=say,
+    )
+    code = job.run()
+    if options.chained:
+        end_the_chain(variables(), code)
+    return code
+
+
+def _job_options() -> Parser:
+    parser = Parser(
+        prog="python -m runner slurm-job", description=slurm_job_command.__doc__, allow_abbrev=False
+    )
+    parser.add_argument("--spares", type=int, default=0)
+    parser.add_argument("--nproc", default="auto")
+    parser.add_argument("--chained", action="store_true", help="another job of this name follows")
+    add_restart_options(parser)
+    return parser
+
+
+def k8s_command(arguments: Sequence[str]) -> int:
+    """``python -m runner k8s --image IMAGE --nodes 4 key=value ...``: manifests for kubectl apply.
+
+    Experimental: the manifests fit the published schemas, but no cluster has run them.
+    --kind trainjob (Kubeflow Trainer v2) or jobset. The image holds this package (pip install
+    'holdfast-train[EXTRAS]'); out must lie on a volume that all pods share (--claim).
+    """
+    options, overrides = _k8s_options().parse_known_args(arguments)
+    if not _NAME.fullmatch(options.name):
+        raise ConfigError(
+            f"--name {options.name}: letters a-z, digits and '-', first a letter, at most 47"
+        )
+    at_least(1, nodes=options.nodes, nproc=options.nproc, grace=options.grace)
+    pods = Pods(
+        name=options.name,
+        image=options.image,
+        nodes=options.nodes,
+        num_ranks=options.nproc,
+        namespace=options.namespace,
+        gpus=options.gpus,
+        claim=options.claim,
+        mount=options.mount,
+        grace_seconds=options.grace,
+        restarts=options.restarts,
+        resources=pairs("--resource", options.resource),
+    )
+    check(torchrun.settings(overrides), world_size=pods.nodes * pods.num_ranks)
+    is_set = options.kind == "jobset"
+    manifests = [job_set(pods, overrides)] if is_set else train_job(pods, overrides)
+    sys.stdout.write(yaml.safe_dump_all(manifests, sort_keys=False))
+    return 0
+
+
+def _k8s_options() -> Parser:
+    parser = Parser(
+        prog="python -m runner k8s", description=k8s_command.__doc__, allow_abbrev=False
+    )
+    parser.add_argument("--kind", choices=["trainjob", "jobset"], default="trainjob")
+    parser.add_argument("--image", required=True, help="container image")
+    parser.add_argument("--nodes", type=int, default=1, help="pods; default 1")
+    parser.add_argument("--nproc", type=int, default=1, help="ranks a pod; default 1")
+    parser.add_argument("--name", default="holdfast", help="of the job; default holdfast")
+    parser.add_argument("--namespace")
+    parser.add_argument("--gpus", action="store_true", help="a GPU for each rank")
+    parser.add_argument("--claim", help="persistent volume claim for out")
+    parser.add_argument("--mount", default="/runs", help="where it is mounted; default /runs")
+    parser.add_argument("--grace", type=int, default=120, help="seconds for the last checkpoint")
+    parser.add_argument("--restarts", type=int, default=20, help="after crashes; default 20")
+    parser.add_argument(
+        "--resource", action="append", default=[], metavar="NAME=QUANTITY", help="limit of a pod"
+    )
+    return parser

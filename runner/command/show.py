@@ -1,0 +1,105 @@
+"""Commands that show a run from its files: ``report``, ``top`` and ``live``."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from runner.command.arguments import Parser
+from runner.command.bar import Bar
+from runner.observe.page_writer import NAME
+from runner.system.error import ConfigError
+from runner.system.files import write_durably
+from runner.system.process import add_options, stay_beside
+from runner.tools.report.live_server import ADDRESS, server
+from runner.tools.report.page import page, read_runs
+from runner.tools.report.run_reader import RunReader
+from runner.tools.report.terminal import frame
+
+_PORT = 8765
+
+
+def report_command(arguments: Sequence[str]) -> int:
+    """``holdfast report OUT [OUT2 ...]``: writes what a run did as one HTML page.
+
+    The page is a single file that loads nothing else. It is made from the files in OUT, of a run
+    that is running or has ended. Several runs are shown side by side.
+    """
+    parser = Parser(prog="holdfast report", description=report_command.__doc__)
+    parser.add_argument("out", nargs="+", help="a run's directory (out); several are compared")
+    parser.add_argument("-o", "--output", metavar="FILE", help=f"default: {NAME} in the first OUT")
+    add_options(parser)
+    options = parser.parse_args(arguments)
+    is_beside = stay_beside(options)
+    outs = [Path(name) for name in options.out]
+    target = Path(options.output) if options.output else outs[0] / NAME
+    try:
+        with Bar("reading", 0) as bar:
+            text = page(read_runs(outs, on_progress=lambda out, done, total: bar.at(done, total)))
+        write_durably(target, text.encode())
+    except OSError as error:
+        raise ConfigError(f"report: {error}; choose another file with -o FILE") from None
+    if not is_beside:
+        sys.stdout.write(f"wrote {target} ({len(text.encode()) / 1024:,.0f} KiB)\n")
+    return 0
+
+
+def top_command(arguments: Sequence[str]) -> int:
+    """``holdfast top OUT``: shows a run in the terminal, for machines without a browser.
+
+    Follows the files in OUT until Ctrl-C; only reads. With --once, or if the output is no terminal,
+    it prints one screen and ends.
+    """
+    parser = Parser(prog="holdfast top", description=top_command.__doc__)
+    parser.add_argument("out", help="the run's directory (out)")
+    parser.add_argument("--once", action="store_true", help="one screen, then end")
+    parser.add_argument("--seconds", type=float, default=2.0, help="between updates; default: 2")
+    options = parser.parse_args(arguments)
+    console = Console(highlight=False)
+    run = RunReader(Path(options.out), columns=256)
+    try:
+        run.update()
+        shown = frame(run, width=console.width)
+        if options.once or not console.is_terminal:
+            console.print(shown)
+            return 0
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            Live(shown, console=console, screen=True, auto_refresh=False) as live,
+        ):
+            while True:
+                time.sleep(options.seconds)
+                run.update()
+                live.update(frame(run, width=console.width), refresh=True)
+    except OSError as error:
+        raise ConfigError(f"top: {error}") from None
+    return 0
+
+
+def live_command(arguments: Sequence[str]) -> int:
+    """``holdfast live OUT [--port N]``: serves the page of a running run to a local browser.
+
+    It listens on 127.0.0.1 only, reads the files in OUT and writes nothing. From another machine:
+    ``ssh -L 8765:127.0.0.1:8765 HOST``, then open http://127.0.0.1:8765/ there. Any user of
+    this machine can open the page as well.
+    """
+    parser = Parser(prog="holdfast live", description=live_command.__doc__)
+    parser.add_argument("out", help="the run's directory (out)")
+    parser.add_argument("--port", type=int, default=_PORT, help=f"default: {_PORT}; 0: any")
+    options = parser.parse_args(arguments)
+    live_server = server(Path(options.out), options.port)
+    port = live_server.server_address[1]
+    sys.stdout.write(
+        f"http://{ADDRESS}:{port}/ shows {options.out}; Ctrl-C ends it\n"
+        f"from another machine: ssh -L {port}:{ADDRESS}:{port} HOST\n"
+    )
+    sys.stdout.flush()
+    with live_server, contextlib.suppress(KeyboardInterrupt):
+        live_server.serve_forever()
+    return 0

@@ -1,0 +1,211 @@
+"""Has the run's own curve read at evaluations, and reports a signature when it first appears.
+
+A process beside rank 0 reads the metrics; its findings are collected at the next evaluation, or at
+the last step. All ranks add the same lines to their journals, because line numbers must be equal.
+The report is only information: no decision depends on it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from runner.data.dataset import NOT_COUNTED, Dataset, Sample
+from runner.data.draws import read_sample
+from runner.observe.metrics import MetricsLine
+from runner.policy.decision.early import SpikeScore
+from runner.policy.decision.history import Incident
+from runner.system.json_lines import LineFile, iter_lines
+from runner.system.process import run_beside
+from runner.train.agreed_step import StepInfo
+from runner.train.run import EngineRun
+
+KIND = "reading"
+CURVE = "curve"  # the observer
+SPIKES = "spike score"  # the observer
+_ENTROPY = "corpus_entropy"  # the column
+_LEAST_ROWS, _LEAST_SHARE = 100, 0.1  # rows, and share of the run, before the first report
+_GROWN = 1.1  # growth since the last reading: all readings cost as much as eleven of the last
+_LONGEST_SECONDS = 60.0
+_NICE = 10
+_IN_WARMUP = frozenset({"plateau", "rate_too_low"})  # signatures that a warm-up resembles
+_SAMPLES = 32
+
+
+def watch_spikes(run: EngineRun) -> None:
+    """Report, once, that losses far above their mean are frequent. Collective."""
+    known = run.observers.together(SPIKES, lambda: spike_score(run))
+    score = known if isinstance(known, SpikeScore) else SpikeScore()
+
+    def count(info: StepInfo | None) -> dict[str, float]:
+        # One loss for each line of the metrics: a start reads them from there.
+        share = None if info is None else score.note(info.signals.loss)
+        if info is not None and share is not None:
+            run.written.report_once(
+                Incident(
+                    kind="advice",
+                    step=info.signals.step,
+                    decision="only reported",
+                    reason=f"{share:.2%} of the last 1,000 losses are 7 standard deviations above "
+                    "their mean, and as many before: try a rate that is lower by a fifth "
+                    "(optim.lr), or a longer warm-up",
+                    detail={"spike_score": round(share, 6)},
+                )
+            )
+        return {}
+
+    run.reporter.add_columns(SPIKES, count)
+
+
+def spike_score(run: EngineRun) -> SpikeScore:
+    """The spike score of the losses so far, from rank 0's metrics. Collective."""
+    score = SpikeScore()
+    if run.group.is_first:
+        for line in iter_lines(run.group.run_dir.metrics, stop=run.resumed.metrics_bytes):
+            loss = line.get("loss")
+            score.note(float(loss) if isinstance(loss, int | float) else math.nan)
+    score.load_json(run.observers.ranks.from_first(score.to_json()))
+    return score
+
+
+class CurveReader:
+    """The signatures already reported, and the reading in progress.
+
+    All ranks report what rank 0 finds, and none twice.
+
+    Args:
+        total, warmup: length and warm-up of the run, in updates.
+    """
+
+    def __init__(self, run: EngineRun, *, total: int, warmup: int) -> None:
+        self._observers = run.observers
+        self._metrics = run.reporter.metrics_file
+        self._reported = {
+            str(line.detail.get("signature")) for line in run.history.incidents if line.kind == KIND
+        }
+        self._total = total
+        self._warmup = warmup
+        self._dataset = run.corpus.dataset
+        self._report = run.written.report
+        self._next = _LEAST_ROWS
+        self._entropy: float | None = None
+        self._begun: int | None = None  # the step whose reading is not collected yet
+        self._found: Future[list[dict[str, Any]]] = Future()
+
+    @classmethod
+    def attach(cls, run: EngineRun, *, total: int, warmup: int) -> None:
+        """Have the run's own curve read at evaluations. Collective."""
+        reader = run.observers.together(CURVE, lambda: cls(run, total=total, warmup=warmup))
+        if isinstance(reader, CurveReader):
+            run.reporter.add_columns(CURVE, reader.columns)
+            run.reporter.also_applied(reader.applied)
+
+    def columns(self, info: StepInfo | None) -> dict[str, float]:
+        """Metrics columns of each evaluation, which ``holdfast read`` also uses."""
+        return {} if info is not None or self._metrics is None else self._own_columns()
+
+    def _own_columns(self) -> dict[str, float]:
+        if self._entropy is None:
+            self._entropy = unigram_entropy(self._dataset)
+        return {_ENTROPY: round(self._entropy, 6)} if self._entropy > 0 else {}
+
+    def applied(self, line: MetricsLine) -> None:
+        """Collect a reading, and begin one if the step was evaluated and the curve has grown.
+
+        Collective then.
+        """
+        is_last = line.step >= self._total
+        if line.eval_loss is None and not is_last:
+            return
+        least = max(self._next, _LEAST_SHARE * self._total)
+        is_due = line.eval_loss is not None and line.step >= least
+        if is_due or self._begun is not None:
+            self._observers.together(CURVE, lambda: self._read(line.step, is_due, is_last))
+
+    def _read(self, step: int, is_due: bool, is_last: bool) -> None:
+        self._collect()
+        if not is_due:
+            return
+        self._next = math.ceil(_GROWN * step)
+        self._begun = step
+        if self._metrics is not None:
+            self._begin(self._metrics, 0 if is_last else _NICE)
+        if is_last:
+            self._collect()
+
+    def _begin(self, metrics: LineFile, nice: int) -> None:
+        command = ["read", str(metrics.path), "--stop", str(metrics.num_bytes())]
+        command += ["--nice", str(nice)]
+        if self._entropy:
+            command += ["--corpus-entropy", repr(self._entropy)]
+        future = self._found = Future()
+
+        def work() -> None:
+            try:
+                output = run_beside(command, seconds=_LONGEST_SECONDS)
+                future.set_result(json.loads(output or b"{}")["signatures"])
+            except Exception as error:
+                future.set_exception(error)
+
+        threading.Thread(target=work, name=KIND, daemon=True).start()
+
+    def _collect(self) -> None:
+        step, self._begun = self._begun, None
+        if step is None:
+            return
+        for finding in self._observers.ranks.from_first(self._own_findings()):
+            self._report_once(finding, step)
+
+    def _own_findings(self) -> list[dict[str, Any]] | None:
+        if self._metrics is None:
+            return None
+        try:
+            return self._found.result()
+        except TimeoutError:  # a busy machine: the next reading sees as much
+            return []
+
+    def _report_once(self, finding: dict[str, Any], step: int) -> None:
+        signature = finding["signature"]
+        is_early = signature in _IN_WARMUP and step < 2 * self._warmup
+        if signature in self._reported or finding["confidence"] == "low" or is_early:
+            return
+        self._reported.add(signature)
+        self._report(
+            Incident(
+                kind=KIND,
+                step=step,
+                decision="only reported",
+                reason=f"{signature}: {finding['evidence']}",
+                detail={name: finding[name] for name in ("signature", "try", "confidence")},
+            )
+        )
+
+
+def unigram_entropy(dataset: Dataset) -> float:
+    """The entropy of the counted tokens of a few samples, in nats; 0 for no tokens.
+
+    Corrected for small samples as in Miller (1955): half a nat for each kind and sample.
+    """
+    counts = np.zeros(0, dtype=np.int64)
+    some = np.random.default_rng(0).integers(0, len(dataset), _SAMPLES)
+    for index in some.tolist():
+        try:
+            sample = read_sample(dataset, index)
+        except Exception:  # a run skips such samples and reports them elsewhere
+            continue
+        if not isinstance(sample, Sample):
+            return 0.0
+        labels = sample.tokens if sample.labels is None else sample.labels
+        token_counts = np.bincount(labels[labels != NOT_COUNTED])
+        counts = np.pad(counts, (0, max(0, len(token_counts) - len(counts))))
+        counts[: len(token_counts)] += token_counts
+    counts = counts[counts > 0]
+    if not len(counts):
+        return 0.0
+    share = counts / counts.sum()
+    return float(-(share * np.log(share)).sum() + (len(counts) - 1) / (2 * counts.sum()))

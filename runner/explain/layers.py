@@ -1,0 +1,452 @@
+"""Measures the layers at intervals, and reports them: a file, columns, warnings.
+
+The ranks' sums are reduced after the previous step was read, so that ranks at different steps are
+detected first; on CUDA they are read with a later step, so that nothing waits.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from runner.config.schema import OptimConfig
+from runner.distributed.observers import Failure, Observers
+from runner.engine.activations import MOST_STRETCHES, Activations, stretches
+from runner.engine.layer_sums import KINDS, Before, LayerSums
+from runner.engine.protocol import Engine
+from runner.policy.decision.early import EarlyRules, EarlyWarnings, Look, Warned
+from runner.policy.decision.history import WARNING, Incident
+from runner.system.json_lines import LineFile, step_of, tail
+from runner.train.agreed_step import Measured, StepInfo
+from runner.train.run import EngineRun
+
+COLUMNS = "layers/"  # prefix of the columns
+LAYERS = "layers"  # the observer
+_POSITIONS_EVERY = 10  # measurements per report of the loss by position
+# Looks between two at g^2 / v: no rule is made of it, and it takes a third of the sums.
+_MOMENTS_EVERY = 4
+_QUARTER = 4
+_TAIL_BYTES = 4 << 20  # of a file's end, enough for the latest measurements
+_LINE_BYTES = 4 << 10  # upper bound on a line of the metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPlaces:
+    """The layer of each parameter, in the model's order, equal on all ranks.
+
+    Args:
+        names: names of the trained parameters.
+        matrices: whether each has two dimensions or more.
+        layers: the layer of each: a block, or a module outside all blocks.
+        blocks: names of the blocks.
+    """
+
+    names: tuple[str, ...]
+    matrices: tuple[bool, ...]
+    layers: tuple[str, ...]
+    blocks: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, network: nn.Module, blocks: Sequence[nn.Module], shapes: Mapping[str, Sequence[int]]
+    ) -> LayerPlaces:
+        """
+        Args:
+            shapes: shapes of the whole parameters, which the engine may shard.
+        """
+        called = {id(module): name for name, module in network.named_modules()}
+        prefixes = tuple(called[id(block)] for block in blocks)
+        names = tuple(n for n, p in network.named_parameters() if p.requires_grad)
+        return cls(
+            names=names,
+            matrices=tuple(len(shapes[name]) >= 2 for name in names),
+            layers=tuple(_layer(name, prefixes) for name in names),
+            blocks=prefixes,
+        )
+
+
+def _layer(name: str, blocks: Sequence[str]) -> str:
+    inside = (block for block in blocks if name.startswith(f"{block}."))
+    return next(inside, name.rpartition(".")[0] or name)
+
+
+class LayerWatch:
+    """Measures at intervals of updates, on one rank.
+
+    The numbers are those of :class:`LayerSums`, then those of :class:`Activations`.
+
+    Args:
+        every: interval in updates.
+        is_first: whether this rank measures inside the forward pass.
+        observers: what fails in measuring is left out; until all ranks know, it gives NaN.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        activations: Activations,
+        places: LayerPlaces,
+        *,
+        every: int,
+        is_first: bool,
+        observers: Observers,
+    ) -> None:
+        self._observers = observers
+        self._device = engine.device
+        self._activations = activations
+        self._sums = LayerSums(engine, places.names)
+        self._every = every
+        self._is_first = is_first
+        self._before: Before | None = None
+        self._has_moments = False
+
+    def begin(self, step: int) -> bool:
+        """Begin measuring if the step is due; returns whether it is."""
+        if step % self._every or self._observers.is_out(LAYERS):
+            return False
+        self._observers.alone(
+            LAYERS, lambda: self._activations.begin(is_inside=self._is_first), None
+        )
+        self._has_moments = step // self._every % _MOMENTS_EVERY == 0
+        return True
+
+    def before(self) -> None:
+        """Measure before the update, when gradients exist."""
+        self._before = self._observers.alone(
+            LAYERS, lambda: self._sums.before(has_moments=self._has_moments), None
+        )
+
+    def after(self) -> torch.Tensor:
+        """Measure after the update; returns this rank's numbers, FP64 on the device."""
+        before, self._before = self._before, None
+        size = self._sums.size + self._activations.size
+        # The others' numbers are summed with these.
+        nothing = torch.full((size,), math.nan, dtype=torch.float64, device=self._device)
+        result = self._observers.alone(LAYERS, lambda: self._measured(before), nothing)
+        self._activations.stop()
+        return result
+
+    def _measured(self, before: Before | None) -> torch.Tensor:
+        assert before is not None, "an error before the update leaves this observer out"
+        return torch.cat([self._sums.after(before), self._activations.end(self._device)])
+
+    @property
+    def length(self) -> int:
+        """Length of the sequences whose loss is reported by position."""
+        return self._activations.length
+
+
+class LayerTable:
+    """Turns measurements into readable numbers."""
+
+    def __init__(self, places: LayerPlaces, optim: OptimConfig, *, num_units: int) -> None:
+        self._places = places
+        self._optim = optim
+        self._num_units = num_units
+        self._members: dict[str, list[int]] = {}
+        for at, layer in enumerate(places.layers):
+            self._members.setdefault(layer, []).append(at)
+
+    def layers(self, measured: Measured) -> dict[str, dict[str, float]]:
+        """The numbers of each layer that could be measured."""
+        by_layer: dict[str, dict[str, float]] = {}
+        by_kind = self._by_kind(measured)
+        for name, members in self._members.items():
+            sums = {kind: sum(by_kind[kind][at] for at in members) for kind in KINDS}
+            by_layer[name] = {
+                "grad": math.sqrt(sums["grad"]) / max(measured.tokens, 1),
+                "weight": math.sqrt(sums["weight"]),
+                **_ratio("update", sums["moved"], sums["held"]),
+                **self._adam(sums["ratio"], sums["count"], measured),
+            }
+        for at in range(self._num_units):
+            residual, logit = self._of_unit(measured, at)
+            inside = {"residual_rms": residual, "attention_logit": logit}
+            layer = by_layer.setdefault(self._places.blocks[at], {})
+            layer |= {key: value for key, value in inside.items() if math.isfinite(value)}
+        return by_layer
+
+    def model(self, measured: Measured) -> dict[str, float]:
+        """The numbers of the whole model that could be measured."""
+        by_kind = self._by_kind(measured)
+        norms = [math.sqrt(square) for square in by_kind["grad"] if square > 0]
+        moved = zip(by_kind["moved"], by_kind["held"], self._places.matrices, strict=True)
+        ratios = [math.sqrt(m / h) for m, h, is_matrix in moved if is_matrix and h > 0]
+        pairs = zip(by_kind["ratio"], by_kind["count"], strict=True)
+        adam = [self._adam(ratio, count, measured) for ratio, count in pairs if count]
+        units = [self._of_unit(measured, at) for at in range(self._num_units)]
+        log_sums = measured.numbers[self._inside(2 * self._num_units) :][:2]
+        numbers = {
+            "grad_ratio": max(norms) / statistics.median(norms) if norms else math.nan,
+            "grad_first_to_last": self._first_to_last(by_kind["grad"]),
+            "weight_norm": math.sqrt(sum(by_kind["weight"])),
+            "update_ratio": statistics.median(ratios) if ratios else math.nan,
+            "residual_rms": units[-1][0] if units else math.nan,
+            "attention_logit": max((logit for _, logit in units), default=math.nan),
+            "logsumexp": log_sums[0],
+            "logsumexp_max": log_sums[1],
+            "adam_rms": max((one["adam_rms"] for one in adam if one), default=math.nan),
+        }
+        return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+    def by_position(self, measured: Measured) -> tuple[list[float], list[float]]:
+        """Summed loss and counted tokens of each stretch of a sequence."""
+        at = self._inside(2 * self._num_units + 2)
+        losses, counts = (
+            measured.numbers[at:][:MOST_STRETCHES],
+            measured.numbers[at + MOST_STRETCHES :],
+        )
+        num = stretches(measured.length)
+        return list(losses[:num]), list(counts[:num])
+
+    @property
+    def num_sums(self) -> int:
+        """Number of leading values that are finite at every applied update."""
+        return self._inside(0)
+
+    def _inside(self, at: int) -> int:
+        return len(KINDS) * len(self._places.names) + at
+
+    def _by_kind(self, measured: Measured) -> dict[str, Sequence[float]]:
+        size = len(self._places.names)
+        return {kind: measured.numbers[n * size : (n + 1) * size] for n, kind in enumerate(KINDS)}
+
+    def _of_unit(self, measured: Measured, at: int) -> tuple[float, float]:
+        """RMS of a block's output, and its largest attention logit."""
+        square = measured.numbers[self._inside(at)]
+        residual = math.sqrt(square) if square >= 0 else math.nan
+        return residual, measured.numbers[self._inside(self._num_units + at)]
+
+    def _first_to_last(self, squares: Sequence[float]) -> float:
+        """Gradient norm of the first quarter of the blocks over that of the last."""
+        num = len(self._places.blocks) // _QUARTER
+        if not num:
+            return math.nan
+        of_block = {block: 0.0 for block in self._places.blocks}
+        for layer, square in zip(self._places.layers, squares, strict=True):
+            if layer in of_block:
+                of_block[layer] += square
+        by_depth = list(of_block.values())
+        first, last = sum(by_depth[:num]), sum(by_depth[-num:])
+        return math.sqrt(first / last) if last > 0 else math.nan
+
+    def _adam(self, ratios: float, count: float, measured: Measured) -> dict[str, float]:
+        """sqrt(mean(g^2 / v)) of summed ratios, with the clipped gradient and v's bias corrected.
+
+        RMS_t of StableAdamW (Wortsman et al. 2023, arXiv 2304.13013), with g^2 in v already.
+        """
+        if not count:
+            return {}
+        clip = self._optim.clip
+        scale = measured.tokens * (max(1.0, measured.grad_norm / clip) if clip > 0 else 1.0)
+        unbiased = 1 - self._optim.beta2**measured.step
+        square = ratios / count * unbiased / max(scale, 1) ** 2
+        return {"adam_rms": math.sqrt(square)} if square >= 0 else {}
+
+
+def _ratio(name: str, square: float, of: float) -> dict[str, float]:
+    return {name: math.sqrt(square / of)} if of > 0 else {}
+
+
+class LayerLog:
+    """Records measurements, equal on all ranks; rank 0 writes the file.
+
+    Args:
+        file: gets a line per measurement; None on the other ranks.
+        past: measurements of earlier starts, the same on all ranks.
+        norms: gradient norms of the last steps before this start, by step.
+    """
+
+    def __init__(
+        self,
+        run: EngineRun,
+        table: LayerTable,
+        *,
+        file: LineFile | None,
+        past: Iterable[Look],
+        norms: Mapping[int, float],
+    ) -> None:
+        config = run.config
+        rules = EarlyRules(every=config.track.layers_every, warmup=config.schedule.warmup)
+        self._table = table
+        self._early = EarlyWarnings(rules)
+        self._file = file
+        self._attempt = run.journal.attempt + 1  # the line of this start is written later
+        self._clip = config.optim.clip
+        self._ring = run.ring
+        self._report = run.written.report
+        self._norms: dict[int, float] = dict(norms)
+        self._by_position: list[tuple[int, list[float], list[float]]] = []
+        for look in past:
+            self._early.note(look)
+
+    def columns(self, info: StepInfo | None) -> dict[str, float]:
+        """Record a step's gradient norm, and measurements of this step or an earlier one.
+
+        Returns:
+            Extra columns of its line.
+        """
+        if info is None:
+            return {}
+        step, measured = info.signals.step, info.measured
+        self._norms[step] = info.signals.grad_norm
+        self._norms.pop(step - 2 * self._early.rules.every, None)
+        if measured is None or not all(
+            map(math.isfinite, measured.numbers[: self._table.num_sums])
+        ):
+            return {}
+        model = {**self._table.model(measured), **self._clip_share(measured.step)}
+        self._write(measured, model)
+        warned = self._early.note(Look(step=measured.step, values=model))
+        if warned is not None:
+            clean = self._ring.newest_clean()  # it pins the checkpoint before it
+            keeps = clean.serial if clean else None
+            self._report(_incident(warned, measured.step, keeps=keeps))
+        return {f"{COLUMNS}{name}": _rounded(value) for name, value in model.items()}
+
+    def _clip_share(self, step: int) -> dict[str, float]:
+        """The share of clipped steps since the last measurement."""
+        since = range(max(1, step - self._early.rules.every + 1), step + 1)
+        norms = [self._norms[one] for one in since if one in self._norms]
+        if not self._clip or not norms:
+            return {}
+        return {"clip_share": sum(norm > self._clip for norm in norms) / len(norms)}
+
+    def _write(self, measured: Measured, model: Mapping[str, float]) -> None:
+        positions = self._positions(measured)
+        if self._file is None:
+            return
+        layers = {
+            name: {key: _rounded(value) for key, value in of_layer.items() if math.isfinite(value)}
+            for name, of_layer in self._table.layers(measured).items()
+        }
+        line: dict[str, Any] = {
+            "step": measured.step,
+            "attempt": self._attempt,
+            "layers": layers,
+            "model": {name: _rounded(value) for name, value in model.items()},
+            **positions,
+        }
+        self._file.append(line, durably=False)
+
+    def _positions(self, measured: Measured) -> dict[str, Any]:
+        """The loss by position, once enough measurements are collected."""
+        sums, counts = self._table.by_position(measured)
+        self._by_position.append((measured.step, sums, counts))
+        if len(self._by_position) < _POSITIONS_EVERY or not measured.length:
+            return {}
+        samples, self._by_position = self._by_position, []
+        samples = [one for one in samples if len(one[1]) == len(sums)]
+        losses = [
+            _rounded(sum(one[1][at] for one in samples) / num) if num else None
+            for at in range(len(sums))
+            for num in [sum(one[2][at] for one in samples)]
+        ]
+        return {
+            "loss_by_position": losses,
+            "positions": measured.length,
+            "position_steps": [samples[0][0], measured.step],
+        }
+
+
+def _incident(warned: Warned, step: int, *, keeps: int | None) -> Incident:
+    return Incident(
+        kind=WARNING,
+        step=step,
+        decision="alarm, only reported" if warned.is_alarm else "only noted",
+        reason=f"it may be about to diverge: {warned.sentence}"
+        if warned.is_alarm
+        else f"one sign, which healthy trainings have too: {warned.sentence}",
+        detail={
+            "signals": {one.signal: _rounded(one.value) for one in warned.signs},
+            "agreeing": list(warned.agreeing),
+            "keeps": keeps,
+        },
+    )
+
+
+def watch_layers(run: EngineRun) -> None:
+    """Measure the layers and report them, if they are to be. Collective."""
+    if not run.config.track.layers_every:
+        return
+    made = run.observers.together(LAYERS, lambda: _layers(run))
+    if made is None or isinstance(made, Failure):
+        return
+    watch, log = made
+    run.stepper.watch(watch)
+    run.reporter.add_columns("layer report", log.columns)
+
+
+def _layers(run: EngineRun) -> tuple[LayerWatch, LayerLog]:
+    config, group, network, engine = run.config, run.group, run.corpus.network, run.engine
+    every, ranks, path = config.track.layers_every, run.observers.ranks, group.run_dir.layers
+    blocks = network.units(engine.network)
+    shapes = {name: one.shape for name, one in network.parameters().items()}
+    places = LayerPlaces.of(engine.network, blocks, shapes)
+    activations = Activations(engine.objective, blocks, is_compiled=config.compute.compile)
+
+    def past() -> tuple[list[Any], int]:
+        return _past(path, run.resumed.step) if group.is_first else ([], 0)
+
+    def opened() -> LineFile | None:
+        """To append: for a repeated step the later line counts."""
+        check = run.lease.run_lease.check
+        return LineFile(path, length=length, check=check) if group.is_first else None
+
+    looks, length = ranks.all_or_none("reading the layers' file", past)
+    norms = _norms(group.run_dir.metrics, run.resumed.step, every) if group.is_first else []
+    log = LayerLog(
+        run,
+        LayerTable(places, config.optim, num_units=activations.num_units),
+        file=ranks.all_or_none("opening the layers' file", opened),
+        past=[Look(step=step, values=values) for step, values in ranks.from_first(looks)],
+        norms={int(step): norm for step, norm in ranks.from_first(norms)},
+    )
+    run.ring.also_keep(run.history.kept_serials)
+    watch = LayerWatch(
+        engine,
+        activations,
+        places,
+        every=every,
+        is_first=group.is_first,
+        observers=run.observers,
+    )
+    return watch, log
+
+
+def _past(path: Path, resumed: int) -> tuple[list[tuple[int, Mapping[str, Any]]], int]:
+    """The latest measurements before the step that the run resumes from.
+
+    Also returns the offset at which the last whole line ends.
+    """
+    lines, length = tail(path, _TAIL_BYTES)
+    window = EarlyRules(every=1).window
+    looks: dict[int, Mapping[str, Any]] = {}
+    for line in lines:
+        step, model = step_of(line), line.get("model")
+        if resumed - window <= step <= resumed and isinstance(model, dict):
+            looks[step] = {n: v for n, v in model.items() if isinstance(v, int | float)}
+    return sorted(looks.items()), length
+
+
+def _norms(metrics: Path, resumed: int, every: int) -> list[tuple[int, float]]:
+    """Gradient norms of the steps since the last measurement."""
+    lines, _ = tail(metrics, min(_TAIL_BYTES, every * _LINE_BYTES))
+    return [
+        (step_of(line), float(line["grad_norm"]))
+        for line in lines
+        if line.get("action") == "apply"
+        and resumed - every < step_of(line) <= resumed
+        and isinstance(line.get("grad_norm"), int | float)
+    ]
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")

@@ -1,0 +1,120 @@
+"""Checks that the first steps after a resume equal the recorded ones.
+
+Steps after the newest checkpoint are computed again. If the machine repeats bits the lines must be
+equal; otherwise they must be close. A resume with wrong moments agrees on its first step, since the
+weights are right, and differs from the second on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from runner.observe.metrics import MetricsLine
+from runner.policy.decision.finding import Recorded, from_rows, recorded_in
+from runner.policy.decision.history import Incident
+from runner.system.json_lines import iter_lines
+from runner.train.run import Run
+
+KIND = "resume"
+# Tolerances without repeated bits (other ranks or device): nats, and a share of the norm.
+_NEAR_LOSS, _NEAR_NORM = 0.02, 0.1
+_MOST_STEPS = 1000
+# Fields of a start's journal line on which the bits of a step depend.
+_SAME = ("world_size", "hosts", "parallel", "device", "repeats_bits", "settings", "torch")
+
+
+def recomputed(run: Run) -> dict[int, Recorded]:
+    """The recorded steps that this start computes again, by step. Collective.
+
+    Only the metrics from before they are cut have them.
+    """
+    path, resumed = run.group.run_dir.metrics, run.resumed
+    first = resumed.step + 1
+    rows = run.ranks.of_first(
+        "reading the metrics",
+        lambda: (
+            recorded_in(iter_lines(path, start=resumed.metrics_bytes), first, first + _MOST_STEPS)
+            if resumed.step
+            else []
+        ),
+    )
+    return from_rows(rows)
+
+
+def repeats_as_before(previous: Mapping[str, Any] | None, current: Mapping[str, Any]) -> bool:
+    """Whether two starts compute the same bits, according to their journal lines."""
+    if previous is None or not current.get("repeats_bits"):
+        return False
+    return all(previous.get(name) == current.get(name) for name in _SAME)
+
+
+class ResumeCheck:
+    """Compares each applied step with the recorded one; reports the first that differs.
+
+    Args:
+        rows: see :func:`recomputed`.
+        start: the line of this start, which the journal does not have yet.
+    """
+
+    def __init__(self, run: Run, rows: Mapping[int, Recorded], start: Incident) -> None:
+        incidents = run.history.incidents
+        starts = [at for at, line in enumerate(incidents) if line.kind == "start"]
+        before = incidents[starts[-1]].detail if starts else None
+        since = incidents[starts[-1] :] if starts else []
+        is_changed = any(line.kind == "setting_changed" for line in since)  # as allowed
+        self._from = run.resumed.step
+        self._rows = {} if is_changed else dict(rows)
+        # Compared bit for bit.
+        self._exactly = repeats_as_before(before, start.detail)
+        self._report = run.written.report
+        self.num_compared = 0
+
+    def applied(self, line: MetricsLine) -> None:
+        """Take one applied step."""
+        row = self._rows.pop(line.step, None)
+        if row is None:
+            return
+        if row.samples != tuple(line.samples) or row.learning_rate != line.lr:
+            self._rows = {}  # not the same step: other samples or another rate
+            return
+        self.num_compared += 1
+        if self._is_alike(row, line):
+            return
+        self._rows = {}
+        how = "bit for bit" if self._exactly else "nearly"
+        first = line.step == self._from + 1
+        self._report(
+            Incident(
+                kind=KIND,
+                step=line.step,
+                decision="only reported: use an older checkpoint if the loss stays different",
+                reason=f"step {line.step}, computed again after the resume at step {self._from}, "
+                f"has loss {line.loss:.9g} and grad norm {line.grad_norm:.9g}; the recorded ones "
+                f"are {row.loss:.9g} and {row.grad_norm:.9g}, and must be the same {how}: "
+                + (
+                    "the weights are not those that were saved"
+                    if first
+                    else f"{self.num_compared - 1} step(s) before it agreed, so the weights were "
+                    "right: check moments, update counts and the schedule"
+                ),
+                samples=row.samples,
+                detail={
+                    "loss": _word(line.loss),
+                    "recorded_loss": _word(row.loss),
+                    "exactly": self._exactly,
+                },
+            )
+        )
+
+    def _is_alike(self, row: Recorded, line: MetricsLine) -> bool:
+        if self._exactly:
+            return (row.loss, row.grad_norm) == (line.loss, line.grad_norm)
+        return abs(row.loss - line.loss) <= _NEAR_LOSS and abs(
+            row.grad_norm - line.grad_norm
+        ) <= _NEAR_NORM * max(row.grad_norm, 1e-12)
+
+
+def _word(value: float) -> float | str:
+    return value if math.isfinite(value) else repr(value)
