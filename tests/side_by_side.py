@@ -35,7 +35,9 @@ def main(arguments: Sequence[str]) -> int:
     share = Path(tempfile.mkdtemp(prefix="holdfast-tests-"))
     try:
         codes = run_sessions(arguments, share)
-        failed = sorted({line for path in share.glob("failed-*") for line in _lines(path)})
+        # In the order they ran in: tests of one file may share what an earlier one left.
+        recorded = (line for path in sorted(share.glob("failed-*")) for line in _lines(path))
+        failed = list(dict.fromkeys(recorded))
     finally:
         shutil.rmtree(share, ignore_errors=True)
     worst = [code for code in codes if code not in (PASSED, NO_TESTS)]

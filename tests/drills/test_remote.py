@@ -48,13 +48,14 @@ def assert_clean_copies(store: Store, run: Result) -> None:
 def sent(store: Store, runs: Path) -> Result:
     """A poisoned run that rolls back; the server dies in the middle of an upload and returns."""
     store.dies_at = 16  # in the second upload
-    back = threading.Thread(target=lambda: (store.died.wait(60), store.start()))
+    # Without a limit: a start before the death would find the port in use, and be the last one.
+    back = threading.Thread(target=lambda: (store.died.wait(), store.start()), daemon=True)
     back.start()
     out = runs / "sent"
     overrides = (POISON, "checkpoint.keep=9", *REMOTE)
     result = train(out, *overrides, env=store.env)
+    assert result.code == 0 and store.died.is_set(), result.tail
     back.join()
-    assert result.code == 0, result.tail
     return result
 
 
