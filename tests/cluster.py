@@ -21,6 +21,7 @@ from typing import Protocol
 
 from runner.system.process import parent
 from tests import namespaces
+from tests.programs import ended
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "squeue")
 _SYSTEM = ":/usr/sbin:/sbin"
@@ -153,14 +154,7 @@ class Cluster:
 
     def run(self, *command: str, timeout: float = 60) -> str:
         """Run a client command on the controller; returns its output. It must succeed."""
-        done = subprocess.run(
-            self.machines.client(command),
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+        done = ended(*self.machines.client(command), env=self.environment, timeout=timeout)
         assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout
 

@@ -21,6 +21,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tests.programs import ended
+
 # What a run asks of the file system; close and fsync are where late errors come out.
 NAMES = (
     "openat,write,pwrite64,fsync,fdatasync,rename,renameat,renameat2,unlink,unlinkat,mkdir,mkdirat,"
@@ -90,11 +92,7 @@ def why_not() -> str | None:
     """Why strace cannot be used here; None if it can."""
     if shutil.which("strace") is None:
         return "strace is not installed (bash scripts/test.sh installs it as root on Debian)"
-    done = subprocess.run(
-        ["strace", "-e", "trace=none", "-e", "inject=getppid:retval=7:when=1", "true"],
-        capture_output=True,
-        text=True,
-    )
+    done = ended("strace", "-e", "trace=none", "-e", "inject=getppid:retval=7:when=1", "true")
     return None if done.returncode == 0 else f"ptrace is not permitted: {done.stderr.strip()[:200]}"
 
 

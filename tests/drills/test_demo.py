@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +10,7 @@ import pytest
 from runner.__main__ import main
 from runner.command import demo
 from runner.system.error import EXIT_CRASH
+from tests.programs import python
 from tests.run import finish
 
 ROOT = Path(__file__).parents[2]
@@ -76,15 +74,7 @@ def test_a_run_that_fails_ends_the_demo(
 @pytest.mark.full
 @pytest.mark.usefixtures("leaves_nothing")
 def test_the_command_itself(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "runner", "demo"],
-        cwd=ROOT,
-        env=os.environ | {"TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = python("-m", "runner", "demo", env={"TMPDIR": str(tmp_path)}, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     digests = [line.split()[-1] for line in done.stdout.splitlines() if "state of the" in line]
     assert len(digests) == 2 and len({*digests}) == 1 and len(digests[0]) == 64

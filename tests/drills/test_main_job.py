@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,21 +12,14 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests import warm
+from tests.programs import ended
 from tests.run import Result, finish, train
 
 ROOT = Path(__file__).parents[2]
 
 
 def shell(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        words,
-        cwd=cwd,
-        env=os.environ | env,
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
+    return ended(*words, cwd=cwd, env=env, timeout=800)
 
 
 @pytest.fixture(scope="module")

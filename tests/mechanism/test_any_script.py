@@ -16,6 +16,7 @@ import pytest
 from runner.health.flight_recorder import read_dumps
 from runner.health.nvml import at_work
 from runner.launch.script import PROGRESS, Said, Watched, _Watchdog, failures, tracebacks
+from tests.programs import ended, python
 from tests.run import read_lines
 
 ROOT = Path(__file__).parents[2]
@@ -27,14 +28,7 @@ def run(out: Path, *words: str, ranks: int, quiet: int = 60) -> tuple[int, str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     told = [sys.executable, *(launcher if ranks else []), SCRIPT, *words, str(out / "state")]
     options = ["--out", str(out / "run"), "--quiet", str(quiet), "--pause", "0"]
-    done = subprocess.run(
-        [sys.executable, "-m", "runner", "run", *options, "--", *told],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    done = python("-m", "runner", "run", *options, "--", *told, env={"OMP_NUM_THREADS": "1"})
     return done.returncode, done.stdout + done.stderr
 
 
@@ -69,7 +63,7 @@ def test_a_slow_start_is_no_hang(tmp_path: Path) -> None:
 
     def slow(seconds: int, *more: str) -> subprocess.CompletedProcess[str]:
         command = [*words, *more, "--", sys.executable, str(script), str(seconds)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
+        return ended(*command, env=env)
 
     done = slow(3)
     assert done.returncode == 0 and "step 2" in done.stdout, done.stderr
@@ -105,11 +99,8 @@ def test_one_that_hangs_is_asked_where_and_started_again(tmp_path: Path) -> None
 def test_the_same_failure_again_and_again_ends_it(tmp_path: Path) -> None:
     script = tmp_path / "always.py"
     script.write_text("print('step 3')\nraise KeyError('x')\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "runner", "run", "--out", str(tmp_path / "run"), "--pause", "0",
-         "--", sys.executable, str(script)],
-        capture_output=True, text=True, timeout=100, cwd=ROOT,
-    )  # fmt: skip
+    told = ["--out", str(tmp_path / "run"), "--pause", "0", "--", sys.executable, str(script)]
+    done = python("-m", "runner", "run", *told)
     assert done.returncode == 3 and "deterministic: 3 attempts" in done.stderr
 
 
@@ -135,11 +126,8 @@ def test_where_output_goes_to_files_the_error_file_tells(tmp_path: Path) -> None
     script.write_text(RECORDED)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     launcher += ["--redirects=3", f"--log-dir={tmp_path / 'logs'}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "runner", "run", "--out", str(tmp_path / "run"), "--pause", "0",
-         "--restarts", "0", "--", sys.executable, *launcher, str(script)],
-        capture_output=True, text=True, timeout=200, cwd=ROOT,
-    )  # fmt: skip
+    told = ["--out", str(tmp_path / "run"), "--pause", "0", "--restarts", "0", "--", sys.executable]
+    done = python("-m", "runner", "run", *told, *launcher, str(script))
     assert "rank 1: LookupError: lost 7" in done.stderr, done.stderr
 
 

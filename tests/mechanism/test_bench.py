@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +18,7 @@ from scripts.bench.provenance import busy_warning, cpu_model
 from scripts.bench.report import amount, compared, grouped, markdown, ratio
 from scripts.bench.task import Task, build_model
 from scripts.bench.turns import Turns
+from tests.programs import ended, python
 
 ROOT = Path(__file__).parents[2]
 TINY = ["model=tiny", "data=synthetic", "data.workers=0", "data.seq_len=32", "batch.global_size=4"]
@@ -190,9 +189,7 @@ def test_the_bare_loop_trains_as_the_runner_does(tmp_path: Path, kind: str) -> N
     told = [f"--folder={tmp_path}", f"--against=bare-{kind}", "--pairs=4", "--warmup=4"]
     command = torchrun(2, "scripts.bench.pair", *told, "--block=2", f"parallel={kind}", *TINY)
     command.append("compute.precision=fp32")
-    done = subprocess.run(
-        command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = ended(*command, env=environment())
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads((tmp_path / "result.json").read_text())
     assert len(result["pairs"]) == 4
@@ -207,12 +204,7 @@ def test_one_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     told = ["--quick", "--only", "snapshot", "--out", str(out)]
     small = ["model.dim=32", "model.layers=2", "model.heads=2", *TINY[1:3]]
-    done = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "bench.sh"), *told, *small],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = ended("bash", str(ROOT / "scripts" / "bench.sh"), *told, *small)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads(out.read_text())
     assert results["machine"]["cores"] >= 1
@@ -223,11 +215,5 @@ def test_one_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
         assert row["ratio"]["pairs"] == 3
         assert row["ratio"]["p10"] <= row["ratio"]["median"] <= row["ratio"]["p90"]
         assert f"| {row['what']} | {row['against']} |" in done.stdout
-    again = subprocess.run(
-        [sys.executable, "-m", "scripts.bench", "--table", str(out)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    again = python("-m", "scripts.bench", "--table", str(out), check=True)
     assert again.stdout.strip() in done.stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from runner.__main__ import COMMANDS, main
 from runner.config.compose import compose, documented, fields, flat, from_yaml, packaged_configs
 from runner.config.schema import RunConfig
 from tests import golden, warm
+from tests.programs import python
 
 ROOT = Path(__file__).parents[2]
 OTHER_RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -147,9 +147,7 @@ run()
 
 def test_a_command_ends_with_what_is_registered_and_no_more() -> None:
     """torch 2.15's Triton writes 30 lines of leaks while the interpreter is finalized."""
-    done = subprocess.run(
-        [sys.executable, "-c", ENDING], capture_output=True, text=True, check=False, timeout=100
-    )
+    done = python("-c", ENDING)
     assert done.returncode == 2, done
     *before, last = done.stderr.splitlines()
     assert sorted(before) == ["error: /nowhere/at/all: no such run directory", "joined"]

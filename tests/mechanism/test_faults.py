@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from runner.fault.inject import Disturbance, DrillError, FaultInjector
 from runner.fault.spec import KINDS, Fault, parse_faults
 from runner.fault.wrap import FaultyHeart, MicroBatchFaults, wrap_engine, wrap_group, wrap_heart
 from runner.system.error import ConfigError
+from tests.programs import python
 
 
 def parse(text: str) -> Fault:
@@ -258,16 +257,7 @@ for step in (1, 2, 3):
 
 
 def test_kill_takes_the_process_once(tmp_path: Path) -> None:
-    ends = [
-        subprocess.run(
-            [sys.executable, "-c", KILLED, str(tmp_path / "faults")],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        for _ in range(2)
-    ]
+    ends = [python("-c", KILLED, str(tmp_path / "faults")) for _ in range(2)]
     assert [(end.returncode, end.stdout.split()) for end in ends] == [
         (-signal.SIGKILL, ["1"]),
         (0, ["1", "2", "3"]),

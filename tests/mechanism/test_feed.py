@@ -6,8 +6,6 @@ import ctypes
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,6 +30,7 @@ from runner.data.tokens import open_tokens
 from runner.policy.decision.skip_ledger import Ledger
 from runner.system.error import DataError
 from runner.system.process import started_at
+from tests.programs import python
 
 SEQ_LEN = 8
 LANGUAGE = SyntheticLanguage(vocab_size=20, samples=50, seq_len=SEQ_LEN, seed=1)
@@ -633,9 +632,7 @@ print(*(worker.pid for worker in loading._workers), flush=True)
 
 def test_an_interpreter_ends_with_a_feed_that_was_not_closed() -> None:
     """Its exit handler sends SIGTERM, which they ignore, and joined them for ever."""
-    ended = subprocess.run(
-        [sys.executable, "-c", LEFT_OPEN], capture_output=True, text=True, timeout=120
-    )
+    ended = python("-c", LEFT_OPEN)
     assert ended.returncode == 0, ended.stderr
     pids = [int(word) for word in ended.stdout.split()]
     assert len(pids) == 2 and not [pid for pid in pids if started_at(pid)]

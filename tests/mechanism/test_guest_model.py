@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from runner.session import parts
 from runner.session.corpus import open_dataset
 from runner.system.error import ConfigError
 from tests import guests
+from tests.programs import python
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -175,7 +174,7 @@ def test_another_process_builds_the_same() -> None:
         "from runner.model.recorded import record; from tests.guests import Tied; "
         "print(record(lambda: Tied(16, 8)).signature())"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    told = python("-c", code, check=True)
     assert told.stdout.strip() == record(lambda: guests.Tied(16, 8)).signature()
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from runner.launch import slurm, torchrun
 from runner.launch.crash_evidence import BadNodes, choose
 from runner.launch.slurm import announce, meeting
 from runner.system.error import ConfigError
+from tests.programs import ended, python
 
 SCHEMAS = {
     "JobSet": JobsetV1alpha2JobSet,
@@ -264,13 +264,8 @@ def test_torchrun_on_nodes_that_come_and_go() -> None:
 def test_the_shell_around_it_adds_nothing(tmp_path: Path) -> None:
     words = ["--print", "--nproc", "2", "--nodes", "2:4", "--head", "127.0.0.1", "model=tiny"]
     script = Path(__file__).parents[2] / "launch" / "torchrun.sh"
-    done = subprocess.run(
-        ["bash", str(script), *words], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    own = subprocess.run(
-        [sys.executable, "-m", "runner", "launch", *words], cwd=tmp_path, capture_output=True,
-        text=True, check=True,
-    )  # fmt: skip
+    done = ended("bash", str(script), *words, cwd=tmp_path, check=True)
+    own = python("-m", "runner", "launch", *words, cwd=tmp_path, check=True)
     assert "--nnodes=2:4" in done.stdout
     assert done.stdout.split()[1:] == own.stdout.split()[1:]
 

@@ -30,6 +30,7 @@ from runner.distributed.rendezvous import (
 from runner.session.group import refuse_untried
 from runner.system.error import ConfigError, StartError
 from tests import warm
+from tests.programs import python
 
 ROOT = Path(__file__).parents[2]
 
@@ -304,11 +305,8 @@ def test_many_ranks_are_not_connected_all_with_all() -> None:
     """By descriptors a rank, after the collectives that the runner uses over gloo."""
 
     def descriptors(num: int, world_size: int) -> float:
-        told = subprocess.run(
-            [sys.executable, "-c", MESH, str(num), str(world_size)],
-            capture_output=True, text=True, timeout=600, check=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+        words = ("-c", MESH, str(num), str(world_size))
+        told = python(*words, timeout=600, check=True)
         return float(told.stdout)
 
     assert descriptors(24, 64) >= 24

@@ -28,6 +28,7 @@ from runner.health.collective_trace import collectives
 from runner.health.flight_recorder import MOST_ENTRIES, plain_entry, waits_in
 from runner.health.rank_report import Report, read_reports, write_report
 from runner.health.root_cause import RootCause, find_root_cause
+from tests.programs import python
 
 STUCK = 100
 LAUNCHED = 30  # how far a host runs on before its launch queue is full
@@ -374,8 +375,7 @@ assert (entry["group"], entry["op"], entry["sizes"]) == ("0/nccl2", "all_reduce"
     reason="this torch has no hook that records; 2.14 and later have",
 )
 def test_torchs_hook_is_asked_by_the_backends_name(tmp_path: Path) -> None:
-    words = [sys.executable, "-c", HOOKED, str(tmp_path / "store")]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+    done = python("-c", HOOKED, str(tmp_path / "store"))
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -464,10 +464,9 @@ def test_nccls_own_recorder_answers_and_names_are_as_it_knows_them(tmp_path: Pat
     """Without a driver it has nothing to tell, and tells it in the form that is read here."""
     program = tmp_path / "program.py"
     program.write_text(OWN_RECORDER)
-    words = [sys.executable, str(program), str(tmp_path / "store")]
     # The runner sets it; torch 2.10 records nothing without.
-    env = os.environ | {"TORCH_FR_BUFFER_SIZE": "2000"}
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120, env=env)
+    env = {"TORCH_FR_BUFFER_SIZE": "2000"}
+    done = python(str(program), str(tmp_path / "store"), env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     # gloo of torch 2.10 prints a line of its own first.
     assert "\n2.10 " in f"\n{done.stdout}" and "'entries'" in done.stdout, done.stdout

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from runner.system.output import Outlet
+from tests.programs import ended
 
 # Outlets
 
@@ -218,10 +219,7 @@ def test_text_in_another_place_is_left_there(capsys: pytest.CaptureFixture[str])
 
 def ended_with(words: Sequence[str], reader: str) -> str:
     pipeline = f'"$@" 2>&1 | {reader}'
-    done = subprocess.run(
-        ["bash", "-c", pipeline, "-", sys.executable, "-m", "runner", *words],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = ended("bash", "-c", pipeline, "-", sys.executable, "-m", "runner", *words)
     return done.stdout
 
 

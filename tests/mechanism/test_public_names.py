@@ -5,14 +5,13 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import runner
 from runner.startup.shared_memory import MEMORY_DIR
+from tests.programs import python
 
 NAMES = sorted(set(runner.__all__) - {"__version__"})
 DOCS = Path(__file__).parents[2] / "docs"
@@ -20,7 +19,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def test_importing_the_package_imports_little() -> None:
     told = "import sys, runner; print([m for m in ('torch', 'numpy', 'hydra') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+    done = python("-c", told, check=True)
     assert done.stdout.strip() == "[]"
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests import side_by_side
+from tests.programs import python
 
 ROOT = Path(__file__).parents[2]
 # Other plugins take most of a small session's time.
@@ -58,15 +57,9 @@ def make_tests(folder: Path, *, passes: bool = True) -> None:
 
 
 def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *(command or (str(ROOT / "tests" / "side_by_side.py"), "-q"))],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"} | PLAIN,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    words = command or (str(ROOT / "tests" / "side_by_side.py"), "-q")
+    env = {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"} | PLAIN
+    return python(*words, cwd=folder, env=env)
 
 
 def test_each_file_is_run_once_and_a_drill_that_fails_once_is_told(tmp_path: Path) -> None:
@@ -104,14 +97,7 @@ threading.Event().wait()
 def test_sessions_that_hang_are_ended_and_say_where(tmp_path: Path) -> None:
     program = tmp_path / "hangs.py"
     program.write_text(HANGS)
-    done = subprocess.run(
-        [sys.executable, str(program)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = python(str(program), env={"PYTHONPATH": str(ROOT)})
     assert done.returncode != 0
     assert done.stdout.count("error: a session did not end within 2 s") == side_by_side.SESSIONS
     assert 'hangs.py", line 9 in <module>' in done.stdout + done.stderr

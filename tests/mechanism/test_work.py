@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.checkpoint.jobs import LockstepQueue
+from tests.programs import ended
 
 
 class World:
@@ -79,13 +79,7 @@ print(own(), *found)
 def test_its_thread_gives_way_to_the_step_under_nice_as_well(more: int) -> None:
     """Relative to the process: an absolute priority would put it before the step, under nice."""
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    told = subprocess.run(
-        ["nice", "-n", str(more), sys.executable, "-c", NICE],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    ).stdout.split()
+    told = ended("nice", "-n", str(more), sys.executable, "-c", NICE, check=True).stdout.split()
     step, thread = map(int, told)
     assert (step, thread) == (min(19, own + more), min(19, own + more + 10))
 

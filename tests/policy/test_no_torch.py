@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from tests.programs import python
 
 IMPORT_ALL = """
 import importlib, pkgutil, sys
@@ -20,8 +19,6 @@ print(*(name.rpartition(".")[2] for name in names))
 
 
 def test_no_policy_module_imports_torch_or_the_rest_of_the_runner() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORT_ALL], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = python("-c", IMPORT_ALL)
     assert done.returncode == 0, done.stderr
     assert {"skip_ledger", "judge", "ladder", "records"} <= set(done.stdout.split())
