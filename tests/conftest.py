@@ -62,7 +62,6 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     warm.close()
     shutil.rmtree(os.environ.pop(MEMORY_DIR, ""), ignore_errors=True)
     left = config.stash[_REAPER]
-    assert left.stdin is not None
     left.stdin.close()
     left.wait(20)
 

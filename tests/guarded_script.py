@@ -128,7 +128,6 @@ def train(out: Path, layout: str, *, poison: bool, stop_at: int = -1, **settings
         loss.backward()
         if layout in TWO_A_STEP and count % 2 == 0:
             in_hand = guard._steps.in_hand
-            assert in_hand is not None
             is_bad = is_micro and poison and rank == 1 and in_hand[1] - 1 in BAD
             guard.note(loss * float("nan") if is_bad else loss)
             continue

@@ -124,7 +124,6 @@ def run(
     command = ["strace", "-y", "-s", "0", "-o", str(log), "-p", str(child), "-e", f"trace={names}"]
     command += ["-e", f"inject={inject}"] if inject else []
     tracer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert tracer.stderr is not None
     first_line = tracer.stderr.readline()
     assert "attached" in first_line, first_line + tracer.stderr.read()
     os.write(go, b"x")

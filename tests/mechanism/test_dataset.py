@@ -263,7 +263,6 @@ class TestTokenizer:
         assert dataset.vocab_size == vocab_size
         sample = dataset[0]
         assert sample.tokens.tolist() == [1, 2, end, 2, 0, 1, end]
-        assert sample.segments is not None
         assert sample.segments.tolist() == [0, 0, 0, 1, 1, 1, 1]
         assert dataset.describe(0) == "a.py tokens 0-2, b.py tokens 0-3"
 
@@ -665,7 +664,6 @@ class TestJsonLines:
         dataset = text(tmp_path, path, seq_len=7, isolate_documents=True)
         sample = dataset[0]
         assert sample.tokens.tolist() == [*b"hel", 256, *"é".encode(), 256, 256]
-        assert sample.segments is not None
         assert sample.segments.tolist() == [0, 0, 0, 0, 1, 1, 1, 2]
 
     def test_another_field(self, tmp_path: Path) -> None:
@@ -742,7 +740,6 @@ class TestJsonLines:
         for index in [0, 1, 1023, 1024, 1025, 2048, 3000, len(dataset) - 1]:
             window = owner[index * 3 : index * 3 + 4]
             segments = dataset[index].segments
-            assert segments is not None
             assert segments.tolist() == (window - window[0]).tolist()
             lines = (
                 f"{window[0] + 1}"
@@ -1087,7 +1084,6 @@ class TestMegatron:
         # Document 0 is two sequences, document 1 none, document 2 one; 9 is no end token here.
         prefix = write_megatron(tmp_path / "c", [[1, 9], [2], [9, 4]], [0, 2, 2, 3])
         sample = tokens(prefix, isolate_documents=True, end_token=9)[0]
-        assert sample.segments is not None
         assert sample.segments.tolist() == [0, 0, 0, 1, 1]
 
     def test_documents_beside_a_raw_file(self, tmp_path: Path) -> None:
@@ -1095,7 +1091,6 @@ class TestMegatron:
         plain = raw(tmp_path / "r.bin", [4, 9, 5, 6])
         refused(lambda: tokens(prefix, plain, isolate_documents=True), "data.end_token", "r.bin")
         sample = tokens(prefix, plain, isolate_documents=True, end_token=9, seq_len=6)[0]
-        assert sample.segments is not None
         assert sample.segments.tolist() == [0, 0, 1, 2, 2, 3, 3]
 
     def test_the_index_counts_in_the_fingerprint(self, tmp_path: Path) -> None:

@@ -866,7 +866,6 @@ def test_a_batch_without_a_counted_label_is_named_without_a_probe(tmp_path: Path
 def test_samples_stand_out_in_the_units_of_the_guard(unit: float) -> None:
     rows = {-1 - n: Row(0, unit * (2.0 + 0.01 * n), 1.0, 1) for n in range(4)}
     level = usual(Reading(rows=rows, shares=(), tokens=4.0, unit=unit))
-    assert level is not None
     assert not level.stands_out(Row(0, unit * 2.4, 1.0, 1))
     assert level.stands_out(Row(0, unit * 2.7, 1.0, 1))
     wide = {-1 - n: Row(0, unit * (2.0 + 4 * n), 1.0, 1) for n in range(4)}

@@ -505,5 +505,4 @@ def test_a_gradient_that_is_not_contiguous_is_flipped() -> None:
     tokens = torch.ones(3, 2, requires_grad=True)
     output = inside._at_embedding(torch.nn.Identity(), (), tokens)
     output.backward(torch.ones(2, 3).t())
-    assert tokens.grad is not None
     assert (tokens.grad.abs() > 1e30).sum() == 1 and (tokens.grad == 1).sum() == 5

@@ -51,7 +51,6 @@ def test_another_setting_begins_anew() -> None:
 
 def test_the_line_says_what_was_decided_and_why() -> None:
     _, found = settle_micro_size(8, [crash()])
-    assert found is not None
     assert found.decision == "batch.micro_size 8 -> 4, the global batch stays"
     assert (found.step, found.reason, found.ranks) == (7, "r", (1,))
 

@@ -48,7 +48,6 @@ class Peer:
         if status < 0:
             self.process.send_signal(-status)
             return
-        assert self.process.stdin is not None
         self.process.stdin.write(f"{status}\n")
         self.process.stdin.flush()
 
@@ -133,7 +132,6 @@ def test_who_left_in_order_is_no_death(
         peer.end(-signal.SIGKILL)
     elif isinstance(status, int):
         peer.end(status)
-    assert one._causes.neighbours is not None
     until(lambda: one._causes.neighbours is not None and 1 in one._causes.neighbours.deaths)
     one._watchdog.add([lambda: ticks.append(1)])
     one.start()

@@ -228,7 +228,6 @@ def test_sections_without_data_are_not_there(tmp_path: Path) -> None:
 def test_the_policy_names_what_the_page_holds(tmp_path: Path) -> None:
     text = page_of(Made(steps=5).write(tmp_path / "run"))
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
-    assert policy is not None
     assert "unsafe" not in policy[1] and policy[1].startswith("default-src &#x27;none&#x27;; ")
     assert "connect-src" not in policy[1]
     assert not re.search(r"""(src|href|action)=["']?(http|//)""", text)

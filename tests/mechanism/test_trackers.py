@@ -200,7 +200,6 @@ def test_mlflow_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert tracker.loss is None, tracker.loss
     client = MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
     experiment = client.get_experiment_by_name("p")
-    assert experiment is not None
     [run] = client.search_runs([experiment.experiment_id])
     assert run.info.status == "FINISHED" and run.data.params["optim.lr"] == "0.1"
     assert run.data.tags["digest"] == "d1" and "go back" in run.data.tags["incident.000002"]

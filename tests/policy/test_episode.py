@@ -150,7 +150,6 @@ def test_a_slow_rise_is_a_divergence(norms: list[float], cause: str) -> None:
         if finding is not None:
             break
     assert action is Rollback
-    assert finding is not None
     assert finding.shape == "divergence"
     assert cause in finding.cause
     assert finding.episode.onset_step <= 101 + 200

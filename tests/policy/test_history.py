@@ -187,7 +187,6 @@ def test_the_last_rollback_to_a_checkpoint() -> None:
         rollback(2, 8, (160, 300), metrics_bytes=3),
     )
     newest = history.last_rollback_to(2)
-    assert newest is not None
     assert (newest.metrics_bytes, newest.seq) == (3, 2)
     assert history.last_rollback_to(5) is None
 

@@ -211,7 +211,6 @@ def test_a_creeping_rise_does_not_take_the_short_level_along() -> None:
     """Every step lies close to the five before it, and still it is too high."""
     losses = [3.0] * 80 + [3.0 + 0.06 * at for at in range(40)]
     verdict = watch(Baseline(guard_settings()), losses)
-    assert verdict is not None
     assert verdict.onset_step < 80 + 12
 
 
@@ -221,7 +220,6 @@ def test_a_slow_rise_is_drift_before_half_a_nat(seed: int) -> None:
     flat, slope = 300, 0.3 / 200
     losses = [3.0 + max(0, at - flat) * slope + noise.gauss(0, 0.05) for at in range(flat + 340)]
     verdict = watch(Baseline(guard_settings()), losses)
-    assert verdict is not None
     assert verdict.kind is Kind.drift
     assert "drift_nats" in verdict.reason
     assert flat < verdict.onset_step < flat + 0.3 / slope, "where the excess began to pile up"
@@ -246,7 +244,6 @@ def test_no_single_step_is_a_drift_and_the_onset_is_where_the_rise_began(
     assert watch(baseline, [1.0, 1.0, 1.0, 1.0, 1.0, 1.5, 0.5, 0.5]) is None, "a rise that healed"
     assert watch(baseline, [9.0, 0.5, 0.5], first=9) is None, "one hard batch"
     verdict = watch(baseline, [2.0] * 30, first=12)
-    assert verdict is not None
     assert verdict.kind is Kind.drift
     assert (verdict.onset_step, verdict.onset) == (12, 11 * BATCH), "not the ones that healed"
 
@@ -266,7 +263,6 @@ def test_two_high_losses_in_a_row(losses: list[float], found: int | None) -> Non
     verdict = watch(baseline, losses, first=31)
     assert (None if verdict is None else verdict.onset_step - 30) == found
     if found == 2:
-        assert verdict is not None
         assert "limit 3.250 after a high one" in verdict.reason
 
 
@@ -305,7 +301,6 @@ def test_one_hard_batch_does_not_raise_the_pair_limit() -> None:
     baseline = steady(30)
     assert watch(baseline, [3.39, 3.39 - 0.2], first=31) is None
     verdict = watch(baseline, [3.0] * 3 + [3.35, 3.35], first=33)
-    assert verdict is not None
     assert verdict.onset_step == 37
 
 
@@ -352,7 +347,6 @@ def test_after_a_new_baseline_the_beginning_is_its_own() -> None:
     baseline = steady(30)
     baseline.restart_at([5.0] * 30, [1.0] * 30)
     verdict = watch(baseline, [5.0 + 0.004 * at for at in range(200)], first=31)
-    assert verdict is not None
     assert verdict.kind is Kind.drift
 
 
@@ -398,7 +392,6 @@ def test_restart_at_forgets_the_drift_so_far() -> None:
     baseline.restart_at([3.55] * 12, [1.0] * 12)
     assert watch(baseline, [4.1] * 9, first=40) is None
     verdict = watch(baseline, [4.1] * 3, first=49)
-    assert verdict is not None
     assert verdict.kind is Kind.drift
     assert verdict.onset_step == 40
 
