@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,13 +24,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from runner import Guard
-from runner.distributed.env import place_from
-from runner.distributed.process_group import choose_device, end_group, start_group
-from runner.health.leave import leave
 from scripts.bench.process import on_ranks
 from scripts.bench.report import Row, compared
 from scripts.bench.steps import Plan
-from scripts.bench.turns import Turns
+from scripts.bench.turns import Turns, on_this_rank
 
 _STEP_SECONDS = 0.3
 _AIM = 1.01
@@ -73,9 +69,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--pairs", type=int, default=200)
     options = parser.parse_args()
-    place = place_from(os.environ)
-    device = choose_device("auto", place)
-    start_group(place, device, timeout_seconds=300)
+    with on_this_rank() as (place, device):
+        result = _measured(options, device)
+        if place.is_first:
+            (options.folder / "result.json").write_text(json.dumps(result))
+
+
+def _measured(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     rows = _rows_for(_STEP_SECONDS, device)
     bare, guarded = _Loop(device), _Loop(device)
     guard = Guard(
@@ -90,17 +90,13 @@ def main() -> None:
     theirs = _Computing(partial(_bare_step, bare, _Batches(rows, device)[0]))
     turns = Turns(ours, device=device, block=1, warmup=_WARMUP, pairs=options.pairs)
     turns.drive(theirs)
-    result = {
+    guard.close()
+    return {
         "pairs": [(passenger, driver) for driver, passenger in turns.pairs()],
         "computing": [statistics.median(one.seconds[-options.pairs :]) for one in (ours, theirs)],
         "rows": rows,
         "parameters": sum(parameter.numel() for parameter in bare.model.parameters()),
     }
-    guard.close()
-    if place.is_first:
-        (options.folder / "result.json").write_text(json.dumps(result))
-    end_group()
-    leave(0)
 
 
 class _Loop:
@@ -185,8 +181,4 @@ def _timed(step: Callable[[], None]) -> float:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except Exception:
-        traceback.print_exc()
-        leave(1)  # an orderly exit would wait
+    main()

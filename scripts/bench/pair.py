@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +18,14 @@ import torch.distributed as dist
 
 from runner.config.schema import RunConfig
 from runner.config.validate import check
-from runner.distributed.env import RankEnv, place_from
-from runner.distributed.process_group import choose_device, end_group, start_group
-from runner.health.leave import leave
+from runner.distributed.env import RankEnv
 from runner.model.decoder import num_parameters
 from scripts.bench.bare import BareLoop
 from scripts.bench.fair import refuse_other_losses
 from scripts.bench.ours import first_losses, make_task, opened, settings
 from scripts.bench.process import MeasureError
 from scripts.bench.task import Task, read_task, write_task
-from scripts.bench.turns import Turns
+from scripts.bench.turns import Turns, on_this_rank
 
 # The other side is the runner itself, but for a setting.
 _ITSELF = {"guard-off": "guard=off", "layers-off": "track.layers_every=0"}
@@ -37,20 +33,16 @@ _ITSELF = {"guard-off": "guard=off", "layers-off": "track.layers_every=0"}
 
 def main() -> None:
     options = _options()
-    place = place_from(os.environ)
-    device = choose_device("auto", place)
-    start_group(place, device, timeout_seconds=300)
-    config = settings(options.folder / "ours", options.overrides)
-    check(config, world_size=place.world_size)
-    file, is_shared = options.folder / "task.json", options.against not in _ITSELF
-    if place.is_first:
-        write_task(make_task(config, options.folder, is_shared=is_shared), file)
-    dist.barrier()
-    result = _in_turn(options, config, read_task(file), place, device)
-    if place.is_first:
-        (options.folder / "result.json").write_text(json.dumps(result))
-    end_group()
-    leave(0)
+    with on_this_rank() as (place, device):
+        config = settings(options.folder / "ours", options.overrides)
+        check(config, world_size=place.world_size)
+        file, is_shared = options.folder / "task.json", options.against not in _ITSELF
+        if place.is_first:
+            write_task(make_task(config, options.folder, is_shared=is_shared), file)
+        dist.barrier()
+        result = _in_turn(options, config, read_task(file), place, device)
+        if place.is_first:
+            (options.folder / "result.json").write_text(json.dumps(result))
 
 
 def _in_turn(
@@ -128,8 +120,4 @@ def _at_least_one(text: str) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except Exception:
-        traceback.print_exc()
-        leave(1)  # an orderly exit would wait for the loaders of both sides
+    main()

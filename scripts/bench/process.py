@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 _TIMEOUT_SECONDS = 900
 _TAIL = 1500
+folder = partial(tempfile.TemporaryDirectory, prefix="bench-", ignore_cleanup_errors=True)
 
 
 class MeasureError(Exception):
@@ -31,13 +32,6 @@ def environment() -> dict[str, str]:
     """The environment of ranks: one thread each, and the modules of this checkout."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-
-
-@contextlib.contextmanager
-def folder() -> Iterator[Path]:
-    """A temporary directory, removed at the end."""
-    with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as name:
-        yield Path(name)
 
 
 def run(command: Sequence[str], log: Path) -> None:
@@ -64,7 +58,8 @@ def run(command: Sequence[str], log: Path) -> None:
 
 def on_ranks(ranks: int, module: str, *arguments: str) -> dict[str, Any]:
     """Run ``module`` on the ranks with ``--folder DIR``; returns DIR/result.json."""
-    with folder() as own:
+    with folder() as name:
+        own = Path(name)
         log = own / "log"
         command = torchrun(ranks, module, "--folder", str(own), *arguments)
         run(command, log)

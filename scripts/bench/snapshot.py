@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 from collections.abc import Callable
@@ -26,9 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from runner.distributed.env import place_from
-from runner.distributed.process_group import choose_device, end_group, start_group
-from runner.health.leave import leave
+from runner.distributed.env import RankEnv
 from runner.model.decoder import num_parameters
 from runner.train.run import EngineRun
 from scripts.bench.bare import BareLoop, Saved
@@ -37,7 +34,7 @@ from scripts.bench.process import on_ranks
 from scripts.bench.report import Row, compared
 from scripts.bench.steps import Plan
 from scripts.bench.task import read_task, write_task
-from scripts.bench.turns import Clock
+from scripts.bench.turns import Clock, on_this_rank
 
 _AIM_COPY = 1.3
 _MEDIUM = ["model.dim=512", "model.layers=8", "model.heads=8"]
@@ -164,9 +161,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
-    place = place_from(os.environ)
-    device = choose_device("auto", place)
-    start_group(place, device, timeout_seconds=300)
+    with on_this_rank() as (place, device):
+        _measure_here(options, place, device)
+
+
+def _measure_here(options: argparse.Namespace, place: RankEnv, device: torch.device) -> None:
     folder = options.folder
     # Odd steps: memory only. Even ones: disk as well.
     disk, memory = (_CYCLE, _CYCLE // 2) if device.type == "cuda" else (2, 1)
@@ -191,8 +190,6 @@ def main() -> None:
             "parameters": num_parameters(task.shape),
         }
         (folder / "result.json").write_text(json.dumps(result))
-    end_group()
-    leave(0)
 
 
 def _on_cpu(run: EngineRun, methods: Methods, rounds: int, device: torch.device) -> Seconds:

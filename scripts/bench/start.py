@@ -22,7 +22,8 @@ _AGAINST = "bare start (import, group, model, one step)"
 
 def measure(plan: Plan) -> list[Row]:
     bare, resumed, fresh = list[float](), list[float](), list[float]()
-    with folder() as own:
+    with folder() as name:
+        own = Path(name)
         # A stopped run to take up, and the bare side's task.
         config = settings(own / "unused", [*plan.size, *plan.overrides])
         write_task(make_task(config, own, steps=8), own / "task.json")

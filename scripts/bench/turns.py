@@ -7,14 +7,36 @@ always fall on the same side.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
+from runner.distributed.env import RankEnv, place_from
+from runner.distributed.process_group import choose_device, end_group, start_group
+from runner.health.leave import leave
+
 Pair = tuple[float, float]
 _KEPT_LOSSES = 20
+
+
+@contextmanager
+def on_this_rank() -> Iterator[tuple[RankEnv, torch.device]]:
+    """Within the group of all ranks; the process ends with it."""
+    place = place_from(os.environ)
+    device = choose_device("auto", place)
+    start_group(place, device, timeout_seconds=300)
+    try:
+        yield place, device
+    except Exception:
+        traceback.print_exc()
+        leave(1)  # an orderly exit would wait for loaders
+    end_group()
+    leave(0)
 
 
 class Clock:
