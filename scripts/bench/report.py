@@ -103,21 +103,25 @@ def markdown(measurements: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _cells(row: Mapping[str, Any]) -> Sequence[str]:
-    ratio = row["ratio"]
+    ratio, unit = row["ratio"], row["unit"]
     return (
         row["what"],
         row["against"],
-        f"{ratio['median']:.3f}",
-        f"{ratio['p10']:.3f} to {ratio['p90']:.3f}",
-        amount(row["ours"]),
-        amount(row["theirs"]),
+        "" if ratio is None else f"{ratio['median']:.3f}",
+        "" if ratio is None else f"{ratio['p10']:.3f} to {ratio['p90']:.3f}",
+        amount(row["ours"], unit),
+        amount(row["theirs"], unit),
         "" if row["aim"] is None else f"{row['aim']:g}",
     )
 
 
-def amount(seconds: float) -> str:
-    """For people: 0.00123 s is 1.23 ms."""
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+def amount(value: float | None, unit: str) -> str:
+    """A number for people: 0.00123 s is 1.23 ms. Older results have other units, too."""
+    if value is None:
+        return ""
+    if unit == "s":
+        return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
+    return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
 
 
 def _line(cells: Iterable[str]) -> str:

@@ -87,7 +87,8 @@ def test_table_has_a_line_a_row_and_names_what_failed() -> None:
 
 
 def test_amounts_in_peoples_units() -> None:
-    assert (amount(0.00123), amount(12.34)) == ("1.23 ms", "12.3 s")
+    told = [amount(0.00123, "s"), amount(12.34, "s"), amount(17.0, "steps"), amount(None, "s")]
+    assert told == ["1.23 ms", "12.3 s", "17 steps", ""]
 
 
 def test_a_busy_machine_is_told(tmp_path: Path) -> None:
