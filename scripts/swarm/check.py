@@ -30,6 +30,8 @@ _CAUSES = {
 _OPEN = {"not reproducible", "unclear"}
 _SILENT = ("wrong", "wrong_grad", "flip_bit", "mismatch")
 _NAN = ("nan_grad", "nan_loss", "poison", "sticky")
+# What one more computation, a restart or nothing at all mends: never a reason to halt.
+_PASSING = ("nan_grad", "nan_loss", "misread", "kill", "slow", "raise")
 
 
 def check(case: Case, folder: Path, twins: Twins, shared: Path, counter: Counter) -> list[str]:
@@ -70,8 +72,8 @@ def _ending(case: Case, played: Played) -> Iterator[str]:
     elif last.code != EXIT_HALTED:
         word = "crashed" if TRACEBACK in own(last.text) else "ended"
         yield f"{word}: with {last.code} at start {number}: {tail(last.text)}"
-    elif not (case.faults or case.sick):
-        yield f"halted: without a fault: {tail(last.text)}"
+    elif not case.sick and all(fault.kind in _PASSING for fault in _faults(case)):
+        yield f"halted: without a fault that lasts: {tail(last.text)}"
 
 
 def _stops(case: Case, played: Played) -> Iterator[str]:
@@ -215,8 +217,9 @@ def _legs(case: Case, played: Played) -> list[Leg] | None:
         if back or any(step < at for step in resumed[journalled + 1 :]):
             return None
         # New weights hold from where the run had got, which may be behind the checkpoint.
-        reached = max(at, played.starts[number - 1].steps) if one.weights else at
-        if one.weights and _is_found_again(played, journalled, reached):
+        before = played.starts[number - 1]
+        reached = max(at, before.steps) if one.weights else at
+        if one.weights and _is_found_again(played, journalled, before.cursor):
             return None
         legs[-1] = Leg(legs[-1].start, at, reached)
         legs = [leg for leg in legs if leg.stop > 0]
@@ -231,15 +234,15 @@ def _is_preparing(case: Case, played: Played, start: int) -> bool:
     return bool(played.starts[start].broken) and case.breaks[start].at.startswith("tokenise:")
 
 
-def _is_found_again(played: Played, start: int, reached: int) -> bool:
-    """Whether a start with new weights skips what the one before had passed with the old ones.
+def _is_found_again(played: Played, start: int, cursor: int) -> bool:
+    """Whether a start with new weights skips what the one before had read with the old ones.
 
     A twin that is told of it beforehand gets its new weights from behind it.
     """
     lines = journal(played.out)
     starts = [index for index, line in enumerate(lines) if line["kind"] == "start"]
     return any(
-        line["kind"] in ("discard", "redo") and line["step"] <= reached
+        line["kind"] in ("discard", "redo") and line["samples"] and line["samples"][0] < cursor
         for line in lines[starts[start] :]
     )
 

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from runner.system.error import EXIT_CONFIG, EXIT_DONE, EXIT_HALTED, EXIT_NO_CHECKPOINT
+from runner.system.json_lines import read_lines as read_whole_lines
 from scripts.swarm.case import Break, Case
 from scripts.swarm.command import layout_of, overrides
 from tests import warm
-from tests.run import Result, Started, metrics_step, read_lines, start
+from tests.run import Result, Started, read_lines, start
 
 HERE = Path(__file__).parent
 LIMIT_SECONDS = 240.0
@@ -46,6 +47,7 @@ class Start:
         code: of the process, or of the rank that failed first under torchrun.
         broken: how it was ended from outside; "" if it was not.
         steps: the last step in the metrics when it had ended.
+        cursor: the position up to which it had read then.
         summary: what it left, {} without.
     """
 
@@ -53,6 +55,7 @@ class Start:
     text: str
     broken: str
     steps: int
+    cursor: int
     summary: Mapping[str, Any]
     has_hung: bool = False
 
@@ -151,7 +154,7 @@ def _start(
     program = HERE / "program.py"
     started = start(out, *words, ranks=0 if ranks == 1 else ranks, env=env, program=program)
     broken = _deliver(started, one, mark, random.Random(case.seed + number)) if one else ""
-    return _awaited(started, broken, lambda: metrics_step(out), out / "summary.json")
+    return _awaited(started, broken, out)
 
 
 def _ill(sick: str) -> dict[str, Any]:
@@ -190,7 +193,7 @@ def _deliver(started: Started, one: Break, mark: Path, dice: random.Random) -> s
     return one.how
 
 
-def _awaited(started: Started, broken: str, steps: Callable[[], int], summary: Path) -> Start:
+def _awaited(started: Started, broken: str, out: Path) -> Start:
     has_hung = False
     try:
         text, _ = started.process.communicate(timeout=LIMIT_SECONDS)
@@ -198,11 +201,14 @@ def _awaited(started: Started, broken: str, steps: Callable[[], int], summary: P
         has_hung = True
         started.kill()
         text, _ = started.process.communicate()
+    lines, _ = read_whole_lines(out / "metrics.jsonl")
+    summary = out / "summary.json"
     return Start(
         code=exit_code(started.process.returncode, text),
         text=text,
         broken=broken,
-        steps=steps(),
+        steps=lines[-1]["step"] if lines else 0,
+        cursor=max((line.get("cursor", 0) for line in lines), default=0),
         summary=json.loads(summary.read_text()) if summary.exists() else {},
         has_hung=has_hung,
     )
@@ -221,7 +227,7 @@ def play_loop(case: Case, out: Path, mode: str, counter: Counter) -> Played:
         one = case.breaks[len(starts)] if len(starts) < len(case.breaks) else None
         started = _start_loop(case, out, file, mode, memory)
         broken = one.how if one and mode == "guarded" else ""
-        starts.append(_awaited(started, broken, lambda: 0, out / "run" / "summary.json"))
+        starts.append(_awaited(started, broken, out / "run"))
         last = starts[-1]
         again = last.broken or "CannotReadAgain" in last.text
         if last.has_hung or last.code == EXIT_DONE or not again:

@@ -153,17 +153,17 @@ def _keep(
     *,
     shrinks: bool,
 ) -> None:
-    again = the_bench.failures(case)
-    if kind_of(again) != kind_of(wrong):
-        say(f"seed {number}: passes when played again: flaky")
-        report.flaky.append({"seed": number, "wrong": wrong, "case": case.to_json()})
-        return
-    if shrinks:
+    is_flaky = kind_of(the_bench.failures(case)) != kind_of(wrong)
+    if shrinks and not is_flaky:
         case, wrong = the_bench.shrink(case, wrong)
     keep.mkdir(parents=True, exist_ok=True)
-    file = keep / f"{number}.json"
+    file = keep / f"{number}{'-flaky' if is_flaky else ''}.json"
     row = {"seed": number, "wrong": wrong, "case": case.to_json()}
     file.write_text(json.dumps(row, indent=1) + "\n")
+    if is_flaky:
+        say(f"seed {number}: passes when played again: flaky, in {file}")
+        report.flaky.append(row)
+        return
     report.failures.append(row)
     say(
         f"seed {number}: shrunk to {size(case)} features in {file}: {case.describe()}: "
