@@ -309,7 +309,9 @@ class _Reader(TorchDataset[MicroBatch]):
 
         try:
             return self._retries(checked)
-        except DataError:  # it may have been garbled once
+        except OSError:
+            raise
+        except Exception:  # it may have been garbled once, whatever the data set says of it
             return self._retries(checked)
 
     def _seed_draws(self, plan: MicroPlan, position: int | None, index: int) -> None:

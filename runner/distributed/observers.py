@@ -42,9 +42,23 @@ class LastWords(Protocol):
     def remove(self) -> None: ...
 
 
-def unobserved(name: str, work: Callable[[], T], default: T, /) -> T:
-    """Calls ``work``, and lets its errors through."""
-    return work()
+def alone_on_this_rank() -> Alone:
+    """As :meth:`Observers.alone`, where nobody settles: what fails is logged once, on this rank."""
+    out: set[str] = set()
+
+    def alone(name: str, work: Callable[[], T], default: T, /) -> T:
+        if name in out:
+            return default
+        try:
+            return work()
+        except _DECISIONS:
+            raise
+        except Exception as error:
+            out.add(name)
+            _log.warning("%s: not tried: %s; go on without it", name, _words(error))
+            return default
+
+    return alone
 
 
 @dataclass(frozen=True, slots=True)

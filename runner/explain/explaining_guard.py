@@ -204,7 +204,7 @@ class ExplainingGuard:
         """Whether a device has spoilt this step as often as ``persist`` says, counting now."""
         redone = self._journal.history.redone_at(step)
         num = sum(cause_of(incident) == STICKY for incident in redone)
-        return num + 1 >= self._rules.persist
+        return num + 1 >= min(self._rules.persist, _MOST_REDONE)
 
     def _decided(self, info: StepInfo, finding: Finding, state: TrainState) -> Verdict | None:
         """Let the ladder decide; on a rollback, begin to compare the steps."""
@@ -251,13 +251,13 @@ class ExplainingGuard:
         return self._look_noted(self._evidence.later_mark, info.signals, work)
 
     def _explained(self, info: StepInfo, state: TrainState) -> Finding | None:
-        """Find the cause; None once the budget of replays is spent."""
+        """Find the cause; without computations left, only that of a device proven bad before."""
         history, step, signals = self._journal.history, self._stepper.newest, info.signals
+        if info.batch is None:
+            return None
         left = self._rules.in_all - history.num_probes
-        if left < self._rules.an_incident or info.batch is None:
-            return None
-        if len(history.redone_at(signals.step)) >= _MOST_REDONE:
-            return None
+        if left < self._rules.an_incident or len(history.redone_at(signals.step)) >= _MOST_REDONE:
+            return self._still_sticky(signals)
         if self._is_of_a_mix(signals):
             return _SAME_MIX
         if history.has_ended_starts(signals.step):
@@ -300,6 +300,20 @@ class ExplainingGuard:
                     else without_rate(before, f"G: not tried: {_why_failed(rated)}")
                 )
         return replace(finding, bundle=self._journal.num_lines)
+
+    def _still_sticky(self, signals: StepSignals) -> Finding | None:
+        """The device that spoilt the attempt before this one; no computation shows it again."""
+        before = self._journal.history.newest_redo()
+        if before is None or before.samples is None or cause_of(before) != STICKY:
+            return None
+        if signals.start not in before.samples:
+            return None
+        cause = before.detail["cause"]
+        return replace(
+            inconclusive(f"as before, no more computations are left: {cause['why']}", Cause.sticky),
+            ranks=tuple(cause["ranks"]),
+            hosts=tuple(cause["hosts"]),
+        )
 
     def _is_of_a_mix(self, signals: StepSignals) -> bool:
         """Whether the previous step was discarded because of a new data mix."""

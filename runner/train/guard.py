@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from runner.policy.decision.decide import StepDecision, rule, rule_again
-from runner.policy.decision.history import GO_BACK, MIX, NUMERICS, RATE, STATE, STICKY, may_be_data
+from runner.policy.decision.history import (
+    GO_BACK,
+    MIX,
+    NUMERICS,
+    RATE,
+    STATE,
+    STICKY,
+    History,
+    may_be_data,
+)
 from runner.policy.decision.judge import Kind, Verdict
 from runner.policy.decision.ladder import Apply, Discard, Halt, Rebaseline, RemedyRules, Replayed
 from runner.system.error import Halted
@@ -102,7 +111,7 @@ class Guard:
             history=self._journal.history,
             ring=self._ring.records,
             rules=self._rules,
-            replayed=_replayed(info),
+            replayed=_replayed(info, self._journal.history),
         )
         if not ruling.lacks_target:
             return ruling
@@ -113,16 +122,18 @@ class Guard:
         return rule_again(ruling, baseline=state.baseline, ring=self._ring.records)
 
 
-def _replayed(info: StepInfo) -> Replayed:
+def _replayed(info: StepInfo, history: History) -> Replayed:
     """The result of replays. For a step known from the journal, only what decides whether a level
-    may settle counts again; the journal has the rest."""
+    may settle counts again; the journal has the rest. Once no computations are left, a device that
+    the last ones proved bad is still taken for bad."""
     cause = info.cause or {}
     noted = info.noted_cause
+    last = noted or history.newest_cause(info.signals.start)
     is_named = cause.get("cause") in _NOT_DATA
     return Replayed(
         proven=_named(cause) if is_named else "",
         may_discard=cause.get("cause") == NUMERICS,
-        may_settle=may_be_data(noted),
+        may_settle=may_be_data(noted) and last.get("cause") != STICKY,
         is_mix=noted.get("cause") == MIX,
         blames_weights=cause.get("remedy") == GO_BACK,
         rate_factor=cause.get("rate_factor"),

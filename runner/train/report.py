@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from runner.distributed.observers import Alone, unobserved
+from runner.distributed.observers import Alone, alone_on_this_rank
 from runner.observe.console import Progress
 from runner.observe.metrics import Metrics, MetricsLine, Pace, Throughput
 from runner.observe.side_lines import RingLines, SideLines
@@ -43,6 +43,7 @@ class Reporter:
     Args:
         past: seconds by kind before this start.
         alone: calls what only looks; see :meth:`runner.distributed.observers.Observers.alone`.
+            By default what fails is logged and left out on this rank.
         clock: seconds since the epoch; only rank 0's is used.
     """
 
@@ -53,12 +54,12 @@ class Reporter:
         total_steps: int,
         past: Past,
         throughput: Throughput,
-        alone: Alone = unobserved,
+        alone: Alone | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         group, check = run.group, run.lease.run_lease.check
         run_dir, journal, ring = group.run_dir, run.journal, run.ring
-        self._alone = alone
+        self._alone = alone or alone_on_this_rank()
         self._metrics = Metrics(
             run_dir.metrics if group.is_first else None,
             length=run.resumed.metrics_bytes,
@@ -287,7 +288,7 @@ class Reporter:
         self._metrics.close()
         self._report_losses(self._step)
         if self._ring_lines is not None:
-            self._ring_lines.note(self._step)
+            self._alone("ring lines", partial(self._ring_lines.note, self._step), None)
             self._ring_lines.close()
         self._console.close()
 

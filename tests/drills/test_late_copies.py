@@ -15,6 +15,7 @@ import torch
 from tests import late_copies, warm
 from tests.drills import (
     test_audit,
+    test_deepspeed_engine,
     test_frameworks,
     test_guard_crash,
     test_hf,
@@ -37,6 +38,7 @@ from tests.mechanism import (
 TWINS = (
     *(test_guard_loop, test_guard_late, test_ring_alone, test_strange_loops),
     *(test_guard_drills, test_guard_crash, test_frameworks, test_hf, test_memory, test_late),
+    test_deepspeed_engine,
     *(test_audit, test_keep_best, test_redo, test_rollback, test_running_buffers, test_zero),
 )
 # The others are run with --full.

@@ -780,6 +780,7 @@ class Explaining:
     finding: Finding
     file: Path
     in_all: int = 1000
+    persist: int = 3
     printed: list[str] = field(default_factory=list)
     causes: list[Any] = field(default_factory=list)
 
@@ -798,7 +799,7 @@ class Explaining:
         self.guard = ExplainingGuard(
             parts,
             parts,
-            rules=ExplainRules(an_incident=10, in_all=self.in_all),
+            rules=ExplainRules(an_incident=10, in_all=self.in_all, persist=self.persist),
             stepper=parts,
             journal=Journal([], told_to_skip=[], file=lines),
             reporter=parts,
@@ -852,6 +853,28 @@ def test_the_ladder_decides_once_the_budget_of_replays_is_spent(tmp_path: Path) 
     explaining = Explaining(PASSING, tmp_path / "journal.jsonl", in_all=30)
     verdicts = [explaining.meets(step) for step in range(20, 25)]
     assert verdicts == [None, None, None, LADDER, LADDER], "3 x 7 of 30, and one may take 10"
+
+
+STAYS = Finding(
+    cause=Cause.sticky, remedy=Remedy.redo, why="it is", ranks=(1,), hosts=("node1",), steps=7
+)
+
+
+@pytest.mark.parametrize("persist", [1, 3, 8, 50])
+def test_the_ladder_is_told_of_a_device_that_stays_bad(persist: int, tmp_path: Path) -> None:
+    """Also where ``guard.persist`` is more than how often a step is redone."""
+    explaining = Explaining(STAYS, tmp_path / "journal.jsonl", persist=persist)
+    redone = min(persist, 4) - 1
+    assert [explaining.meets(20) for _ in range(redone + 1)] == [None] * redone + [LADDER]
+    (cause,) = explaining.causes
+    assert (cause["cause"], cause["ranks"]) == ("hardware, sticky", [1])
+
+
+def test_a_device_proven_bad_is_still_bad_when_the_budget_is_spent(tmp_path: Path) -> None:
+    explaining = Explaining(STAYS, tmp_path / "journal.jsonl", in_all=23, persist=3)
+    assert [explaining.meets(step) for step in (20, 20, 21, 21)] == [None, None, LADDER, LADDER]
+    assert [cause["hosts"] for cause in explaining.causes] == [["node1"]] * 2, "step by step"
+    assert explaining.meets(40) is LADDER and explaining.causes[-1] is None, "not for ever"
 
 
 def test_a_batch_without_a_counted_label_is_named_without_a_probe(tmp_path: Path) -> None:

@@ -478,11 +478,22 @@ class GarbledOnce(Stuttering):
         return sample
 
 
-def test_a_sample_that_was_garbled_once_is_read_again() -> None:
+class UndecodableOnce(GarbledOnce):
+    """As a picture or JSON whose bytes were garbled: the data set's own error."""
+
+    def __getitem__(self, index: int) -> Sample:
+        sample = super().__getitem__(index)
+        if self.asked[index] <= self._times:
+            raise ValueError("the bytes make no sense")
+        return sample
+
+
+@pytest.mark.parametrize("garbled", [GarbledOnce, UndecodableOnce])
+def test_a_sample_that_was_garbled_once_is_read_again(garbled: type[GarbledOnce]) -> None:
     plan = stream().plan(0, Ledger())
-    with ranks(1, GarbledOnce(1)) as feeds:
+    with ranks(1, garbled(1)) as feeds:
         check_fetch(feeds, plan, Ledger())
-    with ranks(1, GarbledOnce(2)) as (feed,):
+    with ranks(1, garbled(2)) as (feed,):
         assert len(feed.fetch(plan, Ledger()).unreadable) == 8
 
 

@@ -240,6 +240,24 @@ def test_bad_batches_leave_no_trace(tmp_path: Path, kind: str) -> None:
     assert summary["rollbacks"] == 1 and summary["status"] == "done"
 
 
+def test_what_only_looks_ends_no_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P14: what writes the lines of the ring and shows the progress fails in each step."""
+
+    def fail(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("runner.observe.side_lines.RingLines.note", fail)
+    monkeypatch.setattr("runner.train.report.Reporter._show_progress", fail)
+    with caplog.at_level("WARNING"):
+        job, guard = guarded(tmp_path / "a", batches({20}))
+    guard.close()
+    same(job.state(), bare(batches({20}), guard.skipped))
+    said = [text for text in caplog.messages if "no space left" in text]
+    assert sorted(text.split(":")[0] for text in said) == ["live line", "ring lines"], "once each"
+
+
 @pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=pytest.mark.full if k == "indexed" else ()) for k in KINDS]
 )

@@ -153,8 +153,11 @@ def test_written_while_training_goes_on(tmp_path: Path) -> None:
             while ring.poll():
                 pass
         assert (8, "committed", "disk") in ring.saved
-    with Ring(tmp_path / "a", parts()) as again:
+    plain, loaded = parts(), parts()
+    train(plain, None, 0, 8)
+    with Ring(tmp_path / "a", loaded) as again:
         assert again.step == 8
+    same(states(loaded), states(plain))
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

@@ -233,6 +233,17 @@ class History:
         """The newest redone step since the last rollback."""
         return next(self._since_rollback("redo"), None)
 
+    def newest_cause(self, position: int) -> Mapping[str, Any]:
+        """The last cause found by replays of samples up to ``position``; empty without."""
+        found = (
+            incident.detail["cause"]
+            for incident in reversed(self.incidents)
+            if incident.samples is not None
+            and incident.samples[0] <= position
+            and isinstance(incident.detail.get("cause"), Mapping)
+        )
+        return next(found, {})
+
     def _since_rollback(self, kind: str) -> Iterator[Incident]:
         """Incidents since the last rollback, newest first."""
         since = takewhile(lambda one: one.kind != "rollback", reversed(self.incidents))
