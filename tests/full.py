@@ -64,13 +64,18 @@ def read_record(record: Path) -> dict[str, Fate]:
     return {f"{file}::{row}": Fate.of(text) for file in files for row, text in files[file].items()}
 
 
-def write_record(record: Path, fates: Fates) -> None:
-    """A line a row, by file."""
+def read_total(record: Path) -> int:
+    """How many rows there were when they were last collected; 0 if never."""
+    return int(json.loads(record.read_text()).get("total", 0)) if record.exists() else 0
+
+
+def write_record(record: Path, fates: Fates, total: int) -> None:
+    """A line a row, by file; ``total``: of all rows, also of those that were never run."""
     files: dict[str, dict[str, str]] = {}
     for name in sorted(fates):
         file, _, row = name.partition("::")
         files.setdefault(file, {})[row] = str(fates[name])
-    text = json.dumps({"command": "python -m tests.full", "rows": files}, indent=0)
+    text = json.dumps({"command": "python -m tests.full", "total": total, "rows": files}, indent=0)
     record.write_text(text + "\n")
 
 
@@ -165,7 +170,7 @@ class Recorder:
             pytest.exit("the files are no longer those of the commit; nothing more is recorded", 3)
         with Path(__file__).open() as lock:  # the other session writes too
             fcntl.flock(lock, fcntl.LOCK_EX)
-            write_record(RECORD, read_record(RECORD) | {nodeid: fate})
+            write_record(RECORD, read_record(RECORD) | {nodeid: fate}, read_total(RECORD))
         if self._stop_at is not None and time.time() > self._stop_at:
             pytest.exit("the time of this sitting is over", 0)
 
@@ -207,15 +212,17 @@ def sit(names: Sequence[str], commit: str, stop_at: float | None) -> None:
             shutil.rmtree(share, ignore_errors=True)
 
 
-def warning(fates: Fates, ages: Mapping[str, int]) -> str:
-    """Empty if no row in the record has failed or is old."""
+def warning(fates: Fates, ages: Mapping[str, int], total: int) -> str:
+    """Empty if each of all rows was run, and none has failed or is old."""
     failed = sum(fate.outcome == "failed" for fate in fates.values())
     old = sum(OLD_COMMITS < ages[fate.commit] < _UNKNOWN for fate in fates.values())
-    if not failed + old:
+    missing = max(0, total - len(fates))
+    if not failed + old + missing:
         return ""
     return (
-        f"warning: of {len(fates)} rows of --full {failed} failed when last run, and {old} were "
-        f"last run more than {OLD_COMMITS} commits ago: python -m tests.full --minutes 60"
+        f"warning: of {max(total, len(fates))} rows of --full {failed} failed when last run, {old} "
+        f"were last run more than {OLD_COMMITS} commits ago, and {missing} never were: "
+        "python -m tests.full --minutes 60"
     )
 
 
@@ -231,7 +238,8 @@ def main() -> int:
     fates = read_record(RECORD)
     ages = commits_since(fates)
     if options.old:
-        print(warning(fates, ages), end="\n" if warning(fates, ages) else "")
+        line = warning(fates, ages, read_total(RECORD))
+        print(line, end="\n" if line else "")
         return 0
     names = collected(options.words)
     if options.list:
@@ -243,6 +251,9 @@ def main() -> int:
     if commit is None:
         print("error: files differ from the commit, which the record names: commit them first")
         return 2
+    if not options.words:  # rows that no longer are have no fate
+        fates = {name: fates[name] for name in names if name in fates}
+        write_record(RECORD, fates, len(names))
     sit(names, commit, None if options.minutes is None else time.time() + 60 * options.minutes)
     fates = read_record(RECORD)
     ages = commits_since(fates)

@@ -181,7 +181,7 @@ class Culprits:
 
         They must be bad on other ranks too, or the fault is that of a rank.
         """
-        probes, data = self._probes, self._data_finding(culprits)
+        probes, data = self._probes, self._data_finding(culprits, "that make the step bad")
         if probes.bench.world_size < 2:
             return data
         if not probes.left:
@@ -190,7 +190,7 @@ class Culprits:
         reading = probes.bench.rotated(probes.case.plan, without=self._all - culprits)
         reading = self._whole_step(f"B only {listing(sorted(culprits))}", reading)
         if not probes.is_good(reading):
-            return data
+            return self._data_finding(culprits, "that make the step bad on whichever rank")
         ranks = {probes.first.rows[position].rank for position in culprits}
         if len(ranks) > 1:
             return inconclusive(
@@ -217,13 +217,16 @@ class Culprits:
         partner = before[_longest_good(len(before), lambda stop: is_good([*before[:stop], last]))]
         return set() if is_good([partner, last]) else {partner, last}
 
-    def _data_finding(self, culprits: Collection[int], *, is_tried: bool = True) -> Finding:
+    def _data_finding(
+        self, culprits: Collection[int], how: str = "", *, is_tried: bool = True
+    ) -> Finding:
+        """``how`` they are bad; by default each of them stands out."""
+        if not how:
+            ranks = ", on whichever rank" if self._probes.bench.world_size > 1 else ""
+            how = f"far above known good ones, or not finite{ranks}"
         positions, is_whole = tuple(sorted(culprits)), len(culprits) >= len(self._all)
         count_text = f"{len(positions)} sample{'s' if len(positions) > 1 else ''}"
-        why = (
-            f"{count_text} (stream positions {listing(positions)}) far above known good ones, or "
-            "not finite, on whichever rank"
-        )
+        why = f"{count_text} (stream positions {listing(positions)}) {how}"
         if is_tried:
             why += "; without them the step is good"
         elif is_whole:

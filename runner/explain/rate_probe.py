@@ -38,7 +38,7 @@ class RateResult:
         control_cures: whether other samples at the full rate cure it as well.
         older_cures: whether the same samples do at the full rate, from an older checkpoint.
         steps: number of computed steps.
-        shortfall: why it was not done or not finished; empty if it was.
+        shortfall: what was not done or not finished, and why; empty if nothing.
     """
 
     factor: float | None = None
@@ -121,13 +121,22 @@ class RateProbe:
         self._num_steps = 0
         with self._stepper.aside(self._stop.over), state_restored(self._engine, self._ring):
             result = self._tried(record, bad, without)
-            is_rate = result.factor is not None and not result.control_cures
-            if is_rate and older is not None:
-                way = bad.step - older.step + _BEYOND
-                may_try = self._num_steps + way <= most_steps
-                cures = may_try and self._is_cured(older, bad.step, Course())
-                result = replace(result, older_cures=cures)
+            if result.factor is not None and not result.control_cures:
+                result = self._from_older(result, older, bad.step, most_steps)
             return replace(result, steps=self._num_steps)
+
+    def _from_older(
+        self, result: RateResult, older: Record | None, bad: int, most_steps: int
+    ) -> RateResult:
+        """The result with what the full rate does from an older checkpoint."""
+        if older is None:
+            return replace(result, shortfall="G: there is no older checkpoint to compare with")
+        way = bad - older.step + _BEYOND
+        if self._num_steps + way > most_steps:
+            left = most_steps - self._num_steps
+            short = f"G: the older checkpoint takes {way} computations, {left} are left"
+            return replace(result, shortfall=short)
+        return replace(result, older_cures=self._is_cured(older, bad, Course()))
 
     def _tried(self, record: Record, bad: StepSignals, without: Sequence[int]) -> RateResult:
         # Bisect the powers: 0 does not cure, and the last one is untested.

@@ -232,6 +232,7 @@ class RepeatedSteps:
             "samples come",
             of=finding,
             rate_factor=tried.factor,
+            not_tried=(*finding.not_tried, *filter(None, [tried.shortfall])),
             steps=steps,
         )
 

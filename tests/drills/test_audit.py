@@ -90,7 +90,7 @@ OFTEN = "checkpoint.clean_after=3"
     [
         # Between the start and the first audit, so that only the start's weights can tell.
         # An evaluation comes before its audit.
-        pytest.param(1, "wrong@step=3", ["eval.every=1"], marks=FULL),
+        (1, "wrong@step=3", ["eval.every=1"]),
         pytest.param(0, "wrong@step=13", ["checkpoint.every=5", OFTEN], marks=FULL),
         # No audit falls on a checkpoint.
         pytest.param(1, "wrong@step=18", ["checkpoint.every=7", OFTEN], marks=FULL),
@@ -102,8 +102,7 @@ OFTEN = "checkpoint.clean_after=3"
 def test_of_two_ranks_the_one_that_has_changed_is_named(
     tmp_path: Path, rank: int, fault: str, settings: list[str]
 ) -> None:
-    """Computed again with the weights of a checkpoint from when both agreed. By default
-    test_nodes.py::test_a_node_that_computes_wrongly_is_left_out has two ranks."""
+    """Computed again with the weights of a checkpoint from when both agreed."""
     words = [*SMALL, "debug.audit_every=5", *settings]
     clean = train(tmp_path / "clean", *words)
     assert clean.code == 0 and not clean.journal("audit"), clean.tail

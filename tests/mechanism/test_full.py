@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import full
-from tests.full import Fate, read_record, tiers, warning, write_record
+from tests.full import Fate, read_record, read_total, tiers, warning, write_record
 
 ROOT = Path(__file__).parents[2]
 FATES = {
@@ -34,8 +34,8 @@ def test_failed_rows_come_first_then_new_ones_then_the_oldest() -> None:
 def test_the_record_has_a_line_a_row(tmp_path: Path) -> None:
     record = tmp_path / "full.json"
     assert read_record(record) == {}
-    write_record(record, FATES)
-    assert read_record(record) == FATES
+    write_record(record, FATES, 9)
+    assert read_record(record) == FATES and read_total(record) == 9
     assert len([line for line in record.read_text().splitlines() if "::" in line]) == 1
     assert (
         sum("test_" in line and ".py" not in line for line in record.read_text().splitlines()) == 4
@@ -43,11 +43,13 @@ def test_the_record_has_a_line_a_row(tmp_path: Path) -> None:
 
 
 def test_what_failed_or_is_old_is_warned_of() -> None:
-    assert "of 4 rows of --full 1 failed when last run, and 1 were last run" in warning(FATES, AGES)
+    words = "of 6 rows of --full 1 failed when last run, 1 were last run more than 300 commits ago"
+    assert f"{words}, and 2 never were" in warning(FATES, AGES, 6)
     young = {name: fate for name, fate in FATES.items() if fate.outcome == "passed"}
-    assert not warning(young, AGES)
+    assert not warning(young, AGES, len(young))
+    assert "3 never were" in warning(young, AGES, len(young) + 3)
     unknown = {"tests/test_a.py::test_it": Fate("passed", "gone", 1)}
-    assert not warning(unknown, {"gone": full._UNKNOWN}), "a clone without the history"
+    assert not warning(unknown, {"gone": full._UNKNOWN}, 1), "a clone without the history"
 
 
 ROWS = """

@@ -156,3 +156,6 @@ def test_a_checkpoint_with_wrong_moments_is_no_rate(older_is_good: bool | None) 
     result = tried(lambda s, positions, rate: s >= BAD and rate > 0.05, older_is_good=older_is_good)
     assert result.factor and not result.control_cures
     assert result.older_cures is bool(older_is_good)
+    assert result.shortfall == (
+        "G: there is no older checkpoint to compare with" if older_is_good is None else ""
+    )
