@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -55,19 +54,6 @@ class _Handed(Optimizer):
                 )
 
 
-class Kept(NamedTuple):
-    """What is kept beside a parameter or a group.
-
-    Attributes:
-        values: 1-D; those of the whole partition, or a number that all ranks have.
-        is_cut: the former.
-    """
-
-    kind: str
-    values: Tensor
-    is_cut: bool
-
-
 class PartitionOptimizer:
     """The optimizers of this rank's partitions.
 
@@ -91,9 +77,10 @@ class PartitionOptimizer:
         self._device = device
         groups = grouped(parameters, num_dims, settings)
         self._rules = list(groups)
-        self._group_of = {n: at for at, names in enumerate(groups.values()) for n in names}
+        self._names = list(groups.values())
+        self._group_of = {n: at for at, names in enumerate(self._names) for n in names}
         self.handed = _Handed(
-            [{"params": [parameters[name] for name in names]} for names in groups.values()]
+            [{"params": [parameters[name] for name in names]} for names in self._names]
         )
         self._of: list[list[ShardOptimizer]] = [[] for _ in groups]
 
@@ -131,47 +118,39 @@ class PartitionOptimizer:
             entered = [stack.enter_context(o.averaged()) for o in self._all()]
             yield any(entered)
 
-    def kept(self, name: str, flat: Tensor | None) -> list[Kept]:
-        """Beside a parameter, a part of which lies in ``flat``; None: nothing of it is here."""
-        first = self._of[self._group_of[name]][0]
-        optimizer = first if flat is None else self.handed.optimizers[flat]
-        cut = [Kept(_kind(label), values, True) for label, values in optimizer.tensors().items()]
-        # Of the group's first partition, whose numbers the others get after a load.
-        uncut = [
-            Kept(_kind(label), values.view(-1), False)
-            for label, values in first.uncut().items()
-            if not label.startswith(_GROUP)
-        ]
-        return cut + uncut
+    def tensors(self, name: str, flat: Tensor) -> dict[str, Tensor]:
+        """Of the partition ``flat``, which has a part of the parameter: its state, 1-D, by kind.
 
-    def group_numbers(self) -> dict[str, Tensor]:
-        """What groups keep, 1-D, by "kind/number of the group"."""
-        return {
-            f"{_kind(label)}/{number}": values.view(-1)
-            for number, optimizers in enumerate(self._of)
-            for label, values in optimizers[0].uncut().items()
-            if label.startswith(_GROUP)
-        }
+        Nothing of the parameter may be here: then that of its group's first partition.
+        """
+        optimizer = self.handed.optimizers.get(flat, self._of[self._group_of[name]][0])
+        return {_kind(label): values for label, values in optimizer.tensors().items()}
+
+    def uncut(self, *, is_loaded: bool = False) -> dict[str, Tensor]:
+        """Numbers that every rank has, of parameters and of groups; see
+        :meth:`ShardOptimizer.uncut`.
+
+        Those of each group's first partition, whose numbers the others get after a load.
+        """
+        numbers = {}
+        for group, names in enumerate(self._names):
+            for label, values in self._of[group][0].uncut(is_loaded=is_loaded).items():
+                owners = [str(group)] if label.startswith(_GROUP) else names
+                numbers |= {f"{_kind(label)}/{owner}": values for owner in owners}
+        return numbers
 
     def update_counts(self) -> set[int]:
         """Applied updates of each partition. Waits once for each."""
         return {optimizer.update_counts()[_ALONE] for optimizer in self._all()}
 
     def set_update_count(self, count: int) -> None:
-        """After a load. Collective."""
-        self._complete()
+        """After a load of what :meth:`uncut` has."""
+        for first, *others in self._of:
+            for label, loaded in first.uncut(is_loaded=True).items():
+                for optimizer in others:
+                    optimizer.uncut(is_loaded=True)[label].copy_(loaded)
         for optimizer in self._all():
             optimizer.set_update_counts({_ALONE: count})
-
-    def _complete(self) -> None:
-        """Rank 0 has loaded the numbers of each group's first partition: all get them."""
-        for optimizers in self._of:
-            for label, loaded in optimizers[0].uncut(is_loaded=True).items():
-                values = loaded.view(-1).view(torch.uint8).clone()
-                dist.broadcast(values, src=0)
-                for optimizer in optimizers:
-                    own = optimizer.uncut(is_loaded=True)[label]
-                    own.view(-1).copy_(values.view(own.dtype))
 
     def _all(self) -> list[ShardOptimizer]:
         return list(self.handed.optimizers.values())

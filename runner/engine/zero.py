@@ -297,7 +297,7 @@ class ZeroEngine(Engine):
             for name, parameter in self._parameters.items()
         }
         self._frozen = {
-            name: _Slice.of(math.prod(self._shapes[name]), self._home)
+            name: self._frozen_shard(name)
             for name, parameter in self._parameters.items()
             if not parameter.requires_grad
         }
@@ -346,6 +346,14 @@ class ZeroEngine(Engine):
             elif not is_buffer(shard.name):
                 shard.local.zero_()
         self.finish_load(dict.fromkeys(self._trained(), 0))
+
+    def _frozen_shard(self, name: str) -> Shard:
+        """This rank's FP32 part; DeepSpeed keeps such a parameter in BF16 only."""
+        numel = math.prod(self._shapes[name])
+        size = -(-numel // self._world_size)  # fewer or none on the last ranks, as in stage 3
+        start = min(numel, size * dist.get_rank())
+        local = torch.zeros(min(size, numel - start), device=self._home)
+        return Shard(name=f"param/{name}", shape=self._shapes[name], start=start, local=local)
 
     def _trained(self) -> list[str]:
         return [name for name in self._parameters if name not in self._frozen]
@@ -415,46 +423,35 @@ class ZeroEngine(Engine):
 
     def shards(self) -> list[Shard]:
         shards = [shard for name in self._parameters for shard in self._shards_of(name)]
-        numbers = self._optimizer.group_numbers()
-        shards += [_number(name, values) for name, values in numbers.items()]
-        place = dist.get_rank(), self._world_size
-        shards += [slice_of(name, data, *place) for name, data in self.running.tensors().items()]
-        return sorted(shards, key=lambda shard: shard.name)
+        return sorted([*shards, *self._slices()], key=lambda shard: shard.name)
 
     def _shards_of(self, name: str) -> Iterator[Shard]:
-        shape = self._shapes[name]
+        """What of a parameter and its state is cut."""
         if name in self._frozen:
-            frozen_slice = self._frozen[name]
-            yield Shard(
-                name=f"param/{name}",
-                shape=shape,
-                start=frozen_slice.start,
-                local=frozen_slice.local,
-            )
+            yield self._frozen[name]
             return
         place = self._stage.locate(self._parameters[name])
-        flat = None if place is None else place.flat
-        weights = torch.empty(0) if flat is None else flat.detach()
-        yield self._part(f"param/{name}", shape, weights, place)
-        for kind, values, is_cut in self._optimizer.kept(name, flat):
-            if is_cut:
-                yield self._part(f"{kind}/{name}", shape, values, place)
-            else:
-                yield _number(f"{kind}/{name}", values)
+        state = self._optimizer.tensors(name, place.flat)
+        for kind, values in {"param": place.flat.detach(), **state}.items():
+            yield Shard(
+                name=f"{kind}/{name}",
+                shape=self._shapes[name],
+                start=place.start,
+                local=values.narrow(0, place.offset, place.count),
+            )
 
-    def _part(
-        self, name: str, shape: tuple[int, ...], values: torch.Tensor, place: _Place | None
-    ) -> Shard:
-        """The part of ``values``, which lie as the partition does."""
-        if place is None:
-            return Shard(name=name, shape=shape, start=0, local=values[:0])
-        local = values.narrow(0, place.offset, place.count)
-        return Shard(name=name, shape=shape, start=place.start, local=local)
+    def _slices(self) -> list[Shard]:
+        """Of the state that every rank has whole."""
+        place = dist.get_rank(), self._world_size
+        return [slice_of(name, whole, *place) for name, whole in self._uncut().items()]
+
+    def _uncut(self, *, is_loaded: bool = False) -> dict[str, torch.Tensor]:
+        return self._optimizer.uncut(is_loaded=is_loaded) | self.running.tensors()
 
     def full(self, name: str) -> torch.Tensor:
         parameter = name.partition("/")[2]
-        shards = self._shards_of(parameter) if parameter in self._parameters else self.shards()
-        shard = next(shard for shard in shards if shard.name == name)
+        cut = self._shards_of(parameter) if parameter in self._parameters else ()
+        shard = next(shard for shard in (*cut, *self._slices()) if shard.name == name)
         # Summed as bytes: everyone else's zeros leave the bits alone, -0.0 included.
         item_bytes = shard.local.itemsize
         whole = torch.zeros(math.prod(shard.shape) * item_bytes, dtype=torch.uint8)
@@ -484,9 +481,9 @@ class ZeroEngine(Engine):
                 f"the checkpoint's parameters have different update counts {sorted(counts)}; ZeRO "
                 "keeps one for all: resume with parallel=fsdp"
             )
-        self._optimizer.set_update_count(counts.pop())
         place = dist.get_rank(), self._world_size
-        complete(self.running.tensors(), *place, device=self.device)
+        complete(self._uncut(is_loaded=True), *place, device=self.device)
+        self._optimizer.set_update_count(counts.pop())
         self.running.restore()
         self._refresh()
 
@@ -499,35 +496,8 @@ def mark_ordered(parameter: nn.Parameter) -> None:
     parameter.is_reduced_in_order = True  # type: ignore[attr-defined]
 
 
-def _number(name: str, values: torch.Tensor) -> Shard:
-    """What every rank has and rank 0 writes; ``values`` [1]."""
-    is_ours = dist.get_rank() == 0
-    start = 0 if is_ours else len(values)
-    return Shard(name=name, shape=(), start=start, local=values[start:])
-
-
 def _whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Slice:
-    """This rank's FP32 part of a frozen parameter, from element ``start`` on.
-
-    DeepSpeed keeps such a parameter in BF16 only. A part has ``size`` elements, the last ones fewer
-    or none, as in stage 3.
-    """
-
-    start: int
-    size: int
-    local: torch.Tensor
-
-    @classmethod
-    def of(cls, numel: int, device: torch.device) -> _Slice:
-        size = -(-numel // dist.get_world_size())
-        start = min(numel, size * dist.get_rank())
-        local = torch.zeros(min(size, numel - start), device=device)
-        return cls(start=start, size=size, local=local)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -627,11 +597,11 @@ class _Stage(ABC):
     def gradients(self) -> list[torch.Tensor]:
         """This rank's share of the reduced gradient, after the last micro-batch; 1-D, FP32."""
 
-    def locate(self, parameter: nn.Parameter) -> _Place | None:
-        """This rank's part of a trained parameter; None when it holds none of it."""
+    def locate(self, parameter: nn.Parameter) -> _Place:
+        """This rank's part of a trained parameter; it may hold none of it."""
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is None:
-            return None
+            return _Place(flat=torch.empty(0), offset=0, start=0, count=0)
         address = mapping.hp_fragment_address
         fragment = mapping.get_hp_fragment()
         return _Place(
@@ -642,11 +612,11 @@ class _Stage(ABC):
         )
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """This rank's part of its gradient, 1-D, matching :meth:`locate`; None if that is None."""
+        """This rank's part of its gradient, 1-D, matching :meth:`locate`; None if it has none."""
         place = self.locate(parameter)
         # Gradients have the layout of the weights, flat by flat.
         for flat, grad in self._pairs():
-            if place is not None and flat is place.flat:
+            if flat is place.flat:
                 return grad.narrow(0, place.offset, place.count)
         return None
 
@@ -654,7 +624,7 @@ class _Stage(ABC):
         """This rank's FP32 partitions that have a gradient, with it."""
         return list(zip(self.flats(), self.gradients(), strict=True))
 
-    def refresh(self, frozen: Sequence[tuple[nn.Parameter, _Slice]]) -> None:
+    def refresh(self, frozen: Sequence[tuple[nn.Parameter, Shard]]) -> None:
         """Remake the BF16 parameters from the FP32 partitions and slices. Collective."""
         self._wrapped.update_lp_params()
         for parameter, part in frozen:
@@ -666,11 +636,12 @@ def _holds(flat: torch.Tensor, part: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def _gather_into(parameter: nn.Parameter, part: _Slice) -> None:
-    """Gather every rank's slice into the whole parameter on every rank. Collective."""
-    padded = torch.zeros(part.size, dtype=parameter.dtype, device=parameter.device)
+def _gather_into(parameter: nn.Parameter, part: Shard) -> None:
+    """Gather every rank's part into the whole parameter on every rank. Collective."""
+    size = -(-parameter.numel() // dist.get_world_size())
+    padded = torch.zeros(size, dtype=parameter.dtype, device=parameter.device)
     padded[: len(part.local)] = part.local
-    whole = padded.new_empty(part.size * dist.get_world_size())
+    whole = padded.new_empty(size * dist.get_world_size())
     gather_flat(whole, padded)
     parameter.copy_(whole[: parameter.numel()].view_as(parameter))
 
@@ -753,7 +724,7 @@ class _StageThree(_Stage):
         padded: torch.Tensor = grads[partitioned.ds_id]
         return padded.narrow(0, 0, self.locate(parameter).count)
 
-    def refresh(self, frozen: Sequence[tuple[nn.Parameter, _Slice]]) -> None:
+    def refresh(self, frozen: Sequence[tuple[nn.Parameter, Shard]]) -> None:
         # The two events drop small, persistent parameters and gather them anew. Without them,
         # parameters gathered by a forward pass stay stale. Seen after a rollback: the digest is
         # right and the next loss is wrong.

@@ -14,10 +14,9 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -170,7 +169,7 @@ def _gathered(own: Mapping[str, int], whole: Mapping[str, int], facts: EngineFac
     return facts.item_bytes * (min(passing, sum(whole.values())) if frees else sum(whole.values()))
 
 
-class SavedActivations:
+class SavedActivations(torch.autograd.graph.saved_tensors_hooks):
     """While it is entered: the bytes that autograd keeps for backward, each storage once.
 
     Parameters are not counted, nor what a recomputed block keeps besides its input. The caller
@@ -178,9 +177,13 @@ class SavedActivations:
     """
 
     def __init__(self) -> None:
+        super().__init__(self._note, lambda tensor: tensor)
         self.samples = 0
         self._storages: dict[int, int] = {}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor)
+
+    def __enter__(self) -> Self:  # type: ignore[override]  # torch's returns nothing
+        super().__enter__()
+        return self
 
     @property
     def num_bytes(self) -> int:
@@ -192,18 +195,6 @@ class SavedActivations:
             storage = tensor.untyped_storage()
             self._storages[storage._cdata] = storage.nbytes()  # 0 for storages without memory
         return tensor
-
-    def __enter__(self) -> SavedActivations:
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._hooks.__exit__(kind, error, trace)
 
 
 def room_bytes(device: torch.device, num_local_ranks: int) -> int:
@@ -241,12 +232,7 @@ def planned_memory(
     """
     facts = engine_facts(config, place)
     shards = _state(config, network, place, facts)
-    samples = config.batch.micro_size
-    activations, unknown = None, ""
-    if config.compute.recompute is Recompute.selective:
-        unknown = "selective recomputation keeps results where they are not seen"
-    else:
-        activations, unknown = _activations(config, network, dataset)
+    activations, unknown = _activations(config, network, dataset)
     state_bytes = sum(shard.local.numel() * shard.local.itemsize for shard in shards)
     slots = wanted_slots(config.checkpoint) if memory_every(config.checkpoint) else 0
     need = memory_need(
@@ -254,7 +240,7 @@ def planned_memory(
         network.parameters(),
         facts,
         activations=activations,
-        samples=samples,
+        samples=config.batch.micro_size,
         snapshots=slots * state_bytes,
     )
     return PlannedMemory(need=need, unknown=unknown)
@@ -265,11 +251,16 @@ def _state(
 ) -> list[Shard]:
     """The state of the first rank, without memory."""
     parameters = network.parameters()
-    cut = _cutter(config, place, facts)
-    held = {name: torch.empty(cut(one.shape), device=_META) for name, one in parameters.items()}
-    trained = {n: held[n].view(-1) if facts.zero_stage else held[n] for n in held}
-    trained = {n: local for n, local in trained.items() if parameters[n].is_trained}
-    shapes = {name: parameters[name].shape for name in trained}
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    if facts.zero_stage:
+        cut = {name: (-(-math.prod(shape) // place.world_size),) for name, shape in shapes.items()}
+    else:
+        sizes = place.world_size, place.local_world_size
+        ranks = Layout.of(config.parallel, config.compute, *sizes).shard_size
+        cut = {n: (-(-s[0] // ranks), *s[1:]) if s else s for n, s in shapes.items()}
+    held = {name: torch.empty(shape, device=_META) for name, shape in cut.items()}
+    trained = {name: local for name, local in held.items() if parameters[name].is_trained}
+    shapes = {name: shapes[name] for name in trained}
     settings = OptimizerSettings.of(config.optim)
     if facts.zero_stage:
         require_elementwise(settings, frozenset(map(len, shapes.values())))
@@ -282,23 +273,14 @@ def _state(
     ]
 
 
-def _cutter(
-    config: RunConfig, place: RankEnv, facts: EngineFacts
-) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
-    """From a parameter's shape to that of the first rank's part."""
-    if is_zero(config.parallel.kind):
-        return lambda shape: (-(-math.prod(shape) // place.world_size),)
-    sizes = place.world_size, place.local_world_size
-    ranks = Layout.of(config.parallel, config.compute, *sizes).shard_size
-    return lambda shape: (-(-shape[0] // ranks), *shape[1:]) if shape else shape
-
-
 def _unneeded(name: str, part: Tensor) -> tuple[Tensor, int]:
     raise AssertionError(f"{name}: nothing is gathered, as no step is made")
 
 
 def _activations(config: RunConfig, network: Blueprint, dataset: Dataset) -> tuple[int | None, str]:
     """Bytes, or why they are not known."""
+    if config.compute.recompute is Recompute.selective:
+        return None, "selective recomputation keeps results where they are not seen"
     dtype = torch.bfloat16 if config.compute.precision is Precision.bf16 else torch.float32
     batch = few(dataset, config.data.seq_len, config.batch.micro_size).inputs()
     try:
@@ -328,9 +310,8 @@ class _KeepsNoScores(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        return _flash(*args, **(kwargs or {}))
+        call = _flash if func is F.scaled_dot_product_attention else func
+        return call(*args, **(kwargs or {}))
 
 
 def _flash(

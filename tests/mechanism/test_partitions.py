@@ -77,13 +77,12 @@ def test_they_update_as_shaped_ones_do_and_keep_the_same(kind: str) -> None:
         give(shards, seed, scale=float("nan") if seed == 7 else 1.0)
         step(shards, shaped, places, flat, skip=seed == 7)
     assert flat.update_counts() == set(shaped.update_counts().values()) == {19}
-    expected = shaped.tensors() | {n: t.view(-1) for n, t in shaped.uncut().items()}
-    kept = dict(flat.group_numbers())
+    expected = shaped.tensors() | shaped.uncut()
+    kept = flat.uncut()
     for name, shard in shards.items():
         torch.testing.assert_close(part(shard, places[name]), shard, rtol=1e-6, atol=1e-7)
-        for one in flat.kept(name, places[name][0]):
-            values = part(shard, places[name], one.values) if one.is_cut else one.values
-            kept[f"{one.kind}/{name}"] = values
+        for kind_of_state, values in flat.tensors(name, places[name][0]).items():
+            kept[f"{kind_of_state}/{name}"] = part(shard, places[name], values)
     assert kept.keys() == expected.keys()
     for name, values in kept.items():
         torch.testing.assert_close(values, expected[name], rtol=1e-6, atol=1e-7, msg=name)
@@ -103,9 +102,9 @@ def test_a_loaded_state_goes_on(kind: str) -> None:
         step(*runs[0])
     states = []
     for _, _, places, flat in runs:
-        state = {name: held for name, (held, _) in places.items()} | flat.group_numbers()
+        state = {name: held for name, (held, _) in places.items()} | flat.uncut()
         for name, (held, _) in places.items():
-            state |= {f"{one.kind}/{name}": one.values for one in flat.kept(name, held)}
+            state |= {f"{kind}/{name}": held for kind, held in flat.tensors(name, held).items()}
         states.append(state)
     for name, values in states[1].items():
         values.copy_(states[0][name])
