@@ -27,7 +27,7 @@ from runner.engine.optimizer import OptimizerSettings
 from runner.session import parts
 from runner.session.corpus import open_dataset, open_validation, prepare_data, sample_stream
 from runner.startup.checks import Check
-from runner.startup.preflight import hardware, learning, numerics, probes
+from runner.startup.preflight import hardware, learning, probes
 from runner.startup.preflight.corpus import Corpus, corpus_checks
 from runner.startup.preflight.subject import Subject, Trial, tried
 from runner.train.evaluate import spread_over
@@ -46,8 +46,8 @@ TRIALS = (
     Trial(name="the loss takes the labels", try_it=probes.labels_count, needs_tokens=True),
     Trial(name="first loss against ln V", try_it=learning.first_loss, needs_tokens=True),
     Trial(name="each trained parameter changes", try_it=learning.trained),
-    Trial(name="gradients are those of the loss", try_it=numerics.gradients),
-    Trial(name="BF16 gives the same step as FP32", try_it=numerics.low_precision),
+    Trial(name="gradients are those of the loss", try_it=learning.gradients),
+    Trial(name="BF16 gives the same step as FP32", try_it=learning.low_precision),
     Trial(name="one batch is learned by heart", try_it=learning.by_heart),
     Trial(name="the rate is in range", try_it=learning.rate_range),
     Trial(name="hardware", try_it=hardware.hardware),

@@ -5,7 +5,6 @@ Pure: reads settings, touches no file.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -161,17 +160,3 @@ def _set_in(model: ModelConfig, names: Iterable[str]) -> list[str]:
     """The keys that differ from their defaults."""
     usual = ModelConfig()
     return [name for name in names if getattr(model, name) != getattr(usual, name)]
-
-
-def stretch_as_begun(model: ModelConfig, stored: Mapping[str, Any]) -> ModelConfig:
-    """Drop ``rope_scaling`` for a run that began before that key existed.
-
-    Args:
-        stored: dotted keys of the settings that the run began with; empty before it has.
-    """
-    is_old = "model.rope_theta" in stored and not any(
-        name.startswith("model.rope_scaling") for name in stored
-    )
-    if model.rope_scaling is None or not is_old:
-        return model
-    return dataclasses.replace(model, rope_scaling=None)

@@ -7,14 +7,14 @@ JSON bytes, never pickled.
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar, cast
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from runner.distributed.rendezvous import difference
+from runner.distributed.rendezvous import difference, in_thread
 from runner.policy.decision.signals import NUM_LANES, all_equal, lanes
 from runner.system.error import RankError, RunnerError
 
@@ -127,12 +127,11 @@ class Ranks:
         It runs in a thread. Meanwhile the ranks report every half second who is done, so
         that no collective waits longer; the watchdog finds a disk that hangs.
         """
-        thread = _Thread(work, what)
-        thread.start()
+        future = in_thread(work, what)
         while True:
-            thread.join(_LOOK_SECONDS)
-            if self.sum([float(not thread.is_alive())])[0] == self.world_size:
-                return self.all_or_none(what, cast(Callable[[], T], thread.outcome))
+            wait([future], _LOOK_SECONDS)
+            if self.sum([float(future.done())])[0] == self.world_size:
+                return cast(T, self.all_or_none(what, lambda: _outcome(future)))
 
 
 def _agreed_error(what: str, reports: list[dict[str, str]]) -> RunnerError:
@@ -193,31 +192,14 @@ class Pulse:
         self._is_cancelled = True
 
 
-class _Thread(threading.Thread, Generic[T]):
-    """Runs ``work``, and keeps its result or exception.
-
-    Not a pool: Python waits for its threads at exit, even when a disk hangs.
-    """
-
-    def __init__(self, work: Callable[[], T], name: str) -> None:
-        super().__init__(name=name, daemon=True)
-        self._work = work
-        self._result: list[T] = []
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self._result.append(self._work())
-        except BaseException as error:  # also a Rust panic; the waiting thread raises it
-            self.error = error
-
-    def outcome(self) -> T | None:
-        """The result; None if the work was cancelled because another rank failed."""
-        if self.error is None or isinstance(self.error, Cancelled):
-            return self._result[0] if self._result else None
-        if not isinstance(self.error, Exception):
-            raise RankError(f"{type(self.error).__name__}: {self.error}") from self.error
-        raise self.error
+def _outcome(future: Future[T]) -> T | None:
+    """The result; None if the work was cancelled because another rank failed."""
+    error = future.exception() if future.done() else Cancelled()
+    if isinstance(error, Cancelled):
+        return None
+    if error is not None and not isinstance(error, Exception):
+        raise RankError(f"{type(error).__name__}: {error}") from error
+    return future.result()
 
 
 def all_or_none_slowly(
@@ -243,13 +225,13 @@ def all_or_none_slowly(
         RunnerError: as ``Ranks.all_or_none``.
     """
     pulse = Pulse()
-    thread = _Thread(lambda: work(pulse.tell), what)
-    thread.start()
+    future = in_thread(lambda: work(pulse.tell), what)
     last = -1.0
     while True:
-        thread.join(_LOOK_SECONDS)
-        is_done = not thread.is_alive()
-        own = [float(is_done), float(thread.error is not None), float(is_asked_to_stop())]
+        wait([future], _LOOK_SECONDS)
+        is_done = future.done()
+        has_failed = is_done and future.exception() is not None
+        own = [float(is_done), float(has_failed), float(is_asked_to_stop())]
         done, failed, stop, count = ranks.sum([*own, float(pulse.count)])
         if count != last:
             last = count
@@ -258,9 +240,9 @@ def all_or_none_slowly(
             break
         show(*pulse.now)
     pulse.cancel()
-    thread.join(_END_SECONDS)
+    wait([future], _END_SECONDS)
     if stop and not failed:
         return None
     if not failed:
         show(*pulse.now)
-    return ranks.all_or_none(what, thread.outcome)
+    return ranks.all_or_none(what, lambda: _outcome(future))

@@ -57,35 +57,44 @@ def connect_store(place: RankEnv, *, seconds: float) -> Store:
     if point is not None:
         changeable().update(MASTER_ADDR=point[0], MASTER_PORT=str(point[1]))
     _reach(place, seconds)
-    # In a thread: torch waits for ever for an answer if the server is not a store.
-    silence = TimeoutError("the server there does not answer as a store")
+
+    def store() -> Store:
+        return TCPStore(
+            variables()["MASTER_ADDR"],
+            int(variables()["MASTER_PORT"]),
+            place.world_size,
+            _hosts_store(place),
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,  # wait_for_ranks waits, and can name who is missing
+            multi_tenant=True,
+        )
+
     try:
         with without_frames():
-            return _in_thread(lambda: _store(place, seconds), seconds + _GRACE_SECONDS, silence)
-    except (KeyError, RuntimeError, ValueError, TimeoutError) as error:
+            # In a thread: torch waits for ever for an answer if the server is not a store.
+            return in_thread(store, "rendezvous").result(seconds + _GRACE_SECONDS)
+    except TimeoutError:
+        silence = TimeoutError("the server there does not answer as a store")
+        raise _unreachable(place, seconds, silence) from None
+    except (KeyError, RuntimeError, ValueError) as error:
         raise _unreachable(place, seconds, error) from None
 
 
-def _in_thread(work: Callable[[], T], seconds: float | None, late: Exception) -> T:
+def in_thread(work: Callable[[], T], name: str) -> Future[T]:
     """Call ``work`` in a thread: Python handles no signals while torch waits.
 
-    Raises:
-        Exception: that of ``work``, or ``late`` after ``seconds``.
+    Not in a pool: Python waits for its threads at exit, even when a disk hangs.
     """
     done: Future[T] = Future()
 
     def run() -> None:
         try:
             done.set_result(work())
-        except BaseException as error:  # raised by the waiting thread
+        except BaseException as error:  # also a Rust panic; the waiting thread raises it
             done.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise late
-    return done.result()
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done
 
 
 def allow_connections(num_connections: int, process: int) -> None:
@@ -117,18 +126,6 @@ def spare_connections(world_size: int) -> None:
     """
     if world_size > _MESH_RANKS:
         changeable().setdefault("TORCH_GLOO_LAZY_INIT", "1")
-
-
-def _store(place: RankEnv, seconds: float) -> Store:
-    return TCPStore(
-        variables()["MASTER_ADDR"],
-        int(variables()["MASTER_PORT"]),
-        place.world_size,
-        _hosts_store(place),
-        timeout=timedelta(seconds=seconds),
-        wait_for_workers=False,  # wait_for_ranks waits, and can name who is missing
-        multi_tenant=True,
-    )
 
 
 @contextlib.contextmanager
@@ -199,8 +196,7 @@ def wait_for_ranks(
     Raises:
         StartError: ranks are absent after ``seconds``, and are named; or versions differ.
     """
-    never = TimeoutError()
-    return _in_thread(lambda: call_roll(store, place, facts, seconds=seconds), None, never)
+    return in_thread(lambda: call_roll(store, place, facts, seconds=seconds), "roll").result()
 
 
 def call_roll(
@@ -236,10 +232,6 @@ def _here(rank: int) -> str:
     return f"here/{rank}"
 
 
-def _answer(introduction: Mapping[str, Any]) -> str:
-    return f"answer/{introduction['name']}"
-
-
 def _lead(store: Store, place: RankEnv, introduction: str, seconds: float) -> tuple[Store, str]:
     """On rank 0: open a round, wait for all, compare, answer each."""
     number = store.add(_ROUND, 1)
@@ -251,7 +243,7 @@ def _lead(store: Store, place: RankEnv, introduction: str, seconds: float) -> tu
     room.set(_OPEN, "")
     present, missing = _there(room, place.world_size, seconds)
     verdict = _verdict(present, missing, place.world_size, seconds)
-    answers = [_answer(introduction) for introduction in present.values()]
+    answers = [f"answer/{introduction['name']}" for introduction in present]
     for at in range(0, len(answers), _AT_ONCE):
         _set_all(room, answers[at : at + _AT_ONCE], verdict or _WELCOME)
     room.set(_OVER, "")
@@ -277,10 +269,8 @@ def _set_all(store: Store, keys: Sequence[str], value: str) -> None:
     store.multi_set(keys, [value] * len(keys))  # type: ignore[attr-defined]
 
 
-def _there(
-    room: Store, world_size: int, seconds: float
-) -> tuple[dict[int, dict[str, Any]], list[int]]:
-    """The facts of each rank that came in time, and the ranks that did not come."""
+def _there(room: Store, world_size: int, seconds: float) -> tuple[list[dict[str, Any]], list[int]]:
+    """The introductions of the ranks that came in time, and the ranks that did not come."""
     ranks, missing = range(world_size), list[int]()
     try:
         room.wait([_here(rank) for rank in ranks], timedelta(seconds=seconds))
@@ -290,9 +280,7 @@ def _there(
     introductions: list[bytes] = []
     for at in range(0, len(came), _AT_ONCE):
         introductions += room.multi_get([_here(rank) for rank in came[at : at + _AT_ONCE]])
-    return {
-        rank: json.loads(bytes(known)) for rank, known in zip(came, introductions, strict=True)
-    }, missing
+    return [json.loads(bytes(known)) for known in introductions], missing
 
 
 def _absent(room: Store, ranks: Sequence[int]) -> list[int]:
@@ -306,7 +294,7 @@ def _absent(room: Store, ranks: Sequence[int]) -> list[int]:
 
 
 def _verdict(
-    present: Mapping[int, Mapping[str, Any]],
+    present: Sequence[Mapping[str, Any]],
     missing: Sequence[int],
     world_size: int,
     seconds: float,
@@ -319,7 +307,7 @@ def _verdict(
             f"{len(missing)} of {world_size} ranks are absent after "
             f"parallel.start_seconds={seconds:g}: rank {named}{more}"
         )
-    differing = difference([introduction["facts"]["versions"] for introduction in present.values()])
+    differing = difference([introduction["facts"]["versions"] for introduction in present])
     return f"ranks have different versions: {differing}" if differing else ""
 
 
@@ -330,7 +318,7 @@ def _follow(store: Store, place: RankEnv, introduction: str, seconds: float) -> 
     def left() -> timedelta:
         return timedelta(seconds=max(0.001, limit - time.monotonic()))
 
-    own = _answer(json.loads(introduction))
+    own = f"answer/{json.loads(introduction)['name']}"
     try:
         number = max(1, store.add(_ROUND, 0))
         while True:

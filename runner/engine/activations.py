@@ -43,7 +43,7 @@ class Activations:
         self, objective: nn.Module, units: Sequence[nn.Module], *, is_compiled: bool
     ) -> None:
         self._objective = objective
-        self._is_armed = self._is_on = self._is_outside = False
+        self._is_outside = False
         self._residual: dict[int, Tensor] = {}
         self._queries: dict[int, Tensor] = {}
         self._logits: dict[int, Tensor] = {}
@@ -72,15 +72,6 @@ class Activations:
                 ]
         return []
 
-    def _hook(self) -> None:
-        """Only for the step that is measured: a module with hooks takes longer each time."""
-        self._unhook()
-        self._handles = [
-            self._objective.register_forward_pre_hook(self._at_begin),
-            self._objective.register_forward_hook(self._at_end),
-            *(module.register_forward_hook(self._safe(hook)) for module, hook in self._hooks),
-        ]
-
     def _safe(self, look: Callable[..., None]) -> Callable[..., None]:
         """The same, except that an error there waits until :meth:`end`."""
 
@@ -88,7 +79,8 @@ class Activations:
             try:
                 look(*inputs)
             except Exception as error:
-                self._error, self._is_on = error, False
+                self._error = error
+                self._unhook()
 
         return safe
 
@@ -102,10 +94,13 @@ class Activations:
         self._residual, self._queries, self._logits = {}, {}, {}
         self._log_sums = self._by_position = None
         self._error = None
-        self._is_armed = is_inside
         self._is_outside = not is_inside
-        if is_inside:
-            self._hook()
+        self._unhook()
+        if is_inside:  # a module with hooks takes longer each time: for one pass alone
+            self._handles = [
+                self._objective.register_forward_hook(self._at_end),
+                *(module.register_forward_hook(self._safe(hook)) for module, hook in self._hooks),
+            ]
         _listen(self._objective, self._safe(self._at_tokens))
 
     @property
@@ -115,7 +110,6 @@ class Activations:
 
     def stop(self) -> None:
         """Stop measuring."""
-        self._is_armed = self._is_on = False
         self._unhook()
         _listen(self._objective, None)
 
@@ -142,19 +136,17 @@ class Activations:
             by_position = torch.zeros(2 * MOST_STRETCHES, dtype=torch.float64, device=device)
         return torch.cat([torch.stack([*inside, *log_sums]).double(), by_position])
 
-    def _at_begin(self, module: nn.Module, inputs: object) -> None:
-        self._is_on, self._is_armed = self._is_armed, False
-
     def _at_end(self, module: nn.Module, inputs: object, output: object) -> None:
-        self._is_on = False
+        """The first pass alone is measured, and not its recomputation in backward."""
+        self._unhook()
 
     def _at_unit(self, number: int, module: nn.Module, inputs: object, output: Any) -> None:
-        first = _first_sequence(output) if self._is_on else None
+        first = _first_sequence(output)
         if first is not None:
             self._residual[number] = _subsample(first).float().square().mean()
 
     def _at_query(self, number: int, module: nn.Module, inputs: object, output: Any) -> None:
-        first = _first_sequence(output) if self._is_on else None
+        first = _first_sequence(output)
         if first is not None:
             self._queries[number] = first
 
@@ -162,7 +154,7 @@ class Activations:
         self, number: int, owner: nn.Module, width: int, module: nn.Module, inputs: object,
         output: Any,
     ) -> None:  # fmt: skip
-        key = _first_sequence(output) if self._is_on else None
+        key = _first_sequence(output)
         query = self._queries.pop(number, None)
         if key is None or query is None or number in self._logits:
             return
@@ -173,7 +165,7 @@ class Activations:
         self, losses: Tensor, targets: Tensor, log_sums: Tensor | None, logits: Tensor | None
     ) -> None:
         length = targets.shape[-1]
-        if self._is_on:
+        if self._handles:
             if log_sums is None and logits is not None:
                 log_sums = torch.logsumexp(_subsample(logits[:length]).float(), dim=-1)
             if log_sums is not None:

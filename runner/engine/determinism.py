@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from runner.engine.protocol import Engine, LocalSums, MicroStep
+from runner.engine.protocol import Engine, MicroStep
 
 # Libraries read these when they start. NCCL: one algorithm in a fixed order, no in-switch sums.
 _SETTINGS = {
@@ -45,21 +45,23 @@ def repeats_bits(
 ) -> bool:
     """Whether this rank gets the same bits from ``works`` twice. Collective; changes nothing.
 
-    Compares loss, gradient norm and the losses of each sequence; the gradients are dropped.
+    Compares losses and gradient norms, of the step and of each sequence; the gradients are dropped.
 
     Args:
         watch: context entered for the first computation.
     """
     with watch:
-        first = _numbers(engine, works)
-    second = _numbers(engine, works)
+        first = step_numbers(engine, works)
+    second = step_numbers(engine, works)
     return len(first) == len(second) and all(map(_same_bits, first, second))
 
 
-def _numbers(engine: Engine, works: Sequence[MicroStep]) -> list[torch.Tensor]:
-    sums: LocalSums = engine.accumulate(works)
-    results = [sums.loss, sums.grad_square, sums.nonfinite, *sums.sequences.losses]
-    copies = [number.detach().clone() for number in results]
+def step_numbers(engine: Engine, works: Sequence[MicroStep]) -> list[torch.Tensor]:
+    """The numbers of one step, first those of the losses. It is not applied. Collective."""
+    sums = engine.accumulate(works)
+    sequences = sums.sequences
+    numbers = [sums.loss, *sequences.losses, sums.grad_square, *sequences.gradient_norms]
+    copies = [number.detach().clone() for number in numbers]
     true = torch.ones((), device=engine.device)
     engine.apply(skip=true, grad_scale=true, learning_rate=0.0)
     return copies

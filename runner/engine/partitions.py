@@ -132,7 +132,7 @@ class PartitionOptimizer:
 
         Those of each group's first partition, whose numbers the others get after a load.
         """
-        numbers = {}
+        numbers: dict[str, Tensor] = {}
         for group, names in enumerate(self._names):
             for label, values in self._of[group][0].uncut(is_loaded=is_loaded).items():
                 owners = [str(group)] if label.startswith(_GROUP) else names

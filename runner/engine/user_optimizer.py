@@ -44,13 +44,11 @@ class _Unit:
     Args:
         groups: torch's, of which it was made.
         params: the tensors that it updates, by parameter name.
-        begins: by group, the initial values of the numbers that a step changes.
     """
 
     optimizer: Optimizer
     groups: list[dict[str, Any]]
     params: dict[str, Tensor]
-    begins: list[dict[str, Any]]
 
 
 class UserOptimizer:
@@ -102,14 +100,12 @@ class UserOptimizer:
     def _make_units(self, groups: Sequence[dict[str, Any]]) -> list[_Unit]:
         units = []
         for parts in self._split_groups(groups):
-            optimizer = self._made(parts)
             params = {
                 name: param
                 for group in parts
                 for name, param in zip(group["names"], group["params"], strict=True)
             }
-            begins = [{n: group[n] for n in self._numbers} for group in optimizer.param_groups]
-            units.append(_Unit(optimizer=optimizer, groups=parts, params=params, begins=begins))
+            units.append(_Unit(optimizer=self._made(parts), groups=parts, params=params))
         return units
 
     def _made(self, groups: Sequence[dict[str, Any]]) -> Optimizer:
@@ -130,7 +126,7 @@ class UserOptimizer:
 
     @torch.no_grad()
     def _learn_state(self, unit: _Unit) -> None:
-        """Learn the state's layout from a step on zeros, then remove that state."""
+        """Learn the state's layout from a step on zeros, of an optimizer for this alone."""
         gradients = {name: param.grad for name, param in unit.params.items()}
         for name, param in unit.params.items():
             if self.is_apart:
@@ -139,9 +135,10 @@ class UserOptimizer:
         before = {name: param.clone() for name, param in unit.params.items()}
         for param in unit.params.values():
             param.zero_()  # weights that are loaded later are uninitialised here
-        unit.optimizer.step()
+        trial = self._made(unit.groups)
+        trial.step()
         for name, param in unit.params.items():
-            state = self._expected[name] = dict(unit.optimizer.state[param])
+            state = self._expected[name] = dict(trial.state[param])
             if COUNT in state:  # a checkpoint of step 0 is of no update
                 state[COUNT] = state[COUNT] * 0
             for path, value in leaves(state, self._key):
@@ -151,15 +148,10 @@ class UserOptimizer:
                 param.data = _empty_like(param)
             else:
                 param.copy_(before[name])
-        unit.optimizer.state.clear()
-        self._reset_numbers(unit)
 
     def _note_leaf(self, name: str, path: Path, value: Any, param: Tensor) -> None:
         label = f"{'.'.join(path)}/{name}"
-        if not isinstance(value, Tensor):
-            self._staged[label] = torch.zeros((), dtype=torch.float64)
-            self._uncut[label] = (name, path)
-        elif value.shape == param.shape:
+        if isinstance(value, Tensor) and value.shape == param.shape:
             self._cut[label] = (name, path)
             if self.is_apart:
                 self._rows[label] = torch.zeros_like(self._shards[name], dtype=value.dtype)
@@ -167,14 +159,11 @@ class UserOptimizer:
         else:
             self._uncut[label] = (name, path)
 
-    def _reset_numbers(self, unit: _Unit) -> None:
-        for group, begins in zip(unit.optimizer.param_groups, unit.begins, strict=True):
-            group.update(begins)
-
     def _state(self, name: str) -> dict[str, Any]:
         unit = self._of[name]
-        state: dict[str, Any] = unit.optimizer.state.get(unit.params[name]) or self._expected[name]
-        return state
+        state: dict[str, Any] | None = unit.optimizer.state.get(unit.params[name])
+        # Before the first update it may have some, of weights that were not loaded yet.
+        return state if state and self._is_begun else self._expected[name]
 
     def tensors(self) -> dict[str, Tensor]:
         """This rank's rows of the state that is sharded like its parameter, by "kind/name"."""
@@ -190,19 +179,19 @@ class UserOptimizer:
         Args:
             is_loaded: they were overwritten; numbers are the loaded ones.
         """
-        tensors = {}
-        for label, (name, path) in self._uncut.items():
-            value = leaf(self._state(name), path)
-            tensors[label] = value if isinstance(value, Tensor) else self._staged[label]
-            if not isinstance(value, Tensor) and not is_loaded:
-                self._staged[label].fill_(value)
-        for label, group, key in self._group_numbers():
+        tensors = {label: leaf(self._state(n), path) for label, (n, path) in self._uncut.items()}
+        for label, owner, key in self._python_numbers():
             tensors[label] = self._staged.setdefault(label, torch.zeros((), dtype=torch.float64))
             if not is_loaded:
-                tensors[label].fill_(group[key])
+                tensors[label].fill_(owner[key])
         return tensors
 
-    def _group_numbers(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+    def _python_numbers(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+        """Of each the label, and the dictionary and key under which the optimizer has it."""
+        for label, (name, path) in self._uncut.items():
+            state = self._state(name)
+            if not isinstance(leaf(state, path), Tensor):
+                yield label, state, path[0]
         for number, unit in enumerate(self._units):
             for at, group in enumerate(unit.optimizer.param_groups):
                 owner = group["names"][0] if self.is_apart else str(at + number)
@@ -215,32 +204,23 @@ class UserOptimizer:
 
     def finish_load(self, counts: Mapping[str, int]) -> None:
         """Adopt what a load wrote into the results of :meth:`tensors` and :meth:`uncut`."""
-        self._is_begun = any(counts[name] for name in self._shards)
-        self._take_numbers(counts)
-        for unit in self._units:
-            for name, param in unit.params.items():
-                state = self._state(name)
-                if self._is_begun:
-                    unit.optimizer.state[param] = state
-                else:
-                    self._expected[name] = state
-            if not self._is_begun:
-                unit.optimizer.state.clear()
-                self._reset_numbers(unit)
-
-    def _take_numbers(self, counts: Mapping[str, int]) -> None:
-        for label, group, key in self._group_numbers():
-            group[key] = _like(group[key], self._staged[label])
-        for label, (name, path) in self._uncut.items():
-            if label in self._staged:
-                state = self._state(name)
-                set_leaf(state, path, _like(leaf(state, path), self._staged[label]))
-        for name in self._shards:
-            state = self._state(name)
+        for label, owner, key in self._python_numbers():
+            owner[key] = _like(owner[key], self._staged[label])
+        states = {name: self._state(name) for name in self._shards}
+        for name, state in states.items():
             if isinstance(state.get(COUNT), Tensor):
                 state[COUNT].fill_(float(counts[name]))
             elif COUNT in state:
                 state[COUNT] = counts[name]
+        self._is_begun = any(counts[name] for name in self._shards)
+        for unit in self._units:
+            if not self._is_begun:
+                unit.optimizer = self._made(unit.groups)
+            for name, param in unit.params.items():
+                if self._is_begun:
+                    unit.optimizer.state[param] = states[name]
+                else:
+                    self._expected[name] = states[name]
 
     # -- a step ----------------------------------------------------------------------------
 

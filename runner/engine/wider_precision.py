@@ -9,7 +9,6 @@ runs in the wider type.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,40 +19,28 @@ from runner.engine.buffers import RunningBuffers
 from runner.engine.protocol import Engine, InitialValues, LocalSums, MicroStep, Watch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wider:
-    """How to build a twin.
+class WiderTwin:
+    """The twin of one engine; it is built on first use.
 
-    Args:
-        dtype: the dtype that it computes in.
-        make: builds it without weights; not collective.
+    Attributes:
+        dtype: the dtype that it computes in; None if none is configured.
     """
 
-    dtype: torch.dtype
-    make: Callable[[], Any]
-
-
-class WiderTwin:
-    """The twin of one engine; it is built on first use."""
+    dtype: torch.dtype | None = None
 
     def __init__(self) -> None:
-        self._wider: Wider | None = None
+        self._make: Callable[[], Engine] | None = None
         self._twin: Engine | None = None
 
-    def give(self, wider: Wider) -> None:
-        """Configure how the twin is built; without this there is none."""
-        self._wider = wider
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """The wider dtype; None if none is configured."""
-        return None if self._wider is None else self._wider.dtype
+    def give(self, dtype: torch.dtype, make: Callable[[], Engine]) -> None:
+        """Configure the twin; ``make`` builds it without weights, and is not collective."""
+        self.dtype, self._make = dtype, make
 
     def open(self) -> None:
         """Build the twin unless it exists. Not collective; allocates memory."""
         if self._twin is None:
-            assert self._wider is not None, "there is no wider precision"
-            self._twin = self._wider.make()
+            assert self._make is not None, "there is no wider precision"
+            self._twin = self._make()
 
     def close(self) -> None:
         """Free the twin's memory."""

@@ -209,10 +209,10 @@ def _resumed(run: EngineRun, inventory: Inventory) -> Resumed:
     except CheckpointError as error:
         if restorer is None:
             raise
-        if restorer.silence:
+        if silence := restorer.remote.silence:
             raise RankError(
-                f"{error}; and checkpoint.remote does not answer ({restorer.silence}): start "
-                "again when it does"
+                f"{error}; and checkpoint.remote does not answer ({silence}): start again when it "
+                "does"
             ) from None
         ring.drain()
         restored = restorer.restore()

@@ -142,9 +142,9 @@ def take_inventory(
             lease.config,
             fingerprint,
             group.ranks,
+            show=group.console.work,
+            moved=lambda: group.heart.enter("start"),
         )
-        restorer.show = group.console.work
-        restorer.moved = lambda: group.heart.enter("start")
         restored = restorer.restore_if_lost()
     inventory = scan(
         group.run_dir,

@@ -38,7 +38,7 @@ from runner.distributed.env import RankEnv
 from runner.engine.fsdp import FsdpEngine, Layout, device_mesh, shard_model
 from runner.engine.optimizer import OptimizerSettings
 from runner.engine.protocol import Engine
-from runner.engine.wider_precision import Wider, widen_buffers
+from runner.engine.wider_precision import widen_buffers
 from runner.fault.inject import FaultInjector
 from runner.fault.wrap import MicroBatchFaults, wrap_engine
 from runner.model.blueprint import (
@@ -330,7 +330,7 @@ def give_twin(
             is_twin=True,
         )
 
-    engine.twin.give(Wider(dtype=dtype, make=make))
+    engine.twin.give(dtype, make)
 
 
 def _zero(

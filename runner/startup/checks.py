@@ -40,6 +40,11 @@ class Check:
     is_fatal: bool = False
     is_warning: bool = False
 
+    @classmethod
+    def of(cls, name: str, problem: str, fine: str, remedy: str, **kind: bool) -> Check:
+        """Holds where there is no ``problem``; that, or ``fine``, is what was seen."""
+        return cls(name=name, holds=not problem, found=problem or fine, remedy=remedy, **kind)
+
 
 def not_tried(name: str, why: str) -> Check:
     """A check that was not run, and why."""
@@ -102,14 +107,12 @@ def earlier_matter(what: str, *, own: float, later: float, far: int = 1) -> Chec
         own: the change at its own place.
         later: the largest change after it, seen ``far`` positions on.
     """
-    holds = later > ROUNDING * own
-    return Check(
-        name="earlier tokens matter",
-        holds=holds,
-        found=f"another token changes {what} after it by {later:.2g}, at least {far} positions on"
-        if holds
-        else f"another token changes nothing after it ({later:.2g}; {own:.2g} at its own place)",
-        remedy="each position is on its own: is attention masked to the diagonal or zeroed, does "
+    problem = f"another token changes nothing after it ({later:.2g}; {own:.2g} at its own place)"
+    return Check.of(
+        "earlier tokens matter",
+        "" if later > ROUNDING * own else problem,
+        f"another token changes {what} after it by {later:.2g}, at least {far} positions on",
+        "each position is on its own: is attention masked to the diagonal or zeroed, does "
         "the mask have the right sense, is a projection's output dropped",
     )
 
@@ -134,12 +137,10 @@ def first_loss(loss: float, uniform: float) -> Check:
 def gradients_reach(trained: Sequence[str], reached: Collection[str]) -> Check:
     """Whether each trained parameter got a gradient other than zero."""
     still = [name for name in trained if name not in reached]
-    return Check(
-        name="each trained parameter gets a gradient",
-        holds=not still,
-        found=f"no gradient reaches {named(still)}"
-        if still
-        else f"all {len(trained)} tensors get one",
-        remedy="use it in forward (no detach, no no_grad, no .data on the way), or freeze it: "
+    return Check.of(
+        "each trained parameter gets a gradient",
+        f"no gradient reaches {named(still)}" if still else "",
+        f"all {len(trained)} tensors get one",
+        "use it in forward (no detach, no no_grad, no .data on the way), or freeze it: "
         "compute.frozen=[REGEX]",
     )

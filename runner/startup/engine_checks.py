@@ -20,7 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from runner.data.dataset import NOT_COUNTED
 from runner.data.feed import MicroBatch
-from runner.engine.protocol import Batch, Engine, LocalSums, MicroStep
+from runner.engine import determinism
+from runner.engine.protocol import Batch, Engine, MicroStep
 from runner.model.blueprint import GuestBlueprint
 from runner.startup.checks import (
     Check,
@@ -41,13 +42,11 @@ _CLOSE = 5e-3  # of a loss; BF16 and other shapes round by less
 def same_weights(network: GuestBlueprint) -> Check:
     """Whether two builds with the same seed have equal weights."""
     is_same = network.twin.signature() == network.again().signature()
-    return Check(
-        name="same seed, same weights",
-        holds=is_same,
-        found="two builds with one seed begin alike"
-        if is_same
-        else "two builds with one seed begin with other weights",
-        remedy="draw initial values from torch's, numpy's or Python's global generator, which are "
+    return Check.of(
+        "same seed, same weights",
+        "" if is_same else "two builds with one seed begin with other weights",
+        "two builds with one seed begin alike",
+        "draw initial values from torch's, numpy's or Python's global generator, which are "
         "seeded for the constructor, not from one of your own or from the clock",
         is_fatal=True,
     )
@@ -56,13 +55,12 @@ def same_weights(network: GuestBlueprint) -> Check:
 def builds_without_memory(network: GuestBlueprint) -> Check:
     """Whether the constructor works on the meta device, without values of tensors."""
     why = network.twin.why
-    return Check(
-        name="builds without memory",
-        holds=not why,
-        found=f"the constructor needs values, so each rank makes the whole model first ({why})"
-        if why
-        else "tensors are made one at a time, on the ranks that hold them",
-        remedy="no .item(), float(tensor) or branch on a tensor in the constructor; a model that "
+    problem = f"the constructor needs values, so each rank makes the whole model first ({why})"
+    return Check.of(
+        "builds without memory",
+        problem if why else "",
+        "tensors are made one at a time, on the ranks that hold them",
+        "no .item(), float(tensor) or branch on a tensor in the constructor; a model that "
         "fits into the memory of each rank may stay as it is",
     )
 
@@ -78,33 +76,32 @@ def repeated_step(engine: Engine, works: Sequence[MicroStep]) -> list[Check]:
     after = dict(engine.network.named_buffers())
     changed = sorted(name for name in before if not _equal(before[name], after[name]))
     kept = engine.running.names
-    alike = are_equal(first, second)
-    finite = bool(torch.isfinite(torch.cat([part.flatten() for part in first])).all())
+    holds: bool | None = are_equal(first, second)
+    found = "losses and gradients were equal"
+    if not torch.isfinite(torch.cat([part.flatten().double() for part in first])).all():
+        holds, found = None, "the loss or a gradient of two samples is not finite at the start"
+    elif not holds:
+        found = "the same step gave another loss or gradient: a replay is not exact"
+    unchanged = "no forward pass changes one"
+    if kept:
+        unchanged = (
+            f"{len(kept)} that forward passes change ({', '.join(kept[:2])}, ...) are undone, "
+            "saved and averaged over the ranks"
+        )
     return [
         Check(
             name="same step twice, bit for bit",
-            holds=alike if finite else None,
-            found=(
-                "losses and gradients were equal"
-                if alike
-                else "the same step gave another loss or gradient: a replay is not exact"
-            )
-            if finite
-            else "the loss or a gradient of two samples is not finite at the start",
+            holds=holds,
+            found=found,
             remedy="draw from torch's global generator only (it is seeded for each micro-batch), "
             "not from numpy or random; on CUDA avoid kernels that add in any order "
             "(torch.use_deterministic_algorithms names them)",
         ),
-        Check(
-            name="buffers belong to the state",
-            holds=not changed,
-            found=f"a step that is not applied changes {', '.join(changed[:3])}"
-            if changed
-            else f"{len(kept)} that forward passes change ({', '.join(kept[:2])}, ...) are undone, "
-            "saved and averaged over the ranks"
-            if kept
-            else "no forward pass changes one",
-            remedy="let each forward pass in training change what any of them changes, and no "
+        Check.of(
+            "buffers belong to the state",
+            f"a step that is not applied changes {', '.join(changed[:3])}" if changed else "",
+            unchanged,
+            "let each forward pass in training change what any of them changes, and no "
             "module change another's buffers",
             is_fatal=True,
         ),
@@ -163,16 +160,16 @@ def samples_alone(engine: Engine, works: Sequence[MicroStep]) -> list[Check]:
 def _independent(alone: torch.Tensor, together: torch.Tensor) -> Check:
     """Whether a sample's loss depends on the others of its micro-batch."""
     difference = float(((alone - together).abs() / together.abs().clamp(min=1e-6)).max())
-    holds = difference <= _CLOSE
-    return Check(
-        name="samples are independent",
-        holds=holds,
-        found="a sample has the same loss beside other samples"
-        if holds
-        else f"a sample's loss depends on the others of its micro-batch (by {difference:.2g} of "
+    problem = (
+        f"a sample's loss depends on the others of its micro-batch (by {difference:.2g} of "
         "it), as in a contrastive loss: poison, kill and resume are exact on the same number of "
-        "ranks, but another number, or a micro-batch halved for memory, trains another objective",
-        remedy="keep batch.micro_size and the number of ranks; micro-batches are not put together",
+        "ranks, but another number, or a micro-batch halved for memory, trains another objective"
+    )
+    return Check.of(
+        "samples are independent",
+        "" if difference <= _CLOSE else problem,
+        "a sample has the same loss beside other samples",
+        "keep batch.micro_size and the number of ranks; micro-batches are not put together",
         is_warning=True,
     )
 
@@ -183,14 +180,15 @@ def _equal_calls(uneven: set[str]) -> Check:
     A rank that calls an expert, and another one that calls the next, would gather each other's
     weights: both are collectives of one size.
     """
-    return Check(
-        name="each sample calls the same parts",
-        holds=not uneven,
-        found=f"{', '.join(sorted(uneven)[:3])} is not called alike for each sample, and each call "
+    problem = (
+        f"{', '.join(sorted(uneven)[:3])} is not called alike for each sample, and each call "
         "gathers its weights or reduces its gradient, which all ranks must do together"
-        if uneven
-        else "the modules that are gathered one by one are called alike for all samples",
-        remedy="give the model a method blocks() that returns the modules to gather, without "
+    )
+    return Check.of(
+        "each sample calls the same parts",
+        problem if uneven else "",
+        "the modules that are gathered one by one are called alike for all samples",
+        "give the model a method blocks() that returns the modules to gather, without "
         "experts or layers that are left out at random ([]: all at once); or use "
         "parallel=ddp or zero1, which gather nothing in forward",
         is_fatal=True,
@@ -298,19 +296,9 @@ def sample_losses(engine: Engine, batch: Batch) -> torch.Tensor:
 
 
 def step_numbers(engine: Engine, works: Sequence[MicroStep]) -> list[torch.Tensor]:
-    """Compute one step without applying it; returns its numbers, :func:`step_losses` first."""
+    """:func:`runner.engine.determinism.step_numbers`, with the model's own errors explained."""
     with _in_words("a step"):
-        sums: LocalSums = engine.accumulate(works)
-    sequences = sums.sequences
-    numbers = [sums.loss, *sequences.losses, sums.grad_square, *sequences.gradient_norms]
-    copies = [part.detach().clone().double() for part in numbers]
-    device = engine.device
-    engine.apply(
-        skip=torch.ones((), device=device),
-        grad_scale=torch.ones((), device=device),
-        learning_rate=0.0,
-    )
-    return copies
+        return determinism.step_numbers(engine, works)
 
 
 def step_losses(engine: Engine, works: Sequence[MicroStep]) -> list[torch.Tensor]:

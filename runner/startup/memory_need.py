@@ -251,16 +251,19 @@ def _state(
 ) -> list[Shard]:
     """The state of the first rank, without memory."""
     parameters = network.parameters()
-    shapes = {name: parameter.shape for name, parameter in parameters.items()}
-    if facts.zero_stage:
-        cut = {name: (-(-math.prod(shape) // place.world_size),) for name, shape in shapes.items()}
-    else:
-        sizes = place.world_size, place.local_world_size
-        ranks = Layout.of(config.parallel, config.compute, *sizes).shard_size
-        cut = {n: (-(-s[0] // ranks), *s[1:]) if s else s for n, s in shapes.items()}
-    held = {name: torch.empty(shape, device=_META) for name, shape in cut.items()}
+    ranks = place.world_size
+    if not facts.zero_stage:
+        layout = Layout.of(config.parallel, config.compute, ranks, place.local_world_size)
+        ranks = layout.shard_size
+
+    def held_part(shape: tuple[int, ...]) -> Tensor:
+        whole = (math.prod(shape),) if facts.zero_stage else shape
+        part = [size if at else -(-size // ranks) for at, size in enumerate(whole)]
+        return torch.empty(part, device=_META)
+
+    held = {name: held_part(parameter.shape) for name, parameter in parameters.items()}
     trained = {name: local for name, local in held.items() if parameters[name].is_trained}
-    shapes = {name: shapes[name] for name in trained}
+    shapes = {name: parameters[name].shape for name in trained}
     settings = OptimizerSettings.of(config.optim)
     if facts.zero_stage:
         require_elementwise(settings, frozenset(map(len, shapes.values())))

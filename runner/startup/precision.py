@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from runner.config.network import stretch_as_begun
 from runner.config.schema import Precision, RunConfig
 from runner.config.validate import is_zero
 from runner.distributed.agreement import Ranks
@@ -47,8 +46,11 @@ def settle_precision(
     """
     if config.compute.precision is not Precision.auto:
         return config
-    lacking = [rank for rank, has in enumerate(_natives(device, ranks)) if not has]
-    began = ranks.of_first("reading compute.precision", lambda: _begun(stored()))
+    natives = ranks.gather(has_native_bf16(device, variables()))
+    lacking = [rank for rank, has in enumerate(natives) if not has]
+    began = ranks.of_first("reading compute.precision", lambda: stored().get(_KEY))
+    if began not in (Precision.bf16.value, Precision.fp32.value):  # auto, stored by an import
+        began = None
     zero = is_zero(config.parallel.kind)
     if zero and began == Precision.fp32.value:
         raise ConfigError(
@@ -77,21 +79,11 @@ def settle_rope(
     if config.model.rope_scaling is None:
         return config
     began = ranks.of_first("reading model.rope_scaling", lambda: dict(stored()))
-    model = stretch_as_begun(config.model, began)
-    if model is config.model:
+    has_key = any(name.startswith("model.rope_scaling") for name in began)
+    if has_key or "model.rope_theta" not in began:  # a new run has neither
         return config
     say("model.rope_scaling: none, as the run began, before presets had it")
-    return replace(config, model=model)
-
-
-def _natives(device: torch.device, ranks: Ranks) -> list[bool]:
-    return ranks.gather(has_native_bf16(device, variables()))
-
-
-def _begun(stored: Mapping[str, Any]) -> str | None:
-    """The precision that the run began with; ``auto``, stored by an import, means none."""
-    known = stored.get(_KEY)
-    return known if known in (Precision.bf16.value, Precision.fp32.value) else None
+    return replace(config, model=replace(config.model, rope_scaling=None))
 
 
 def _message(precision: Precision, began: str | None, lacking: list[int], world_size: int) -> str:

@@ -10,7 +10,6 @@ import json
 import secrets
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -31,6 +30,7 @@ from runner.checkpoint.remote.upload import RemoteTarget, Uploads
 from runner.config.compose import from_yaml
 from runner.config.schema import CheckpointConfig, RunConfig
 from runner.distributed.agreement import Ranks, all_or_none_slowly
+from runner.distributed.rendezvous import in_thread
 from runner.observe.journal import read_journal
 from runner.policy.decision.history import History, Incident
 from runner.policy.retention.records import Record, State, folder_name, resume_order
@@ -43,19 +43,17 @@ from runner.system.json_lines import iter_lines
 _CONFIG_BYTES = 4 << 20
 
 
+@dataclass(frozen=True, slots=True)
 class RemoteRun:
     """The remote of one run on one rank; ``seen`` lists what was there at the start.
 
     ``silence`` says why it could not be listed; empty if it could.
     """
 
-    def __init__(
-        self, ring: RemoteRing, seen: RemoteListing, silence: str, run_dir: RunDir
-    ) -> None:
-        self.ring = ring
-        self.seen = seen
-        self.silence = silence
-        self._dir = run_dir
+    ring: RemoteRing
+    seen: RemoteListing
+    silence: str
+    run_dir: RunDir
 
     def settings(self) -> dict[str, Any]:
         """Dotted keys of the settings of the newest whole checkpoint; empty without any.
@@ -114,9 +112,9 @@ class RemoteRun:
         return Uploads(
             RemoteTarget(
                 ring=self.ring,
-                run=run_name(self._dir) if ranks.rank == 0 else "",
+                run=run_name(self.run_dir) if ranks.rank == 0 else "",
                 claim=WriterClaim(number=run_lease.number, token=secrets.token_hex(8)),
-                out=self._dir.out,
+                out=self.run_dir.out,
                 check=run_lease.check,
             ),
             store,
@@ -139,23 +137,25 @@ def open_remote(settings: CheckpointConfig, run_dir: RunDir, ranks: Ranks) -> Re
     if url is None:
         return None
     ring = ranks.all_or_none("opening checkpoint.remote", lambda: RemoteRing(url))
-    listing = ranks.of_first("looking at checkpoint.remote", lambda: _look(ring, run_dir, seconds))
-    stored = [
-        Record(serial=serial, step=step, cursor=0, state=State.clean)
-        for serial, step in listing["stored"]
-    ]
-    seen = RemoteListing(
-        stored=stored, highest=listing["highest"], claim=listing["claim"], run=listing["run"]
+    seen, silence = ranks.of_first(
+        "looking at checkpoint.remote", lambda: _look(ring, run_dir, seconds)
     )
-    return RemoteRun(ring, seen, listing["silence"], run_dir)
+    seen["stored"] = [
+        Record(serial=serial, step=step, cursor=0, state=State.clean)
+        for serial, step in seen["stored"]
+    ]
+    return RemoteRun(ring, RemoteListing(**seen), silence, run_dir)
 
 
-def _look(ring: RemoteRing, run_dir: RunDir, seconds: float) -> dict[str, Any]:
+def _look(ring: RemoteRing, run_dir: RunDir, seconds: float) -> tuple[dict[str, Any], str]:
+    """The listing as JSON, and why there is none."""
+    silence = ""
     try:
-        listing = _within(ring.list_checkpoints, seconds)
+        # A store that never answers must not block the start.
+        listing = in_thread(ring.list_checkpoints, "remote").result(seconds)
     except (RemoteFault, TimeoutError) as error:
         silence = str(error) or f"no answer within {seconds:g} s"
-        return {"stored": [], "highest": 0, "claim": 0, "run": "", "silence": silence}
+        listing = RemoteListing(stored=[], highest=0, claim=0, run="")
     own = run_name(run_dir)
     if own and listing.stored and listing.run not in ("", own):  # a manual copy has no claim
         raise ConfigError(
@@ -163,18 +163,8 @@ def _look(ring: RemoteRing, run_dir: RunDir, seconds: float) -> dict[str, Any]:
             f"out={run_dir.out} (its name is {listing.run[:12]!r}, this one's {own[:12]!r}); give "
             "each run its own place"
         )
-    seen_json = asdict(listing)
-    seen_json["stored"] = [[record.serial, record.step] for record in listing.stored]
-    return seen_json | {"silence": ""}
-
-
-def _within(work: Callable[[], RemoteListing], seconds: float) -> RemoteListing:
-    """Call with a time limit: a store that never answers must not block the start."""
-    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="remote")
-    try:
-        return thread.submit(work).result(timeout=seconds)
-    finally:
-        thread.shutdown(wait=False, cancel_futures=True)
+    stored = [[record.serial, record.step] for record in listing.stored]
+    return asdict(listing) | {"stored": stored}, silence
 
 
 def run_name(run_dir: RunDir) -> str:
@@ -214,36 +204,24 @@ def _abandoned(run_dir: RunDir) -> set[int]:
     return history.abandoned_serials()
 
 
+@dataclass(eq=False, slots=True)
 class Restorer:
     """Copies the newest clean checkpoint back into ``out``, and the journal, the metrics
     and the settings as well where ``out`` has lost its journal.
 
-    Attributes:
+    Args:
         show: called with the progress of this rank's share, in bytes.
+        moved: called when any rank's download has progressed.
     """
 
-    def __init__(
-        self,
-        remote: RemoteRun,
-        run_dir: RunDir,
-        store: CheckpointDirectory,
-        config: RunConfig,
-        fingerprint: str,
-        ranks: Ranks,
-    ) -> None:
-        self._remote = remote
-        self._dir = run_dir
-        self._store = store
-        self._config = config
-        self._fingerprint = fingerprint
-        self._ranks = ranks
-        self.show: Callable[[str, int, int], None] = lambda what, done, total: None
-        self.moved: Callable[[], None] = lambda: None  # any rank's download has
-
-    @property
-    def silence(self) -> str:
-        """Why the remote could not be listed; empty if it could."""
-        return self._remote.silence
+    remote: RemoteRun
+    run_dir: RunDir
+    store: CheckpointDirectory
+    config: RunConfig
+    fingerprint: str
+    ranks: Ranks
+    show: Callable[[str, int, int], None] = lambda what, done, total: None
+    moved: Callable[[], None] = lambda: None
 
     def restore_if_lost(self) -> RestoredRun | None:
         """:meth:`restore` where ``out`` has nothing to load. Collective.
@@ -251,12 +229,13 @@ class Restorer:
         Raises:
             RankError: the remote could not be listed; a fresh start might throw a run away.
         """
-        if not self._ranks.of_first("reading the ring", lambda: is_lost(self._dir, self._store)):
+        if not self.ranks.of_first("reading the ring", lambda: is_lost(self.run_dir, self.store)):
             return None
-        if self.silence and not self._config.resume.without_remote:
+        remote = self.remote
+        if remote.silence and not self.config.resume.without_remote:
             raise RankError(
-                f"out={self._dir.out} has no checkpoint to resume from, and checkpoint.remote="
-                f"{self._remote.ring.url} does not answer ({self.silence}), so it may hold this "
+                f"out={self.run_dir.out} has no checkpoint to resume from, and checkpoint.remote="
+                f"{remote.ring.url} does not answer ({remote.silence}), so it may hold this "
                 "run's: start again when it answers, or begin at step 0 with "
                 "resume.without_remote=true"
             )
@@ -270,7 +249,7 @@ class Restorer:
             ConfigError: they belong to other settings or other data.
             RankError: the remote does not answer; to be started again.
         """
-        ranks, faults = self._ranks, list[Incident]()
+        ranks, faults = self.ranks, list[Incident]()
         for folder in ranks.of_first("choosing a checkpoint", self._candidates):
             try:
                 record = self._take_back(folder)
@@ -281,25 +260,23 @@ class Restorer:
         if faults:
             damage = "; ".join(incident.reason for incident in faults)
             raise CheckpointError(
-                f"no checkpoint in {self._dir.ring} can be loaded, and none at "
-                f"checkpoint.remote={self._remote.ring.url}: {damage}"
+                f"no checkpoint in {self.run_dir.ring} can be loaded, and none at "
+                f"checkpoint.remote={self.remote.ring.url}: {damage}"
             )
         return None
 
     def _candidates(self) -> list[str]:
-        left_behind = _abandoned(self._dir)
-        newest_first = sorted(self._remote.seen.stored, key=lambda r: r.serial, reverse=True)
+        left_behind = _abandoned(self.run_dir)
+        newest_first = sorted(self.remote.seen.stored, key=lambda r: r.serial, reverse=True)
         return [folder_name(r) for r in newest_first if r.serial not in left_behind]
 
     def _take_back(self, folder: str) -> Record:
-        ranks = self._ranks
+        ranks = self.ranks
         fetched: tuple[Manifest, bytes] = ranks.all_or_none(
-            "reading the remote", lambda: _answered(lambda: self._remote.ring.manifest(folder))
+            "reading the remote", lambda: _answered(lambda: self.remote.ring.manifest(folder))
         )
         manifest, data = fetched
-        ranks.all_or_none(
-            "preparing the download", lambda: ranks.rank != 0 or self._prepare(folder, manifest)
-        )
+        ranks.of_first("preparing the download", lambda: self._prepare(folder, manifest))
         # It may take longer than a collective may, and longer on some ranks than on others.
         all_or_none_slowly(
             ranks,
@@ -310,61 +287,61 @@ class Restorer:
             is_asked_to_stop=lambda: False,
         )
         ranks.all_or_none(
-            "taking the run back", lambda: ranks.rank != 0 or self._publish(manifest, data)
+            "taking the run back",
+            lambda: self.store.take_back(manifest, data) if ranks.rank == 0 else None,
         )
         return Record(
             serial=manifest.serial, step=manifest.step, cursor=manifest.cursor, state=State.clean
         )
 
-    def _prepare(self, folder: str, manifest: Manifest) -> bool:
+    def _prepare(self, folder: str, manifest: Manifest) -> None:
         """Refuse what belongs to another run or does not fit; fetch the run's own files."""
-        ring = self._remote.ring
+        ring = self.remote.ring
         facts = _answered(lambda: ring.run_facts(folder))
         self._refuse_others(folder, manifest)
         needed = folder_bytes(manifest, facts)
-        free = shutil.disk_usage(self._dir.out).free
+        free = shutil.disk_usage(self.run_dir.out).free
         if needed > free:
             raise ConfigError(
-                f"out={self._dir.out}: {needed} bytes are needed to take the run back from "
+                f"out={self.run_dir.out}: {needed} bytes are needed to take the run back from "
                 f"{ring.url}, {free} are free; free space or choose another out"
             )
-        writing = self._store.writing_folder(manifest.serial)
+        writing = self.store.writing_folder(manifest.serial)
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir(parents=True)
-        if not self._dir.journal.exists():
+        if not self.run_dir.journal.exists():
             self._fetch_run_files(folder, facts)
-        return True
 
     def _refuse_others(self, folder: str, manifest: Manifest) -> None:
-        if self._config.resume.allow_change:
+        if self.config.resume.allow_change:
             return
-        stored = self._remote.settings_of(folder)
-        place = f"checkpoint.remote={self._remote.ring.url}"
-        self._dir.refuse_change(settings_differing(stored, self._config), self._config, place)
-        other_data = manifest.data_fingerprint != self._fingerprint
-        if other_data and not is_allowed("data.path", self._config.resume):
+        stored = self.remote.settings_of(folder)
+        place = f"checkpoint.remote={self.remote.ring.url}"
+        self.run_dir.refuse_change(settings_differing(stored, self.config), self.config, place)
+        other_data = manifest.data_fingerprint != self.fingerprint
+        if other_data and not is_allowed("data.path", self.config.resume):
             raise ConfigError(
                 f"{place}: its run was trained on another corpus than data.path="
-                f"{self._config.data.path} (fingerprint {manifest.data_fingerprint[:12]}, now "
-                f"{self._fingerprint[:12]}). Restore the corpus, choose another remote, or "
+                f"{self.config.data.path} (fingerprint {manifest.data_fingerprint[:12]}, now "
+                f"{self.fingerprint[:12]}). Restore the corpus, choose another remote, or "
                 "resume.allow=[data.path]"
             )
 
     def _fetch_run_files(self, folder: str, facts: dict[str, FileFacts]) -> None:
         """Fetch the run's files; the journal last, so that it marks them as whole."""
-        for name in sorted(RUN_FILES, key=lambda name: name == self._dir.journal.name):
-            temporary = self._dir.out / f"{name}.fetched"
+        for name in sorted(RUN_FILES, key=lambda name: name == self.run_dir.journal.name):
+            temporary = self.run_dir.out / f"{name}.fetched"
             where, fact = f"ring/{folder}/run/{name}", facts[name]
             self._get(where, temporary, fact)
-            temporary.rename(self._dir.out / name)
-        sync_directory(self._dir.out)
+            temporary.rename(self.run_dir.out / name)
+        sync_directory(self.run_dir.out)
 
     def _fetch(
         self, folder: str, manifest: Manifest, tell: Callable[[str, int, int], None]
     ) -> None:
         """Fetch this rank's share of the files. ``tell`` may raise, to end it."""
-        writing = self._store.writing_folder(manifest.serial)
-        names = by_kind(manifest.files)[self._ranks.rank :: self._ranks.world_size]
+        writing = self.store.writing_folder(manifest.serial)
+        names = by_kind(manifest.files)[self.ranks.rank :: self.ranks.world_size]
         due, fetched = sum(manifest.files[name].num_bytes for name in names), 0
 
         def moved(count: int) -> None:
@@ -372,7 +349,7 @@ class Restorer:
             fetched += count
             tell("taking back", min(fetched, due), due)
 
-        files = self._remote.ring.files
+        files = self.remote.ring.files
         before, files.moved = files.moved, moved
         try:
             for name in names:
@@ -381,18 +358,14 @@ class Restorer:
             files.moved = before  # what is read next, of another checkpoint, is no part of this
 
     def _get(self, name: str, target: Path, facts: FileFacts) -> None:
-        _answered(lambda: self._remote.ring.files.fetch(name, target, facts))
-
-    def _publish(self, manifest: Manifest, data: bytes) -> bool:
-        self._store.take_back(manifest, data)
-        return True
+        _answered(lambda: self.remote.ring.files.fetch(name, target, facts))
 
     def _incident(self, record: Record) -> Incident:
         return Incident(
             kind="restored",
             step=record.step,
             decision=f"go on from checkpoint {record.serial} of step {record.step}",
-            reason=f"out had no usable checkpoint; taken back from {self._remote.ring.url}, every "
+            reason=f"out had no usable checkpoint; taken back from {self.remote.ring.url}, every "
             "byte verified",
             detail={"serial": record.serial},
         )

@@ -11,7 +11,6 @@ from typing import Any
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
 from runner.checkpoint.manifest import Manifest
-from runner.checkpoint.protocol import Restored
 from runner.checkpoint.ring import Ring
 from runner.config.schema import RunConfig
 from runner.config.sources import unsteady_samples
@@ -241,7 +240,9 @@ def resume_from(
     usable = [record for record in inventory.records if record.serial not in left_behind]
     ring.adopt(usable, next_serial=inventory.next_serial)
     for sentence in inventory.damaged:
-        journal.add_once(_damaged(sentence))
+        journal.add_once(
+            Incident(kind="checkpoint_damaged", step=0, decision="not to be used", reason=sentence)
+        )
     # In memory and on disk: the marks of a mismatch may have come too late for either.
     unused = ring.inherit(
         _last_incarnation(inventory.journal),
@@ -257,10 +258,18 @@ def resume_from(
     for record in inventory.records:
         if record.serial in left_behind:
             ring.remove(record)
-    resumed = _resume_point(journal, restored, unused)
-    if resumed.metrics_bytes != restored.metrics_bytes:
+    # The later of the checkpoint's save and the last rollback to it.
+    rollback = history.last_rollback_to(restored.serial)
+    metrics_bytes = rollback.metrics_bytes if rollback else restored.metrics_bytes
+    if metrics_bytes != restored.metrics_bytes:
         state.unreported = None  # the metrics have it
-    return resumed
+    return Resumed(
+        step=restored.step,
+        metrics_bytes=metrics_bytes,
+        known_discards=history.discards_from(restored.cursor),
+        tier=restored.tier,
+        unused=tuple(unused),
+    )
 
 
 def _last_incarnation(journal: list[dict[str, Any]]) -> int:
@@ -273,10 +282,6 @@ def _last_incarnation(journal: list[dict[str, Any]]) -> int:
     return number if type(number) is int else 0
 
 
-def _damaged(sentence: str) -> Incident:
-    return Incident(kind="checkpoint_damaged", step=0, decision="not to be used", reason=sentence)
-
-
 def _begin(inventory: RunInventory, run_dir: RunDir) -> Resumed:
     if inventory.last_metrics_step or inventory.damaged:
         raise CheckpointError(
@@ -286,18 +291,6 @@ def _begin(inventory: RunInventory, run_dir: RunDir) -> Resumed:
             + ". Restore the ring from a copy, or choose another out to start over."
         )
     return Resumed(step=0, metrics_bytes=0, known_discards=[], is_fresh=True)
-
-
-def _resume_point(journal: Journal, restored: Restored, unused: list[str]) -> Resumed:
-    """The later of the checkpoint's save and the last rollback to it."""
-    rollback = journal.history.last_rollback_to(restored.serial)
-    return Resumed(
-        step=restored.step,
-        metrics_bytes=rollback.metrics_bytes if rollback else restored.metrics_bytes,
-        known_discards=journal.history.discards_from(restored.cursor),
-        tier=restored.tier,
-        unused=tuple(unused),
-    )
 
 
 def settle_micro_size(
@@ -316,7 +309,11 @@ def settle_micro_size(
     Returns:
         Sequences per micro-batch in this start, and the incident where the last start had more.
     """
-    crashes = [line for line in lines if _is_for_memory(line)]
+    crashes = [
+        line
+        for line in lines
+        if line.get("kind") == "crash" and line.get("detail", {}).get("cause") == MEMORY
+    ]
     settled = [line["detail"] for line in lines if line.get("kind") == _MICRO_SIZE]
     last = settled[-1] if settled and settled[-1].get("wanted") == wanted else None
     if last is not None:
@@ -334,13 +331,6 @@ def settle_micro_size(
         ranks=tuple(int(rank) for rank in crashes[-1].get("ranks", ())),
         detail={"wanted": wanted, "size": half, "crashes": len(crashes)},
     )
-
-
-def _is_for_memory(line: Mapping[str, Any]) -> bool:
-    if line.get("kind") != "crash":
-        return False
-    detail = line.get("detail")
-    return isinstance(detail, Mapping) and detail.get("cause") == MEMORY
 
 
 def settle_mixture(

@@ -13,8 +13,7 @@ from runner.command.preflight import TRIALS
 from runner.startup.checks import Check
 from runner.startup.preflight.corpus import _longest_repeat, _numbers
 from runner.startup.preflight.hardware import all_reduce_speed, judged
-from runner.startup.preflight.learning import by_heart, rate_range
-from runner.startup.preflight.numerics import _error
+from runner.startup.preflight.learning import _error, by_heart, rate_range
 from runner.startup.preflight.subject import Subject, Trial
 from runner.system.error import EXIT_CONFIG, EXIT_DONE
 from tests.preflight_cases import DATA, MODELS, SOUND, WRONG

@@ -91,6 +91,11 @@ def _named(dataset: Dataset, indices: Sequence[int]) -> str:
     return f"{names}{more}"
 
 
+def _some(dataset: Dataset, indices: Sequence[int], what: str) -> str:
+    """A further part of a sentence; empty if there are none."""
+    return f"; {len(indices)} {what}: {_named(dataset, indices)}" if indices else ""
+
+
 def _ids(dataset: Dataset, read: Sequence[_Read], unreadable: Sequence[int]) -> Check:
     vocabulary = dataset.vocab_size
     wrong = [
@@ -101,15 +106,12 @@ def _ids(dataset: Dataset, read: Sequence[_Read], unreadable: Sequence[int]) -> 
         or ((one.labels != NOT_COUNTED) & ((one.labels < 0) | (one.labels >= vocabulary))).any()
     ]
     largest = max(int(one.tokens.max()) for one in read)
-    message = f"{len(read)} samples: ids up to {largest} of {vocabulary}"
-    if unreadable:
-        message += f"; {len(unreadable)} cannot be read: {_named(dataset, unreadable)}"
-    if wrong:
-        message += f"; {len(wrong)} have ids outside: {_named(dataset, wrong)}"
     return Check(
         name="ids and labels are in the vocabulary",
         holds=not wrong and not unreadable,
-        found=message,
+        found=f"{len(read)} samples: ids up to {largest} of {vocabulary}"
+        + _some(dataset, unreadable, "cannot be read")
+        + _some(dataset, wrong, "have ids outside"),
         remedy="another tokenizer than the vocabulary's, or damaged files",
         is_warning=not wrong,
     )
@@ -118,15 +120,14 @@ def _ids(dataset: Dataset, read: Sequence[_Read], unreadable: Sequence[int]) -> 
 def _counted(dataset: Dataset, read: Sequence[_Read]) -> Check:
     shares = np.array([(one.labels[1:] != NOT_COUNTED).mean() for one in read])
     empty = [one.index for one, share in zip(read, shares, strict=True) if share == 0]
-    message = f"of the labels {100 * shares.mean():.3g} % count"
-    if empty:
-        message += f"; {len(empty)} samples count nothing: {_named(dataset, empty)}"
+    is_enough = bool(shares.mean() > 1 - _UNCOUNTED)
     return Check(
         name="labels count",
-        holds=bool(shares.mean() > 1 - _UNCOUNTED) and len(empty) <= _SHARE * len(read),
-        found=message,
+        holds=is_enough and len(empty) <= _SHARE * len(read),
+        found=f"of the labels {100 * shares.mean():.3g} % count"
+        + _some(dataset, empty, "samples count nothing"),
         remedy="see what masks them: a chat template without its assistant's marks, padding",
-        is_warning=bool(shares.mean() > 1 - _UNCOUNTED),
+        is_warning=is_enough,
     )
 
 
@@ -144,17 +145,18 @@ def _follows(read: Sequence[_Read]) -> Check:
     messages = {1: "labels are shifted already, and the run shifts them again",
              2: "labels are two tokens ahead"}  # fmt: skip
     best = int(np.argmax(share))
+    is_shifted = best > 0 and bool(share[best] > 0.9)
     message = (
         f"{100 * share[0]:.3g} % of the labels are their own token, which the run shifts by one"
     )
-    if best and share[best] > 0.9:
+    if is_shifted:
         message += f"; {100 * share[best]:.3g} % are token n + {best}: {messages[best]}"
     return Check(
         name="labels are the tokens",
         holds=bool(share[0] > 0.9),
         found=message,
         remedy="labels[i] belongs to input_ids[i]; leave labels out where every token counts",
-        is_warning=not (best and bool(share[best] > 0.9)),
+        is_warning=not is_shifted,
     )
 
 
@@ -165,17 +167,13 @@ def _odd(dataset: Dataset, read: Sequence[_Read]) -> Check:
     repeats = np.array([_longest_repeat(one.tokens) for one in read])
     odd = np.flatnonzero((entropies < _FEW * usual) | (repeats >= _REPEATS))
     low, middle, high = np.quantile(entropies, [0.01, 0.5, 0.99])
-    worst = odd[np.argsort(entropies[odd])]
-    message = (
-        f"entropy of a window's tokens {low:.2g} / {middle:.3g} / {high:.3g} nats (1, 50, 99 %), "
-        f"a piece repeated up to {int(repeats.max())} times"
-    )
-    if len(odd):
-        message += f"; {len(odd)} odd: {_named(dataset, [read[at].index for at in worst.tolist()])}"
+    worst = [read[at].index for at in odd[np.argsort(entropies[odd])].tolist()]
     return Check(
         name="text is not degenerate",
         holds=len(odd) <= _SHARE * len(read),
-        found=message,
+        found=f"entropy of a window's tokens {low:.2g} / {middle:.3g} / {high:.3g} nats "
+        f"(1, 50, 99 %), a piece repeated up to {int(repeats.max())} times"
+        + _some(dataset, worst, "odd"),
         remedy="leave documents out that repeat themselves (OLMo 2: 32 repeats of 1 to 13 tokens)",
         is_warning=len(odd) <= _MANY * len(read),
     )
@@ -200,11 +198,7 @@ def _longest_repeat(tokens: Tokens) -> int:
 
 def _duplicates(dataset: Dataset, read: Sequence[_Read]) -> Check:
     seen: dict[bytes, int] = {}
-    twice = []
-    for one in read:
-        key = one.tokens.tobytes()
-        if seen.setdefault(key, one.index) != one.index:
-            twice.append(one.index)
+    twice = [o.index for o in read if seen.setdefault(o.tokens.tobytes(), o.index) != o.index]
     message = f"{len(twice)} of {len(read)} windows occur twice"
     return Check(
         name="training windows differ",
@@ -244,14 +238,12 @@ def _contamination(corpus: Corpus) -> Check:
         one.index for one, numbers in zip(held, pieces, strict=True) if np.isin(numbers, seen).any()
     ]
     share = len(seen) / len(known)
-    finding = (
-        f"{100 * share:.2g} % of {len(known)} pieces of {chunk} tokens are found in {num_read} of "
-    )
-    finding += f"{len(corpus.training)} training windows"
     return Check(
         name=name,
         holds=share <= _SHARE,
-        found=finding + (f": {_named(corpus.held_out_from, places)}" if places else ""),
+        found=f"{100 * share:.2g} % of {len(known)} pieces of {chunk} tokens are found in "
+        f"{num_read} of {len(corpus.training)} training windows"
+        + (f": {_named(corpus.held_out_from, places)}" if places else ""),
         remedy="hold out whole documents of another origin (data.val_path), and remove duplicates "
         "before the split",
         is_warning=share < (_MANY if chunk == _CHUNK else 0.5),

@@ -1,25 +1,29 @@
-"""Tests whether the model learns: first loss, gradients, updates, one batch overfitted, rate."""
+"""Tests whether the model learns: loss, gradients and updates, in FP64, FP32 and BF16; the rate."""
 
 from __future__ import annotations
 
+import copy
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from runner.config.schema import OptimKind
-from runner.engine.modes import evaluating
+from runner.engine.modes import evaluating, in_evaluation
 from runner.engine.optimizer import OptimizerSettings
 from runner.model.loss import NOT_COUNTED
-from runner.model.objective import LABELS
+from runner.model.objective import LABELS, has_own_losses
 from runner.startup import checks
 from runner.startup.checks import Check, named, not_tried
 from runner.startup.preflight.subject import (
     Inputs,
     Subject,
     Trainer,
+    answers,
     mean_loss,
     objective,
     trains_adapters,
@@ -32,6 +36,14 @@ _MOST_STEPS, _MOST_SECONDS = 300, 12.0
 _LOW = 5000  # a rate so many times below the turning point is too low; fine-tuning uses low rates
 _FIRST_RATE, _GROWTH, _RANGE_STEPS, _RANGE_SECONDS = 1e-6, 1.13, 110, 12.0
 _TABLES = ("pos", "rotary", "inv_freq", "freqs")  # parameters of positions, which few samples train
+_MOST_ELEMENTS = 30_000_000  # in FP64, three times
+_MOST_TENSORS = 40
+# Relative; for a model in FP64 throughout, and for one that casts to FP32 inside.
+_EXACT, _ROUGH = 1e-4, 2e-2
+_MOVES = (1e-4, 1e-3, 1e-5, 1e-2)  # share of the loss that a step along the gradient should change
+_JUMP = 0.75  # of what is unexplained at twice the distance
+_BF16_NATS, _BF16_COSINE = 0.02, 0.98
+_COUNTS = 1e-2  # share of the whole gradient's norm: less is noise in BF16
 
 
 def first_loss(subject: Subject) -> Check:
@@ -59,24 +71,19 @@ def trained(subject: Subject) -> Iterator[Check]:
     trainer = Trainer(subject, network, with_dropout=True)
     for number in range(_STEPS_TO_TRAIN):
         trainer.step(subject.inputs(_ROWS, None, number), max(subject.rate, 1e-4))
-        seen |= {n for n in before if _has_gradient(parameters[n])}
+        grads = {name: parameters[name].grad for name in before}
+        seen |= {name for name, grad in grads.items() if grad is not None and (grad != 0).any()}
     yield checks.gradients_reach(list(before), seen)
     same = sorted(n for n in before if n in seen and torch.equal(before[n], parameters[n]))
-    yield Check(
-        name="each trained parameter changes",
-        holds=not same,
-        found=f"{named(same)} did not, in {_STEPS_TO_TRAIN} updates"
-        if same
-        else f"all did, in {_STEPS_TO_TRAIN} updates",
-        remedy="something writes it back, or its values are too large for updates of this rate",
+    yield Check.of(
+        "each trained parameter changes",
+        f"{named(same)} did not, in {_STEPS_TO_TRAIN} updates" if same else "",
+        f"all did, in {_STEPS_TO_TRAIN} updates",
+        "something writes it back, or its values are too large for updates of this rate",
     )
 
 
-def _has_gradient(parameter: torch.nn.Parameter) -> bool:
-    return parameter.grad is not None and bool((parameter.grad != 0).any())
-
-
-def _frozen(subject: Subject, parameters: Mapping[str, torch.nn.Parameter]) -> Check:
+def _frozen(subject: Subject, parameters: Mapping[str, nn.Parameter]) -> Check:
     frozen = {n: p.numel() for n, p in parameters.items() if not p.requires_grad}
     others = [n for n in frozen if not any(word in n.lower() for word in _TABLES)]
     holds = subject.frozen_by_settings or not others or trains_adapters(parameters)
@@ -193,3 +200,138 @@ def _turn(rates: list[float], losses: list[float]) -> float | None:
         0.02 * abs(smooth[best]), 0.2 * (smooth[0] - smooth[best])
     )
     return rates[best] if rose else None
+
+
+def gradients(subject: Subject) -> Check:
+    """Compare each tensor's gradient with finite differences of the loss, in FP64."""
+    name = "gradients are those of the loss"
+    if subject.num_parameters > _MOST_ELEMENTS:
+        return not_tried(name, f"{subject.num_parameters:,} parameters in FP64 take too long")
+    cpu = torch.device("cpu")
+    network = in_evaluation(copy.deepcopy(subject.network).to(cpu).double())
+    inputs = {n: _double(t.to(cpu)) for n, t in subject.inputs(2, 24).items()}
+    loss_of = _exact_loss if subject.has_tokens else _own_loss
+    loss_of(network, inputs).backward()  # type: ignore[no-untyped-call]
+    trained = [(n, p) for n, p in network.named_parameters() if p.grad is not None]
+    trained = [(n, p) for n, p in trained if float(p.grad.norm()) > 0]  # type: ignore[union-attr]
+    step = -(-len(trained) // _MOST_TENSORS)
+    began = time.monotonic()
+    worst, where, count = 0.0, "", 0
+    wrong: list[str] = []
+    jumps: list[str] = []
+    for one, parameter in trained[::step] if step else []:
+        error, is_jump = _error(lambda: loss_of(network, inputs), parameter)
+        count += 1
+        if error > worst:
+            worst, where = error, one
+        if error > _ROUGH:
+            (jumps if is_jump else wrong).append(one)
+        if time.monotonic() - began > _MOST_SECONDS:
+            break
+    if not count:
+        return not_tried(name, "no parameter has a gradient")
+    if jumps and not wrong:
+        return Check(
+            name=name,
+            holds=False,
+            found=f"at {named(jumps)} the loss jumps, so that no difference tells its slope",
+            remedy="a choice in the model, as top-k routing, jumps and is sound; otherwise try "
+            "torch.autograd.gradcheck on it",
+            is_warning=True,
+        )
+    rough = "" if worst < _EXACT else "; somewhere it computes in FP32"
+    return Check.of(
+        name,
+        f"of {named(wrong)} it is {worst:.2g} off" if wrong else "",
+        f"{count} of {len(trained)} tensors agree to {worst:.1g} (worst: {where}){rough}",
+        "a custom backward (autograd.Function, custom kernel) does not match its forward; "
+        "try torch.autograd.gradcheck on it",
+    )
+
+
+def _exact_loss(network: nn.Module, inputs: Inputs) -> Tensor:
+    """The run's token loss in FP64, which a run sums in FP32."""
+    if has_own_losses(network):
+        return _own_loss(network, inputs)
+    labels = inputs[LABELS]
+    logits = answers(network, inputs, 0, labels.shape[1])
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=NOT_COUNTED)
+
+
+def _own_loss(network: nn.Module, inputs: Inputs) -> Tensor:
+    sums, counts = network.losses(inputs)  # type: ignore[operator]
+    loss: Tensor = sums.sum() / counts.sum().clamp(min=1)
+    return loss
+
+
+def _error(loss_of: Callable[[], Tensor], parameter: nn.Parameter) -> tuple[float, bool]:
+    """The relative error of one tensor's gradient, at the best of a few distances.
+
+    Also whether the loss jumps there: at half that distance as much of it is unexplained, where a
+    wrong gradient would leave half.
+    """
+    assert parameter.grad is not None
+    norm = float(parameter.grad.norm())
+    direction = parameter.grad / norm
+    original = parameter.detach().clone()
+    loss = float(loss_of().detach())
+
+    def unexplained(length: float) -> float:
+        sides = []
+        for sign in (1.0, -1.0):
+            with torch.no_grad():
+                parameter.copy_(original + sign * length * direction)
+                sides.append(float(loss_of()))
+        return abs(sides[0] - sides[1] - 2 * length * norm)
+
+    best, at = float("inf"), 0.0
+    for move in _MOVES:
+        length = move * max(abs(loss), 1e-3) / norm
+        best, at = min((best, at), (unexplained(length) / (2 * length * norm), length))
+        if best < _EXACT:
+            break
+    is_jump = best > _ROUGH and unexplained(at / 2) > _JUMP * unexplained(at)
+    with torch.no_grad():
+        parameter.copy_(original)
+    return best, is_jump
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def low_precision(subject: Subject) -> Check:
+    """Compare the same step in BF16 and in FP32."""
+    name = "BF16 gives the same step as FP32"
+    losses, grads = [], []
+    for dtype in (None, torch.bfloat16):
+        network = subject.copy().to(dtype)  # None: as it is
+        model = in_evaluation(objective(network, dtype=dtype))
+        loss = mean_loss(model, subject.inputs(4, 128))
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(float(loss.detach()))
+        grads.append(
+            {n: p.grad.double() for n, p in network.named_parameters() if p.grad is not None}
+        )
+    whole = sum(float(grad.square().sum()) for grad in grads[0].values()) ** 0.5
+    cosines = {
+        n: float(F.cosine_similarity(grad.flatten(), grads[1][n].flatten(), dim=0))
+        for n, grad in grads[0].items()
+        if n in grads[1] and float(grad.norm()) > _COUNTS * whole
+    }
+    apart = abs(losses[1] - losses[0])
+    low = sorted((c, n) for n, c in cosines.items() if not c > _BF16_COSINE)
+    is_near = apart < _BF16_NATS * max(1.0, abs(losses[0]) / 5)
+    worst = min(cosines.values(), default=1.0)
+    direction = f", gradients of a tensor at a cosine of {worst:.4f} or more"
+    if low:
+        turned = named([name for _, name in low])
+        direction = f"; the gradient of {turned} points elsewhere (cosine {low[0][0]:.3f})"
+    return Check(
+        name=name,
+        holds=is_near and not low,
+        found=f"losses {apart:.2g} nats apart{direction}",
+        remedy="compute sums, norms, softmax and exponentials of large numbers in FP32 inside the "
+        "layer; or compute.precision=fp32",
+        is_warning=not subject.is_bf16,
+    )

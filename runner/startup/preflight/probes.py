@@ -48,12 +48,11 @@ def own_token(subject: Subject) -> Check:
     for place, length, apart in _changes(subject, last=True):
         own = max(own, apart(place, place + 1))
         later = max(later, apart(place + 1, min(place + 2, length)))
+    moves = f"another token changes the output at its own position by {own:.2g}"
     return Check(
         name="the label of a position is predicted from its token",
         holds=own > 0 and own > 1e-3 * later,
-        found=f"another token changes the output at its own position by {own:.2g}"
-        if own > 0
-        else "a token does not affect the output at its own position",
+        found=moves if own > 0 else "a token does not affect the output at its own position",
         remedy="labels[b, t] is already the token after input_ids[b, t]: no shift in the model; or "
         "the input never reaches the output",
     )
