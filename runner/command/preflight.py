@@ -18,7 +18,7 @@ from runner.command.arguments import Parser
 from runner.command.bar import Bar
 from runner.command.check_model import print_checks, print_json
 from runner.config.compose import compose
-from runner.config.schema import Precision, RunConfig
+from runner.config.schema import RunConfig
 from runner.config.validate import check as check_settings
 from runner.data.cursor import SampleStream
 from runner.data.dataset import Dataset
@@ -120,21 +120,15 @@ def _corpus(config: RunConfig, dataset: Dataset, stream: SampleStream) -> Corpus
 
 
 def _subject(config: RunConfig, dataset: Dataset, corpus: Corpus, device: torch.device) -> Subject:
-    optim = config.optim
     indices = corpus.training[: _BATCHES * _ROWS].tolist()
     batches = few_of(dataset, config.data.seq_len, indices, _ROWS)
     return Subject(
+        config=config,
         blueprint=parts.blueprint(config, dataset),
         batches=[batch.to(device) for batch in batches],
         device=device,
-        seed=config.seed,
         vocab_size=getattr(dataset, "vocab_size", 0) or 0,
         optimizer=OptimizerSettings.of(config.optim),
-        rate=optim.lr,
-        clip=optim.clip,
-        frozen_by_settings=bool(config.compute.frozen),
-        is_bf16=config.compute.precision is not Precision.fp32,
-        isolates_documents=config.data.isolate_documents or bool(config.data.pack),
     )
 
 

@@ -6,7 +6,7 @@ Nothing waits for the device, and the state is not changed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,8 +47,13 @@ class LayerSums:
     def __init__(self, engine: Engine, names: Sequence[str]) -> None:
         self._engine = engine
         self._names = tuple(names)
+        self._weights: list[Tensor] = []  # this rank's shards, 1-D
+        self._steps: list[int] = []  # between the sampled elements of each
         # Views of memory that does not move; making them anew would cost more than all the sums.
-        self._views: _Views | None = None
+        self._sampled_weights: list[Tensor] = []
+        self._sampled_seconds: list[Tensor] = []
+        # By kind: FP32 [names, _SAMPLED], the rest of a row zero; and the filled part of each row.
+        self._matrices: dict[str, tuple[Tensor, list[Tensor]]] = {}
 
     @property
     def size(self) -> int:
@@ -62,16 +67,16 @@ class LayerSums:
         Args:
             has_moments: measure g^2 / v as well.
         """
-        views = self._opened()
+        self._open()
         gradients = self._engine.gradients()
         own = [
             _flat(gradients.get(name), weight)
-            for name, weight in zip(self._names, views.weights, strict=True)
+            for name, weight in zip(self._names, self._weights, strict=True)
         ]
         return Before(
             squares=self._squares(own),
-            weights=views.now("before"),
-            gradients=views.gradients(own) if has_moments else None,
+            weights=self._filled("before", self._sampled_weights),
+            gradients=self._filled("gradients", self._sampled(own)) if has_moments else None,
         )
 
     @torch.no_grad()
@@ -82,30 +87,58 @@ class LayerSums:
         ``_SAMPLED`` elements a shard: squares of what they moved, and of what they are; the sum of
         g^2 / v, and how many of these there are: 0 where moments are not measured.
         """
-        views = self._opened()
-        now = views.now("now")
+        now = self._filled("now", self._sampled_weights)
         sampled = [now - before.weights, now]
         sums = [torch.linalg.vector_norm(sample, dim=1).double().square_() for sample in sampled]
         if before.gradients is None:
             sums += [torch.zeros_like(sums[0])] * 2
         else:
-            seconds = views.now("seconds")
+            seconds = self._filled("seconds", self._sampled_seconds)
             ratios = torch.where(seconds > 0, before.gradients.square() / seconds, 0.0)
             sums += [values.sum(dim=1, dtype=torch.float64) for values in (ratios, ratios > 0)]
         sums = [column.to(self._engine.device) for column in sums]
         # Copies of a shard have equal sums: each gives its part.
-        squares = self._squares(views.weights)
+        squares = self._squares(self._weights)
         return torch.cat([before.squares, squares, *sums]) / self._engine.replica[1]
 
-    def _opened(self) -> _Views:
-        if self._views is None:
-            held: dict[str, dict[str, Tensor]] = {"param": {}, "exp_avg_sq": {}}
-            for shard in self._engine.shards():
-                kind, _, name = shard.name.partition("/")
-                if kind in held:
-                    held[kind][name] = shard.local.detach()
-            self._views = _Views(self._names, held["param"], held["exp_avg_sq"])
-        return self._views
+    def _open(self) -> None:
+        if self._weights:
+            return
+        held: dict[str, dict[str, Tensor]] = {"param": {}, "exp_avg_sq": {}}
+        for shard in self._engine.shards():
+            kind, _, name = shard.name.partition("/")
+            if kind in held:
+                held[kind][name] = shard.local.detach()
+        self._weights = [held["param"][name] for name in self._names]
+        self._steps = [_distance(weight.numel()) for weight in self._weights]
+        self._sampled_weights = self._sampled(self._weights)
+        # Of some there is no second moment, or it is kept in another form.
+        seconds = held["exp_avg_sq"]
+        self._sampled_seconds = self._sampled(
+            [_like(seconds.get(n), w) for n, w in zip(self._names, self._weights, strict=True)]
+        )
+
+    def _sampled(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Evenly spaced elements of each."""
+        return [
+            tensor[::step] if step > 1 else tensor
+            for tensor, step in zip(tensors, self._steps, strict=True)
+        ]
+
+    def _filled(self, kind: str, few: Sequence[Tensor]) -> Tensor:
+        """The matrix of this kind, which is used again at each look: to make it takes longer."""
+        if kind not in self._matrices:
+            device = self._weights[0].device if self._weights else None
+            matrix = torch.zeros(len(few), _SAMPLED, device=device)
+            parts = zip(matrix.unbind(), self._sampled_weights, strict=True)
+            self._matrices[kind] = matrix, [row[: part.numel()] for row, part in parts]
+        matrix, rows = self._matrices[kind]
+        both = [(row, part) for row, part in zip(rows, few, strict=True) if part.numel()]
+        if len(both) < len(rows):
+            matrix.zero_()  # a gradient that was there at another look may be missing
+        if both:
+            torch._foreach_copy_([row for row, _ in both], [part for _, part in both])
+        return matrix
 
     def _squares(self, tensors: Sequence[Tensor]) -> Tensor:
         """Sum of squares of each tensor, FP64."""
@@ -124,59 +157,6 @@ class LayerSums:
 
     def _stacked(self, numbers: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(numbers)).to(self._engine.device).double()
-
-
-class _Views:
-    """This rank's shards, and a matrix for each kind of what is sampled of them.
-
-    The matrices are FP32 [names, ``_SAMPLED``]; the rest of a row is zero. They are used again at
-    each look, for to make them takes longer than to fill them.
-
-    Attributes:
-        weights: of each name the shard of the parameter, 1-D.
-    """
-
-    def __init__(
-        self, names: Sequence[str], weights: Mapping[str, Tensor], seconds: Mapping[str, Tensor]
-    ) -> None:
-        self.weights = [weights[name] for name in names]
-        self._steps = [_distance(weight.numel()) for weight in self.weights]
-        self._few = self._sampled(self.weights)
-        # Of some there is no second moment, or it is kept in another form.
-        self._seconds = self._sampled(
-            [_like(seconds.get(n), w) for n, w in zip(names, self.weights, strict=True)]
-        )
-        self._matrices: dict[str, tuple[Tensor, list[Tensor]]] = {}
-
-    def gradients(self, gradients: Sequence[Tensor]) -> Tensor:
-        return self._filled("gradients", self._sampled(gradients))
-
-    def now(self, kind: str) -> Tensor:
-        """Of the weights ("before", "now"), or of the second moments ("seconds")."""
-        return self._filled(kind, self._seconds if kind == "seconds" else self._few)
-
-    def _sampled(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Evenly spaced elements of each."""
-        return [
-            tensor[::step] if step > 1 else tensor
-            for tensor, step in zip(tensors, self._steps, strict=True)
-        ]
-
-    def _filled(self, kind: str, few: Sequence[Tensor]) -> Tensor:
-        if kind not in self._matrices:
-            device = self.weights[0].device if self.weights else None
-            matrix = torch.zeros(len(few), _SAMPLED, device=device)
-            rows = [
-                row[: part.numel()] for row, part in zip(matrix.unbind(), self._few, strict=True)
-            ]
-            self._matrices[kind] = matrix, rows
-        matrix, rows = self._matrices[kind]
-        both = [(row, part) for row, part in zip(rows, few, strict=True) if part.numel()]
-        if len(both) < len(rows):
-            matrix.zero_()  # a gradient that was there at another look may be missing
-        if both:
-            torch._foreach_copy_([row for row, _ in both], [part for _, part in both])
-        return matrix
 
 
 def _like(second: Tensor | None, weight: Tensor) -> Tensor:

@@ -40,18 +40,15 @@ class _Handed(Optimizer):
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         super().__init__(groups, {"lr": 0.0})
         self.optimizers: dict[Tensor, ShardOptimizer] = {}
-        self.skip = self.grad_scale = torch.zeros(())
-        self.learning_rate = 0.0
+        self.arguments: dict[str, Any] = {}  # of the next step
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        if not self.optimizers:  # DeepSpeed is being made
+            return
         for group in self.param_groups:
             for flat in group["params"]:
-                if not self.optimizers:  # DeepSpeed is being made
-                    continue
-                self.optimizers[flat].step(
-                    skip=self.skip, grad_scale=self.grad_scale, learning_rate=self.learning_rate
-                )
+                self.optimizers[flat].step(**self.arguments)
 
 
 class PartitionOptimizer:
@@ -108,8 +105,8 @@ class PartitionOptimizer:
 
     def prepare(self, *, skip: Tensor, grad_scale: Tensor, learning_rate: float) -> None:
         """Say what the next step is to do, see :meth:`ShardOptimizer.step`."""
-        self.handed.skip, self.handed.grad_scale = skip, grad_scale
-        self.handed.learning_rate = learning_rate
+        numbers = {"grad_scale": grad_scale, "learning_rate": learning_rate}
+        self.handed.arguments = {"skip": skip, **numbers}
 
     @contextmanager
     def averaged(self) -> Iterator[bool]:

@@ -74,7 +74,7 @@ def repeated_step(engine: Engine, works: Sequence[MicroStep]) -> list[Check]:
     before = {name: tensor.clone() for name, tensor in engine.network.named_buffers()}
     first, second = (step_numbers(engine, works) for _ in range(2))
     after = dict(engine.network.named_buffers())
-    changed = sorted(name for name in before if not _equal(before[name], after[name]))
+    changed = sorted(name for name in before if not torch.equal(before[name], after[name]))
     kept = engine.running.names
     holds: bool | None = are_equal(first, second)
     found = "losses and gradients were equal"
@@ -304,10 +304,6 @@ def step_numbers(engine: Engine, works: Sequence[MicroStep]) -> list[torch.Tenso
 def step_losses(engine: Engine, works: Sequence[MicroStep]) -> list[torch.Tensor]:
     """The losses of one step; a device may add gradients in any order."""
     return step_numbers(engine, works)[: 1 + len(works)]
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and bool(torch.equal(one, other))
 
 
 def are_equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runner.config.schema import OptimKind
+from runner.config.schema import OptimKind, Precision
 from runner.engine.modes import evaluating, in_evaluation
 from runner.engine.optimizer import OptimizerSettings
 from runner.model.loss import NOT_COUNTED
@@ -70,7 +70,7 @@ def trained(subject: Subject) -> Iterator[Check]:
     seen: set[str] = set()
     trainer = Trainer(subject, network, with_dropout=True)
     for number in range(_STEPS_TO_TRAIN):
-        trainer.step(subject.inputs(_ROWS, None, number), max(subject.rate, 1e-4))
+        trainer.step(subject.inputs(_ROWS, None, number), max(subject.config.optim.lr, 1e-4))
         grads = {name: parameters[name].grad for name in before}
         seen |= {name for name, grad in grads.items() if grad is not None and (grad != 0).any()}
     yield checks.gradients_reach(list(before), seen)
@@ -86,8 +86,9 @@ def trained(subject: Subject) -> Iterator[Check]:
 def _frozen(subject: Subject, parameters: Mapping[str, nn.Parameter]) -> Check:
     frozen = {n: p.numel() for n, p in parameters.items() if not p.requires_grad}
     others = [n for n in frozen if not any(word in n.lower() for word in _TABLES)]
-    holds = subject.frozen_by_settings or not others or trains_adapters(parameters)
-    how = "by the settings" if subject.frozen_by_settings else "by the model itself"
+    by_settings = bool(subject.config.compute.frozen)
+    holds = by_settings or not others or trains_adapters(parameters)
+    how = "by the settings" if by_settings else "by the model itself"
     message = "every parameter is trained"
     if frozen:
         share = 100 * sum(frozen.values()) / sum(p.numel() for p in parameters.values())
@@ -140,7 +141,7 @@ def _memorised(
     subject: Subject, inputs: Inputs, rate: float, began: float
 ) -> tuple[float, float, int]:
     """Overfit; returns the lowest loss, the first loss, and the number of updates."""
-    optim = replace(subject.optimizer.optim, kind=OptimKind.adamw, groups=[])
+    optim = replace(subject.config.optim, kind=OptimKind.adamw, groups=[])
     adamw = OptimizerSettings(optim)
     trainer = Trainer(subject, subject.copy(), with_dropout=False, settings=adamw)
     start = best = trainer.step(inputs, rate)
@@ -175,14 +176,15 @@ def rate_range(subject: Subject) -> Check:
     if turn is None:
         turn = 2 * rates[-1]
         template = "the loss did not turn at rates up to {:.2g}"
-    is_high, is_low = subject.rate > turn / 2, subject.rate < turn / _LOW
-    message = f"optim.lr={subject.rate:g} is " + ("too high" if is_high else "very low")
+    own = subject.config.optim.lr
+    is_high, is_low = own > turn / 2, own < turn / _LOW
+    message = f"optim.lr={own:g} is " + ("too high" if is_high else "very low")
     return Check(
         name=name,
         holds=not (is_high or is_low),
         found=template.format(min(turn, rates[-1])) + (f"; {message}" if is_high or is_low else ""),
         remedy=f"try optim.lr={turn / 10:.1g}",
-        is_warning=turn / (10 * _LOW) < subject.rate < 2 * turn,
+        is_warning=turn / (10 * _LOW) < own < 2 * turn,
     )
 
 
@@ -333,5 +335,5 @@ def low_precision(subject: Subject) -> Check:
         found=f"losses {apart:.2g} nats apart{direction}",
         remedy="compute sums, norms, softmax and exponentials of large numbers in FP32 inside the "
         "layer; or compute.precision=fp32",
-        is_warning=not subject.is_bf16,
+        is_warning=subject.config.compute.precision is Precision.fp32,
     )

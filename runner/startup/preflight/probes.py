@@ -134,7 +134,8 @@ def _noted(subject: Subject, inputs: Inputs) -> list[tuple[str, Tensor]]:
 def documents(subject: Subject) -> Check:
     """Test that a changed token of one document changes nothing in the next."""
     name = "documents do not see each other"
-    if not subject.isolates_documents:
+    data = subject.config.data
+    if not (data.isolate_documents or data.pack):
         return not_tried(name, "data.isolate_documents and data.pack are off")
     takes = isinstance(subject.network, Decoder) or "segments" in accepted_by(
         subject.network.forward

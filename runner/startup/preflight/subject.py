@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from runner.config.schema import RunConfig
 from runner.engine.modes import in_evaluation
 from runner.engine.optimizer import OptimizerSettings, ShardOptimizer
 from runner.engine.protocol import Batch
@@ -39,37 +40,29 @@ class Subject:
     """The model and data under test.
 
     Args:
+        config: the run's settings.
         blueprint: of the network; trials change copies only.
         batches: a few micro-batches of the run's own data, on ``device``.
         vocab_size: of the data; 0 where samples hold no tokens.
-        rate: the run's peak learning rate; ``clip`` its largest gradient norm, 0 for none.
-        frozen_by_settings: whether the settings freeze parameters.
-        is_bf16: whether the run computes in BF16.
     """
 
+    config: RunConfig
     blueprint: Blueprint
     batches: Sequence[Batch]
     device: torch.device
-    seed: int
     vocab_size: int
     optimizer: OptimizerSettings
-    rate: float
-    clip: float
-    frozen_by_settings: bool
-    is_bf16: bool
-    isolates_documents: bool
 
     @cached_property
     def network(self) -> nn.Module:
         """The network with the run's initial weights; do not change it."""
-        torch.manual_seed(self.seed)
+        torch.manual_seed(self.config.seed)
         network = self.blueprint.made().to(self.device)
         self.blueprint.finish(network, self.device)
         with torch.no_grad():
             for name, parameter in network.named_parameters():
-                fresh = self.blueprint.initial(
-                    self.seed, name, tuple(parameter.shape), 0, parameter.numel()
-                )
+                place = tuple(parameter.shape), 0, parameter.numel()
+                fresh = self.blueprint.initial(self.config.seed, name, *place)
                 parameter.copy_(fresh.view(parameter.shape))
         return network.float()
 
@@ -160,7 +153,7 @@ class Trainer:
         self._model = objective(network)
         if not with_dropout:
             in_evaluation(self._model)
-        self._clip = subject.clip
+        self._clip = subject.config.optim.clip
         trained = {n: p for n, p in network.named_parameters() if p.requires_grad}
         self._trained = list(trained.values())
         self._never = torch.zeros((), device=subject.device)
