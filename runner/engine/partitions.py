@@ -92,7 +92,7 @@ class PartitionOptimizer:
                 {_ALONE: tuple(flat.shape)},
                 replace(self._settings, optim=optim),
                 self._device,
-                _never_whole,
+                never_whole,
                 is_cut=True,
             )
             self.handed.optimizers[flat] = optimizer
@@ -157,8 +157,9 @@ def _kind(label: str) -> str:
     return label.partition("/")[0]
 
 
-def _never_whole(name: str, part: Tensor) -> tuple[Tensor, int]:
-    raise AssertionError(f"{name}: a partition is never gathered")
+def never_whole(name: str, part: Tensor) -> tuple[Tensor, int]:
+    """For a :class:`ShardOptimizer` that needs no whole parameters."""
+    raise AssertionError(f"{name}: is never gathered")
 
 
 def require_elementwise(settings: OptimizerSettings, dims: frozenset[int]) -> None:

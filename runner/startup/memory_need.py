@@ -3,10 +3,6 @@
 Weights, gradients and optimizer state are counted from the real shards. Activations are those that
 one micro-batch kept for its backward pass. Gathered weights follow from the engine
 (docs/engines.md). Buffers of libraries are not counted.
-
-Without a rank (``plan``) shapes on the meta device are counted: state laid out as the engines do;
-activations that autograd would keep of one micro-batch of the first samples, with attention that
-keeps no scores (flash attention).
 """
 
 from __future__ import annotations
@@ -16,26 +12,17 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
 from runner.config.schema import Precision, Recompute, RunConfig
 from runner.config.validate import is_zero
-from runner.data.dataset import Dataset
-from runner.data.feed import few
 from runner.distributed.env import RankEnv
 from runner.engine.fsdp import Layout
-from runner.engine.optimizer import OptimizerSettings, ShardOptimizer
-from runner.engine.partitions import require_elementwise
 from runner.engine.protocol import Shard
-from runner.model.blueprint import AnswersYes, Blueprint, Parameter
-from runner.policy.retention.retire import memory_every
-from runner.startup.shared_memory import wanted_slots
-from runner.system.error import ConfigError
+from runner.model.blueprint import Parameter
 from runner.system.units import format_bytes
 from runner.train.run import EngineRun
 
@@ -202,134 +189,6 @@ def room_bytes(device: torch.device, num_local_ranks: int) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num_local_ranks
-
-
-_META = torch.device("meta")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedMemory:
-    """
-    Args:
-        need: of the first rank, whose parts are the largest.
-        unknown: why activations are not known; empty where they are.
-    """
-
-    need: MemoryNeed
-    unknown: str
-
-
-def planned_memory(
-    config: RunConfig, network: Blueprint, dataset: Dataset, place: RankEnv
-) -> PlannedMemory:
-    """Of the first of ``place.world_size`` ranks.
-
-    Args:
-        config: its precision settled.
-
-    Raises:
-        ConfigError: the optimizer does not go with the engine.
-    """
-    facts = engine_facts(config, place)
-    shards = _state(config, network, place, facts)
-    activations, unknown = _activations(config, network, dataset)
-    state_bytes = sum(shard.local.numel() * shard.local.itemsize for shard in shards)
-    slots = wanted_slots(config.checkpoint) if memory_every(config.checkpoint) else 0
-    need = memory_need(
-        shards,
-        network.parameters(),
-        facts,
-        activations=activations,
-        samples=config.batch.micro_size,
-        snapshots=slots * state_bytes,
-    )
-    return PlannedMemory(need=need, unknown=unknown)
-
-
-def _state(
-    config: RunConfig, network: Blueprint, place: RankEnv, facts: EngineFacts
-) -> list[Shard]:
-    """The state of the first rank, without memory."""
-    parameters = network.parameters()
-    ranks = place.world_size
-    if not facts.zero_stage:
-        layout = Layout.of(config.parallel, config.compute, ranks, place.local_world_size)
-        ranks = layout.shard_size
-
-    def held_part(shape: tuple[int, ...]) -> Tensor:
-        whole = (math.prod(shape),) if facts.zero_stage else shape
-        part = [size if at else -(-size // ranks) for at, size in enumerate(whole)]
-        return torch.empty(part, device=_META)
-
-    held = {name: held_part(parameter.shape) for name, parameter in parameters.items()}
-    trained = {name: local for name, local in held.items() if parameters[name].is_trained}
-    shapes = {name: parameters[name].shape for name in trained}
-    settings = OptimizerSettings.of(config.optim)
-    if facts.zero_stage:
-        require_elementwise(settings, frozenset(map(len, shapes.values())))
-    optimizer = ShardOptimizer(trained, shapes, settings, _META, _unneeded, is_cut=facts.is_sharded)
-    state = optimizer.tensors() | optimizer.uncut()
-    everything = {f"param/{name}": local for name, local in held.items()} | state
-    return [
-        Shard(name=name, shape=tuple(local.shape), start=0, local=local.view(-1))
-        for name, local in everything.items()
-    ]
-
-
-def _unneeded(name: str, part: Tensor) -> tuple[Tensor, int]:
-    raise AssertionError(f"{name}: nothing is gathered, as no step is made")
-
-
-def _activations(config: RunConfig, network: Blueprint, dataset: Dataset) -> tuple[int | None, str]:
-    """Bytes, or why they are not known."""
-    if config.compute.recompute is Recompute.selective:
-        return None, "selective recomputation keeps results where they are not seen"
-    dtype = torch.bfloat16 if config.compute.precision is Precision.bf16 else torch.float32
-    batch = few(dataset, config.data.seq_len, config.batch.micro_size).inputs()
-    try:
-        model = network.on_meta().to(dtype)
-        objective = network.objective(model, bf16=False).to(_META)
-        inputs = {name: _meta(tensor, dtype) for name, tensor in batch.items()}
-        with SavedActivations() as saved, AnswersYes(), _KeepsNoScores():
-            objective(inputs)
-    except ConfigError:
-        raise
-    except Exception as error:  # of the user's code: it reads values
-        return None, f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
-    return saved.num_bytes, ""
-
-
-def _meta(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(_META, dtype if tensor.is_floating_point() else tensor.dtype)
-
-
-class _KeepsNoScores(TorchFunctionMode):
-    """Attention as on a device; the meta device's implementation keeps the scores."""
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        call = _flash if func is F.scaled_dot_product_attention else func
-        return call(*args, **(kwargs or {}))
-
-
-def _flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **_: Any,
-) -> Tensor:
-    output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, dropout_p, is_causal, attn_mask=attn_mask
-    )[0]
-    return output
 
 
 _BF16_BYTES, _FP32_BYTES = 2, 4

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from runner.command.plan_memory import planned_memory
 from runner.data.feed import few
 from runner.engine.fsdp import FsdpEngine
 from runner.engine.protocol import MicroStep, Shard
@@ -25,7 +26,6 @@ from runner.startup.memory_need import (
     SavedActivations,
     engine_facts,
     memory_need,
-    planned_memory,
 )
 from tests.mechanism.test_guest_model import ALONE, batch, blueprint, build, settings
 
