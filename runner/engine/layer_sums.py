@@ -70,7 +70,7 @@ class LayerSums:
         self._open()
         gradients = self._engine.gradients()
         own = [
-            _flat(gradients.get(name), weight)
+            gradients[name].reshape(-1) if name in gradients else weight.new_empty(0)
             for name, weight in zip(self._names, self._weights, strict=True)
         ]
         return Before(
@@ -162,10 +162,6 @@ class LayerSums:
 def _like(second: Tensor | None, weight: Tensor) -> Tensor:
     fits = second is not None and second.numel() == weight.numel() and second.is_floating_point()
     return second if second is not None and fits else weight.new_empty(0)
-
-
-def _flat(gradient: Tensor | None, shard: Tensor) -> Tensor:
-    return shard.new_empty(0) if gradient is None else gradient.reshape(-1)
 
 
 def _distance(size: int) -> int:

@@ -282,7 +282,8 @@ class ZeroEngine(Engine):
         self._parameters = dict(sorted(network.named_parameters()))
         scalars = scalar_names(network)
         self._shapes = {
-            name: () if name in scalars else _whole_shape(parameter)
+            # Stage 3 keeps the whole shape beside what is left of it.
+            name: () if name in scalars else tuple(getattr(parameter, "ds_shape", parameter.shape))
             for name, parameter in self._parameters.items()
         }
         self._frozen = {
@@ -483,10 +484,6 @@ class ZeroEngine(Engine):
 def mark_ordered(parameter: nn.Parameter) -> None:
     """Mark a parameter whose gradient stage 2 reduces in backward, in the order of its use."""
     parameter.is_reduced_in_order = True  # type: ignore[attr-defined]
-
-
-def _whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -142,7 +142,9 @@ def samples_alone(engine: Engine, works: Sequence[MicroStep]) -> list[Check]:
     """Evaluate each sample without the others, and compare losses and calls. Collective."""
     gathered = _gathered(engine.network)
     batch = works[0].batch
-    batches = _repeats(batch)
+    # For each sample a batch of it alone, of the same size.
+    num_rows = len(next(iter(batch.inputs().values())))
+    batches = [Rows(batch, [row] * num_rows) for row in range(num_rows)]
     calls: list[list[tuple[str, str]]] = []
     losses = []
     with _noted(gathered, calls):
@@ -215,19 +217,12 @@ def _gathered(network: nn.Module) -> dict[nn.Module, str]:
         module: name
         for name, module in network.named_modules()
         if isinstance(module, FSDPModule)
-        or any(_is_collective(parameter) for parameter in module.parameters(recurse=False))
+        or any(
+            # DeepSpeed gathers it (stage 3), or reduces its gradient in backward (stage 2).
+            hasattr(parameter, "ds_id") or hasattr(parameter, "is_reduced_in_order")
+            for parameter in module.parameters(recurse=False)
+        )
     }
-
-
-def _is_collective(parameter: nn.Parameter) -> bool:
-    """Whether DeepSpeed gathers it (stage 3), or reduces its gradient in backward (stage 2)."""
-    return hasattr(parameter, "ds_id") or hasattr(parameter, "is_reduced_in_order")
-
-
-def _repeats(batch: Batch) -> list[Batch]:
-    """For each sample a batch of it alone, of the same size."""
-    rows = len(next(iter(batch.inputs().values())))
-    return [Rows(batch, [row] * rows) for row in range(rows)]
 
 
 class Rows:

@@ -88,25 +88,23 @@ def settle_rope(
 
 def _message(precision: Precision, began: str | None, lacking: list[int], world_size: int) -> str:
     """A line about an unexpected choice; empty if all ranks have BF16 and use it."""
+    named = ", ".join(map(str, lacking[:_MOST_NAMED]))
+    others = " and others" if len(lacking) > _MOST_NAMED else ""
+    who = f"the processors of rank {named}{others} have"
+    if len(lacking) == world_size:
+        who = "the processor has"
     if precision is Precision.fp32:
         if began:
             return f"{_KEY}=auto: fp32, as the run began"
         return (
-            f"{_KEY}=auto: fp32, since {_who(lacking, world_size)} no BF16 instructions; "
+            f"{_KEY}=auto: fp32, since {who} no BF16 instructions; "
             f"{_KEY}=bf16 uses BF16 anyway (emulated, several times slower)"
         )
     if not lacking:
         return ""
     why = "as the run began" if began else "which this engine needs"
-    slow = f"{_who(lacking, world_size)} no BF16 instructions: emulated, several times slower"
+    slow = f"{who} no BF16 instructions: emulated, several times slower"
     return f"{_KEY}=auto: bf16, {why}, but {slow}"
-
-
-def _who(lacking: list[int], world_size: int) -> str:
-    if len(lacking) == world_size:
-        return "the processor has"
-    named = ", ".join(map(str, lacking[:_MOST_NAMED]))
-    return f"the processors of rank {named}{' and others' * (len(lacking) > _MOST_NAMED)} have"
 
 
 def has_native_bf16(device: torch.device, environ: Mapping[str, str]) -> bool:

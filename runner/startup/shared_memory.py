@@ -117,7 +117,7 @@ def open_memory(
         mark=mark,
         num_slots=plan.slots,
         device=engine.device,
-        threads=_threads(place),
+        threads=max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // place.local_world_size)),
     )
     ranks.all_or_none("making a folder in shared memory", memory.open)
     if not has_replica:
@@ -224,7 +224,3 @@ def _announced(
         f"{format_bytes(total)} of {format_bytes(tightest.budget_bytes)} on a node, "
         f"in {node.folder.parent}"
     )
-
-
-def _threads(place: RankEnv) -> int:
-    return max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // place.local_world_size))

@@ -119,10 +119,11 @@ def by_heart(subject: Subject) -> Check:
         holds = None  # a large model on a small machine
     if not holds and trains_adapters(dict(subject.network.named_parameters())):
         holds = best < 0.98 * start  # adapters cannot memorise much
+    shape = " x ".join(str(size) for size in next(iter(inputs.values())).shape[:2])
     return Check(
         name=name,
         holds=holds,
-        found=f"the loss of {_shape(inputs)} went from {start:.4g} to {best:.3g} in {steps} "
+        found=f"the loss of {shape} went from {start:.4g} to {best:.3g} in {steps} "
         f"updates at a rate of {rate:g}",
         remedy="check the connections of the model: labels, masks, detached or frozen parts, "
         "an output that is not the sum of what was computed",
@@ -131,10 +132,6 @@ def by_heart(subject: Subject) -> Check:
 
 def _aim(start: float) -> float:
     return _BY_HEART if start > 1 else 0.2 * start
-
-
-def _shape(inputs: Inputs) -> str:
-    return " x ".join(str(size) for size in next(iter(inputs.values())).shape[:2])
 
 
 def _memorised(
@@ -211,7 +208,8 @@ def gradients(subject: Subject) -> Check:
         return not_tried(name, f"{subject.num_parameters:,} parameters in FP64 take too long")
     cpu = torch.device("cpu")
     network = in_evaluation(copy.deepcopy(subject.network).to(cpu).double())
-    inputs = {n: _double(t.to(cpu)) for n, t in subject.inputs(2, 24).items()}
+    inputs = {name: tensor.to(cpu) for name, tensor in subject.inputs(2, 24).items()}
+    inputs = {n: t.double() if t.is_floating_point() else t for n, t in inputs.items()}
     loss_of = _exact_loss if subject.has_tokens else _own_loss
     loss_of(network, inputs).backward()  # type: ignore[no-untyped-call]
     trained = [(n, p) for n, p in network.named_parameters() if p.grad is not None]
@@ -296,10 +294,6 @@ def _error(loss_of: Callable[[], Tensor], parameter: nn.Parameter) -> tuple[floa
     with torch.no_grad():
         parameter.copy_(original)
     return best, is_jump
-
-
-def _double(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def low_precision(subject: Subject) -> Check:

@@ -65,7 +65,7 @@ def order(subject: Subject) -> Check:
     one how many tokens came before (arXiv 2305.19466).
     """
     name = "the order of tokens matters"
-    inputs = _inputs(subject)
+    inputs = subject.inputs(_ROWS, _LENGTH)
     length = inputs[INPUT].shape[1]
     moved = usual = 0.0
     where = ""
@@ -142,7 +142,7 @@ def documents(subject: Subject) -> Check:
     )
     if not takes and not has_own_losses(subject.network):
         return not_tried(name, "forward takes no segments")
-    inputs = _inputs(subject)
+    inputs = subject.inputs(_ROWS, _LENGTH)
     length = inputs[INPUT].shape[1]
     middle = length // 2
     segments = torch.zeros_like(inputs[INPUT], dtype=torch.int32)
@@ -167,7 +167,7 @@ def labels_count(subject: Subject) -> Check:
     network = subject.network
     if not has_own_losses(network):
         return Check(name=name, holds=True, found="the runner computes it, from logits and labels")
-    inputs = _inputs(subject)
+    inputs = subject.inputs(_ROWS, _LENGTH)
     other = inputs[LABELS].clone()
     counted = other != -100
     other[counted] = (other[counted] + 1) % max(subject.vocab_size, 2)
@@ -181,15 +181,11 @@ def labels_count(subject: Subject) -> Check:
     )
 
 
-def _inputs(subject: Subject) -> Inputs:
-    return subject.inputs(_ROWS, _LENGTH)
-
-
 def _changes(
     subject: Subject, *, last: bool = False
 ) -> Iterator[tuple[int, int, Callable[..., float]]]:
     """Change a token at some places: the place, the length, and how far outputs are apart."""
-    inputs = _inputs(subject)
+    inputs = subject.inputs(_ROWS, _LENGTH)
     for place in _places(inputs, last):
         changed = _changed(subject, inputs, place)
         yield place, inputs[INPUT].shape[1], partial(_apart, subject, inputs, changed)
