@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from runner.config.schema import ComputeConfig, Offload, ParallelConfig, ParallelKind, Precision
-from runner.engine.buffers import RunningBuffers, is_buffer
+from runner.engine.buffers import is_buffer
 from runner.engine.forward import Disturb, Forward
 from runner.engine.modes import reshard
 from runner.engine.optimizer import OptimizerSettings, ShardOptimizer
@@ -34,7 +34,6 @@ from runner.engine.protocol import (
     Batch,
     Engine,
     Evaluated,
-    InitialValues,
     LocalSums,
     MicroStep,
     Shard,
@@ -46,9 +45,8 @@ from runner.engine.whole_state import (
     gather_flat,
     give_dimension,
     scalar_names,
-    slice_of,
 )
-from runner.engine.wider_precision import NoNarrowing, WiderTwin
+from runner.engine.wider_precision import NoNarrowing
 from runner.system.error import RankError
 
 
@@ -170,15 +168,11 @@ class FsdpEngine(Engine):
         Raises:
             ConfigError: the optimizer cannot work on shards.
         """
-        self.device = device
-        self.twin = WiderTwin()
-        # Where weights and optimizer live.
-        self._home = torch.device("cpu") if layout.offload else device
-        self.objective = model
+        super().__init__(
+            model, device=device, home=torch.device("cpu") if layout.offload else device
+        )
         self._layout = layout
         self.mesh = mesh
-        self.network = network = model.get_submodule("network")
-        self.running = RunningBuffers(network)
         self._forward = Forward(
             model,
             embedding=embedding,
@@ -188,8 +182,7 @@ class FsdpEngine(Engine):
             disturb=disturb,
             context=partial(NoNarrowing, layout.dtype) if layout.is_wide else nullcontext,
         )
-        self._parameters = dict(sorted(network.named_parameters()))
-        self._scalars = scalar_names(network)
+        self._scalars = scalar_names(self.network)
         self._trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
         # The optimizer gets the shards as plain tensors: the update is element by element, and
         # DTensor's dispatch would cost the host several times the rest of a step.
@@ -199,7 +192,6 @@ class FsdpEngine(Engine):
             self._params, shapes, settings, self._home, self._whole, is_cut=layout.shard_size > 1
         )
         self._is_checked = False
-        self._is_half_way = False  # through forward and backward passes
 
     @property
     def waits_for_host(self) -> bool:
@@ -210,14 +202,6 @@ class FsdpEngine(Engine):
         if self._layout.replicas == 1:
             return 0, 1
         return self.mesh.get_local_rank("replicate"), self._layout.replicas
-
-    def initialise(self, values: InitialValues) -> None:
-        """Fill this rank's shards of the parameters; moments are zero already."""
-        for shard in self.shards():
-            kind, _, name = shard.name.partition("/")
-            if kind == "param":
-                fresh = values(name, shard.shape, shard.start, len(shard.local))
-                shard.local.copy_(fresh)
 
     def accumulate(self, works: Sequence[MicroStep]) -> LocalSums:
         self._forward.begin()
@@ -308,14 +292,14 @@ class FsdpEngine(Engine):
             reshard(self.objective)  # what is gathered is stale if the shards' values were swapped
             return self._forward.evaluate(batches)
 
-    def shards(self) -> list[Shard]:
-        shards = [self._shard(name, local) for name, local in self._tensors().items()]
-        place = self._shard_rank(), self._layout.shard_size
-        shards += [slice_of(name, whole, *place) for name, whole in self._uncut().items()]
-        return sorted(shards, key=lambda shard: shard.name)
+    @property
+    def _place(self) -> tuple[int, int]:
+        return self.mesh.get_local_rank("shard"), self._layout.shard_size
+
+    def _cut(self) -> list[Shard]:
+        return [self._shard(name, local) for name, local in self._tensors().items()]
 
     def _uncut(self, *, is_loaded: bool = False) -> dict[str, torch.Tensor]:
-        """State that every rank has whole."""
         return self._optimizer.uncut(is_loaded=is_loaded) | self.running.tensors()
 
     def full(self, name: str) -> torch.Tensor:
@@ -354,7 +338,7 @@ class FsdpEngine(Engine):
         )
         # Numbers that an optimizer keeps on the host are left out.
         copies = [shard.local for shard in shards if shard.local.device.type == self._home.type]
-        return self._shard_rank(), copies
+        return self._place[0], copies
 
     def update_counts(self) -> dict[str, int]:
         return self._optimizer.update_counts()
@@ -363,8 +347,7 @@ class FsdpEngine(Engine):
         reshard(self.objective)  # gathered parameters would hide what was loaded
         complete(
             self._uncut(is_loaded=True),
-            self._shard_rank(),
-            self._layout.shard_size,
+            *self._place,
             device=self.device,
             group=self.mesh.get_group("shard"),
         )
@@ -394,10 +377,7 @@ class FsdpEngine(Engine):
     def _first_own_row(self, parameter: torch.Tensor) -> int:
         """FSDP2 gives each rank ceil(rows / ranks) rows of dimension 0 (torch.chunk)."""
         rows = parameter.shape[0]
-        return min(rows, -(-rows // self._layout.shard_size) * self._shard_rank())
-
-    def _shard_rank(self) -> int:
-        return self.mesh.get_local_rank("shard")
+        return min(rows, -(-rows // self._layout.shard_size) * self._place[0])
 
     def _root(self) -> FSDPModule:
         assert isinstance(self.objective, FSDPModule)

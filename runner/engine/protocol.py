@@ -1,4 +1,4 @@
-"""The interface of every engine, and its argument and result types.
+"""The interface of every engine and what all have, and its argument and result types.
 
 An engine owns parameters, gradients and optimizer state. It decides nothing: it receives the gate
 as a tensor.
@@ -6,18 +6,16 @@ as a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from runner.engine.buffers import RunningBuffers
-
-if TYPE_CHECKING:
-    from runner.engine.wider_precision import WiderTwin
+from runner.engine.wider_precision import WiderTwin
 
 # (name, full shape, flat start, count) -> FP32 CPU values of a fresh parameter.
 InitialValues = Callable[[str, tuple[int, ...], int, int], torch.Tensor]
@@ -119,6 +117,14 @@ class Shard:
     local: torch.Tensor
 
 
+def slice_of(name: str, whole: torch.Tensor, index: int, count: int) -> Shard:
+    """Slice number ``index`` of ``count``; a view."""
+    flat = whole.view(-1)
+    size = -(-len(flat) // count)
+    start = min(len(flat), size * index)
+    return Shard(name=name, shape=tuple(whole.shape), start=start, local=flat[start : start + size])
+
+
 # Makes a context that observes a network while it computes.
 Watch = Callable[[nn.Module], AbstractContextManager[None]]
 
@@ -148,9 +154,24 @@ class Engine(Protocol):
     twin: WiderTwin
     applies_wider: bool
 
+    def __init__(self, objective: nn.Module, *, device: torch.device, home: torch.device) -> None:
+        """
+        Args:
+            home: where weights and optimizer live.
+        """
+        self.device = device
+        self.objective = objective
+        self.network = objective.get_submodule("network")
+        self.running = RunningBuffers(self.network)
+        self.twin = WiderTwin()
+        self._home = home
+        self._parameters = dict(sorted(self.network.named_parameters()))
+        self._is_half_way = False  # through forward and backward passes
+
     @property
     def replica(self) -> tuple[int, int]:
         """(index, count) among the replicas of this rank's shards; (0, 1) without replicas."""
+        return 0, 1
 
     @property
     def waits_for_host(self) -> bool:
@@ -158,6 +179,10 @@ class Engine(Protocol):
 
     def initialise(self, values: InitialValues) -> None:
         """Fill this rank's shards of the parameters; moments and counts are zero."""
+        for shard in self.shards():
+            kind, _, name = shard.name.partition("/")
+            if kind == "param":
+                shard.local.copy_(values(name, shard.shape, shard.start, len(shard.local)))
 
     def accumulate(self, works: Sequence[MicroStep]) -> LocalSums:
         """Run forward and backward of all micro-batches; leaves reduced (summed) gradients."""
@@ -203,6 +228,19 @@ class Engine(Protocol):
 
         A frozen parameter has "param/..." only.
         """
+        index, count = self._place
+        slices = [slice_of(name, whole, index, count) for name, whole in self._uncut().items()]
+        return sorted([*self._cut(), *slices], key=lambda shard: shard.name)
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """(index, count) among the ranks that hold one copy of the state."""
+
+    def _cut(self) -> Iterable[Shard]:
+        """This rank's shards of the tensors that are cut."""
+
+    def _uncut(self, *, is_loaded: bool = False) -> dict[str, torch.Tensor]:
+        """State that every rank has whole; with ``is_loaded`` each has loaded its slice of it."""
 
     def full(self, name: str) -> torch.Tensor:
         """The whole tensor called ``name``, on the CPU, on every rank."""

@@ -10,18 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from runner.engine.protocol import Shard
+from runner.engine.protocol import slice_of
 
 # All-gather into one tensor; torch 2.13 renamed it and warns of the old name.
 gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-
-
-def slice_of(name: str, whole: torch.Tensor, index: int, count: int) -> Shard:
-    """Slice number ``index`` of ``count``; a view."""
-    flat = whole.view(-1)
-    size = -(-len(flat) // count)
-    start = min(len(flat), size * index)
-    return Shard(name=name, shape=tuple(whole.shape), start=start, local=flat[start : start + size])
 
 
 def complete(

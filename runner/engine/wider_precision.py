@@ -9,14 +9,15 @@ runs in the wider type.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runner.engine.buffers import RunningBuffers
-from runner.engine.protocol import Engine, InitialValues, LocalSums, MicroStep, Watch
+if TYPE_CHECKING:
+    from runner.engine.buffers import RunningBuffers
+    from runner.engine.protocol import Engine, InitialValues, LocalSums, MicroStep, Watch
 
 
 class WiderTwin:

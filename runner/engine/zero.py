@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from runner.engine.buffers import RunningBuffers, is_buffer
+from runner.engine.buffers import is_buffer
 from runner.engine.forward import Disturb, Forward
 from runner.engine.optimizer import OptimizerSettings
 from runner.engine.partitions import PartitionOptimizer
@@ -48,9 +48,7 @@ from runner.engine.whole_state import (
     gather_flat,
     give_dimension,
     scalar_names,
-    slice_of,
 )
-from runner.engine.wider_precision import WiderTwin
 from runner.system.environment import changeable
 from runner.system.error import CheckpointError, ConfigError, RankError
 
@@ -271,16 +269,11 @@ class ZeroEngine(Engine):
         probe: bool,
         disturb: Disturb | None = None,
     ) -> None:
-        self.device = device
-        self.twin = WiderTwin()
-        # Where the optimizer runs.
-        self._home = torch.device("cpu") if plan.offload else device
+        super().__init__(
+            module, device=device, home=torch.device("cpu") if plan.offload else device
+        )
         self._world_size = dist.get_world_size()
-        self._is_half_way = False  # through forward and backward passes
-        self.objective = module
-        self.network = network = module.get_submodule("network")
-        self._parameters = dict(sorted(network.named_parameters()))
-        scalars = scalar_names(network)
+        scalars = scalar_names(self.network)
         self._shapes = {
             # Stage 3 keeps the whole shape beside what is left of it.
             name: () if name in scalars else tuple(getattr(parameter, "ds_shape", parameter.shape))
@@ -309,7 +302,7 @@ class ZeroEngine(Engine):
             for parameter in trained.values():
                 mark_ordered(parameter)
         self._optimizer.take(self._stage.flats(), self._stage.groups())
-        self.running = RunningBuffers(network)
+        self.running.note()  # DeepSpeed may have replaced some
         self._forward = Forward(
             self._engine,
             embedding=embedding,
@@ -320,20 +313,13 @@ class ZeroEngine(Engine):
         )
 
     @property
-    def replica(self) -> tuple[int, int]:
-        return 0, 1
-
-    @property
     def waits_for_host(self) -> bool:
         return self._optimizer.waits_for_host
 
     def initialise(self, values: InitialValues) -> None:
-        """Fill this rank's shards of the parameters; moments and counts become zero."""
+        super().initialise(values)
         for shard in self.shards():
-            kind, _, name = shard.name.partition("/")
-            if kind == "param":
-                shard.local.copy_(values(name, shard.shape, shard.start, len(shard.local)))
-            elif not is_buffer(shard.name):
+            if not shard.name.startswith("param/") and not is_buffer(shard.name):
                 shard.local.zero_()
         self.finish_load(dict.fromkeys(self._trained(), 0))
 
@@ -411,9 +397,13 @@ class ZeroEngine(Engine):
             self._refresh()
         return evaluated
 
-    def shards(self) -> list[Shard]:
-        shards = [shard for name in self._parameters for shard in self._shards_of(name)]
-        return sorted([*shards, *self._slices()], key=lambda shard: shard.name)
+    @property
+    def _place(self) -> tuple[int, int]:
+        return dist.get_rank(), self._world_size
+
+    def _cut(self) -> Iterator[Shard]:
+        for name in self._parameters:
+            yield from self._shards_of(name)
 
     def _shards_of(self, name: str) -> Iterator[Shard]:
         """What of a parameter and its state is cut."""
@@ -430,18 +420,15 @@ class ZeroEngine(Engine):
                 local=values.narrow(0, place.offset, place.count),
             )
 
-    def _slices(self) -> list[Shard]:
-        """Of the state that every rank has whole."""
-        place = dist.get_rank(), self._world_size
-        return [slice_of(name, whole, *place) for name, whole in self._uncut().items()]
-
     def _uncut(self, *, is_loaded: bool = False) -> dict[str, torch.Tensor]:
         return self._optimizer.uncut(is_loaded=is_loaded) | self.running.tensors()
 
     def full(self, name: str) -> torch.Tensor:
         parameter = name.partition("/")[2]
-        cut = self._shards_of(parameter) if parameter in self._parameters else ()
-        shard = next(shard for shard in (*cut, *self._slices()) if shard.name == name)
+        uncut = self._uncut()
+        if name in uncut:
+            return uncut[name].detach().cpu()
+        shard = next(shard for shard in self._shards_of(parameter) if shard.name == name)
         # Summed as bytes: everyone else's zeros leave the bits alone, -0.0 included.
         item_bytes = shard.local.itemsize
         whole = torch.zeros(math.prod(shard.shape) * item_bytes, dtype=torch.uint8)
@@ -471,8 +458,7 @@ class ZeroEngine(Engine):
                 f"the checkpoint's parameters have different update counts {sorted(counts)}; ZeRO "
                 "keeps one for all: resume with parallel=fsdp"
             )
-        place = dist.get_rank(), self._world_size
-        complete(self._uncut(is_loaded=True), *place, device=self.device)
+        complete(self._uncut(is_loaded=True), *self._place, device=self.device)
         self._optimizer.set_update_count(counts.pop())
         self.running.restore()
         self._refresh()
