@@ -153,6 +153,9 @@ class Engine(Protocol):
     running: RunningBuffers
     twin: WiderTwin
     applies_wider: bool
+    _home: torch.device
+    _parameters: dict[str, nn.Parameter]
+    _is_half_way: bool
 
     def __init__(self, objective: nn.Module, *, device: torch.device, home: torch.device) -> None:
         """
