@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -172,56 +172,35 @@ class TokenStream:
         """Tokens ``[start, stop)`` of the stream, int64."""
         parts = [
             self._files[number].read(low, high).astype(np.int64)
-            for number, low, high in _overlaps(self.starts, start, stop)
+            for number, low, high in overlaps(self.starts, start, stop)
         ]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class FilePlaces:
-    """Names for the files of a stream.
+# Names a stretch of a stream, such as "json/decoder.py bytes 1200-1457", half open.
+NameStretch = Callable[[int, int], str]
+Piece = TypeVar("Piece")
+
+
+def name_in_files(
+    names: Sequence[str], starts: npt.NDArray[np.int64], unit: str, start: int, stop: int
+) -> str:
+    """Name a stretch of files that lie one after another, as "a.bin tokens 1200-1457".
 
     ``starts`` is int64 [len(names) + 1], the last being the stream's length.
     """
-
-    names: Sequence[str]
-    starts: npt.NDArray[np.int64]
-    unit: str
-
-    def describe(self, start: int, stop: int) -> str:
-        """Name a stretch, as "a.bin tokens 1200-1457", half open."""
-        overlaps = list(_overlaps(self.starts, start, stop))
-        named = [self._piece(*piece) for piece in overlaps[:_NAMED_PIECES]]
-        rest = len(overlaps) - len(named)
-        return ", ".join(named) + (f" and {rest} more files" if rest else "")
-
-    def _piece(self, number: int, low: int, high: int) -> str:
-        return f"{self.names[number]} {self.unit} {low}-{high}"
+    return first_named(
+        list(overlaps(starts, start, stop)),
+        lambda piece: f"{names[piece[0]]} {unit} {piece[1]}-{piece[2]}",
+        " files",
+    )
 
 
-class Places(Protocol):
-    """Names for stretches of a stream."""
-
-    def describe(self, start: int, stop: int) -> str:
-        """Such as "json/decoder.py bytes 1200-1457", half open."""
-
-
-class DocumentStarts(Protocol):
-    """Where documents begin in a stream."""
-
-    def between(self, low: int, high: int) -> npt.NDArray[np.int64]:
-        """Stream offsets in ``[low, high)``, sorted."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StartsInMemory:
-    """``starts`` are int64, sorted, stream offsets."""
-
-    starts: npt.NDArray[np.int64]
-
-    def between(self, low: int, high: int) -> npt.NDArray[np.int64]:
-        first, last = np.searchsorted(self.starts, (low, high), side="left")
-        return self.starts[first:last]
+def first_named(pieces: Sequence[Piece], name: Callable[[Piece], str], what: str = "") -> str:
+    """Name the first few, and count the others."""
+    rest = len(pieces) - _NAMED_PIECES
+    named = ", ".join(map(name, pieces[:_NAMED_PIECES]))
+    return named + (f" and {rest} more{what}" if rest > 0 else "")
 
 
 def contents_of(files: int, num_bytes: int = 0) -> str:
@@ -234,74 +213,106 @@ class Windows:
     """A Dataset: sample ``i`` is tokens ``[i * seq_len, i * seq_len + seq_len + 1)``.
 
     Neighbours share one token, the last target of the one being the first input of the
-    next. Documents are separated where ``document_starts`` say so or after each
-    ``end_token``; with neither, ``segments`` is None. ``sampled_files`` are the (name, path)
-    of files of which ``source`` covers samples only; see :func:`sampled_files`.
+    next. Of a table each row is a sample instead, padded to ``seq_len + 1`` tokens.
+    Documents are separated where they start or after each ``end_token``; with neither,
+    ``segments`` is None.
+
+    Args:
+        name: for messages.
+        starts_between: stream offsets of documents in ``[low, high)``, sorted.
+        width: tokens in a row of a table.
+
+    Attributes:
+        contents: see :func:`contents_of`.
+        sampled_files: (name, path) of files of which ``source`` covers samples only; see
+            :func:`sampled_files`.
 
     Raises:
         DataError: the stream is too short for one sample.
     """
 
-    contents = ""  # see contents_of
+    contents = ""
+    sampled_files: Sequence[tuple[str, Path]] = ()
 
     def __init__(
         self,
         *,
         stream: TokenStream,
-        places: Places,
+        name: NameStretch,
         seq_len: int,
         vocab_size: int,
         source: str,
-        document_starts: DocumentStarts | None = None,
+        starts_between: Callable[[int, int], npt.NDArray[np.int64]] | None = None,
         end_token: int | None = None,
-        sampled_files: Sequence[tuple[str, Path]] = (),
+        width: int | None = None,
     ) -> None:
-        if stream.num_tokens < seq_len + 1:
+        if stream.num_tokens < (width or seq_len + 1):
             raise DataError(
-                f"data.seq_len={seq_len} needs {seq_len + 1} tokens for one sample, the corpus has "
-                f"{stream.num_tokens}; lower data.seq_len or give more data in data.path"
+                f"data.seq_len={seq_len} needs {width or seq_len + 1} tokens for one sample, the "
+                f"corpus has {stream.num_tokens}; lower data.seq_len or give more data in data.path"
             )
         self.vocab_size = vocab_size
         self._stream = stream
-        self._places = places
+        self._name = name
         self._seq_len = seq_len
         self._source = source
-        self._document_starts = document_starts
+        self._starts_between = starts_between
         self._end_token = end_token
-        self.sampled_files = tuple(sampled_files)
+        self._width = width
 
     def __len__(self) -> int:
+        if self._width is not None:
+            return self._stream.num_tokens // self._width
         return (self._stream.num_tokens - 1) // self._seq_len
 
     def __getitem__(self, index: int) -> Sample:
         start, stop = self._span(index)
         tokens = self._stream.read(start, stop)
-        require_ids(tokens, self.vocab_size, lambda: self._places.describe(start, stop))
-        return Sample(tokens=tokens, segments=self._segments(start, tokens))
+        require_ids(tokens, self.vocab_size, lambda: self._name(start, stop))
+        sample = Sample(tokens=tokens, segments=self._segments(start, tokens))
+        return padded(sample, self._seq_len)
 
     def describe(self, index: int) -> str:
-        return self._places.describe(*self._span(index))
+        return self._name(*self._span(index))
 
     def fingerprint(self) -> str:
-        isolated = self._document_starts is not None
-        return digest([self._source, self.vocab_size, self._seq_len, isolated, self._end_token])
+        parts = [self._source, self.vocab_size, self._seq_len]
+        if self._width is not None:
+            return digest([*parts, "rows", self._width])
+        return digest([*parts, self._starts_between is not None, self._end_token])
 
     def _span(self, index: int) -> tuple[int, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} is not in 0..{len(self) - 1}")
-        start = int(index) * self._seq_len
-        return start, start + self._seq_len + 1
+        start = int(index) * (self._width or self._seq_len)
+        return start, start + (self._width or self._seq_len + 1)
 
     def _segments(self, start: int, tokens: Tokens) -> Segments | None:
-        if self._document_starts is None and self._end_token is None:
+        if self._starts_between is None and self._end_token is None:
             return None
         begins = np.zeros(tokens.size, dtype=np.bool_)
         if self._end_token is not None:
             begins[1:] = tokens[:-1] == self._end_token
-        if self._document_starts is not None:
-            inside = self._document_starts.between(start + 1, start + tokens.size)
+        if self._starts_between is not None:
+            inside = self._starts_between(start + 1, start + tokens.size)
             begins[inside - start] = True
         return np.cumsum(begins, dtype=np.int32)
+
+
+def padded(sample: Sample, seq_len: int) -> Sample:
+    """Pad to ``seq_len + 1`` tokens; the padding comes last and does not count."""
+    missing = seq_len + 1 - sample.tokens.size
+    if not missing:
+        return sample
+    labels = sample.tokens if sample.labels is None else sample.labels
+    segments = sample.segments
+    if segments is not None:
+        segments = np.pad(segments, (0, missing), constant_values=int(segments[-1]) + 1)
+    return Sample(
+        tokens=np.pad(sample.tokens, (0, missing)),
+        labels=np.pad(labels, (0, missing), constant_values=NOT_COUNTED),
+        segments=segments,
+    )
 
 
 def first_outside(tokens: npt.NDArray[Any], vocab_size: int) -> int | None:
@@ -409,7 +420,7 @@ def cumulative(lengths: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int6
     return starts
 
 
-def _overlaps(
+def overlaps(
     starts: npt.NDArray[np.int64], start: int, stop: int
 ) -> Iterator[tuple[int, int, int]]:
     """(number, low, high) of each stretch that ``[start, stop)`` overlaps, relative to it."""

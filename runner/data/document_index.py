@@ -6,7 +6,7 @@ every thousandth is held.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,13 +15,12 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from runner.data.dataset import TokenFile
+from runner.data.dataset import TokenFile, first_named, overlaps
 
 Starts = npt.NDArray[np.int64]
 
 _STRIDE: Final = 1024
 _ITEM_BYTES: Final = 8
-_NAMED_FILES: Final = 3
 
 
 class DocumentTable:
@@ -109,36 +108,29 @@ class TextPlaces:
     unit: str
     num_begin_marks: int
 
-    def describe(self, start: int, stop: int) -> str:
+    def name(self, start: int, stop: int) -> str:
         """Name a stretch: "json/decoder.py bytes 1200-1457", or "a.jsonl line 7 tokens 0-9"."""
         first, last = self.documents.at(start), self.documents.at(stop - 1)
-        pieces = list(self._files(first, last))
-        named = [self._name(*piece, start, stop) for piece in pieces[:_NAMED_FILES]]
-        rest = len(pieces) - len(named)
-        return ", ".join(named) + (f" and {rest} more files" if rest else "")
+        return first_named(
+            list(overlaps(self.firsts, first, last + 1)),
+            lambda piece: self._name(*piece, start, stop),
+            " files",
+        )
 
-    def _files(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """(file, its first document, its last) for the documents ``first`` to ``last``."""
-        low = int(np.searchsorted(self.firsts, first, side="right")) - 1
-        high = int(np.searchsorted(self.firsts, last, side="right")) - 1
-        for number in range(low, high + 1):
-            begin, end = int(self.firsts[number]), int(self.firsts[number + 1]) - 1
-            if begin <= end:
-                yield number, max(begin, first), min(end, last)
-
-    def _name(self, file: int, first: int, last: int, start: int, stop: int) -> str:
+    def _name(self, file: int, from_: int, to: int, start: int, stop: int) -> str:
+        begins = int(self.firsts[file])
+        first, last = begins + from_, begins + to - 1
         low, _ = self._within(first, start, stop)
         _, high = self._within(last, start, stop)
         name = self.names[file]
         if not self.are_lines[file]:
             return f"{name} {self.unit} {low}-{high}"
         word, begin = ("row", 0) if name.endswith(".parquet") else ("line", 1)
-        start, stop = (number - int(self.firsts[file]) + begin for number in (first, last))
-        if start == stop:
-            return f"{name} {word} {start} {self.unit} {low}-{high}"
+        if first == last:
+            return f"{name} {word} {from_ + begin} {self.unit} {low}-{high}"
         return (
-            f"{name} {word}s {start}-{stop} (from {self.unit} {low} of the first to {high} of the "
-            "last)"
+            f"{name} {word}s {from_ + begin}-{to - 1 + begin} (from {self.unit} {low} of the first "
+            f"to {high} of the last)"
         )
 
     def _within(self, document: int, start: int, stop: int) -> tuple[int, int]:

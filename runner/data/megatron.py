@@ -13,7 +13,6 @@ u64, number of document indices u64, then int32 lengths [sequences], int64 byte 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -31,19 +30,10 @@ _INTEGERS: Final = MappingProxyType({1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<
 _FLOATS: Final = MappingProxyType({6: "float64", 7: "float32"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MegatronCorpus:
-    """The tokens of the ``.bin`` file, and where documents start in it.
+def open_megatron(index: Path) -> tuple[TokenFile, npt.NDArray[np.int64]]:
+    """Open ``NAME.bin`` by its index ``NAME.idx``: its tokens, and where documents start.
 
-    ``document_starts`` is int64, strictly rising token offsets; empty documents are left out.
-    """
-
-    tokens: TokenFile
-    document_starts: npt.NDArray[np.int64]
-
-
-def open_megatron(index: Path) -> MegatronCorpus:
-    """Open ``NAME.bin`` by its index ``NAME.idx``.
+    The starts are int64, strictly rising token offsets; empty documents are left out.
 
     Raises:
         DataError: a file is missing, truncated, inconsistent, does not hold integers, or its
@@ -71,10 +61,8 @@ def open_megatron(index: Path) -> MegatronCorpus:
             f"({num_sequences}), found {documents[:3].tolist()}...{documents[-3:].tolist()}; "
             "write the corpus again"
         )
-    return MegatronCorpus(
-        tokens=TokenFile(path=index.with_suffix(".bin"), dtype=dtype, num_tokens=int(starts[-1])),
-        document_starts=np.unique(starts[documents[:-1]]),
-    )
+    tokens = TokenFile(path=index.with_suffix(".bin"), dtype=dtype, num_tokens=int(starts[-1]))
+    return tokens, np.unique(starts[documents[:-1]])
 
 
 def _read_header(index: Path) -> tuple[str, int, int]:

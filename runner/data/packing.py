@@ -17,13 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from runner.data.corpus_digest import Progress
-from runner.data.dataset import NOT_COUNTED, Dataset, Sample, describe, digest
+from runner.data.dataset import NOT_COUNTED, Dataset, Sample, describe, digest, first_named
 from runner.data.draws import Retries, draws, kept_generators, seed_by_index
 from runner.system.error import DataError, ReadError
 
 _FORMAT: Final = "pack-1"
 _MEASURED: Final = "pack-2"  # the files of earlier releases may hold lengths that were not known
-_NAMED: Final = 3
 _TOLD_EVERY: Final = 256
 
 
@@ -133,10 +132,7 @@ class Packed:
         return Sample(tokens=tokens, labels=labels, segments=segments)
 
     def describe(self, index: int) -> str:
-        inside = self._inside(index)
-        named = [self._dataset.describe(sample) for sample in inside[:_NAMED]]
-        rest = len(inside) - len(named)
-        return ", ".join(named) + (f" and {rest} more" if rest else "")
+        return first_named(self._inside(index), self._dataset.describe)
 
     def fingerprint(self) -> str:
         return digest(

@@ -104,13 +104,22 @@ def open_prepared(place: Path, data: DataConfig) -> Dataset:
             f"data.cache={place.parent}: {place.name} cannot be read by this process, and was "
             "whole a moment ago; give a directory that all processes of the node see"
         )
+    table = index.documents_at(place)
+    places = TextPlaces(
+        documents=table,
+        names=[str(name) for name, _, _ in index.files],
+        are_lines=[bool(lines) for _, lines, _ in index.files],
+        firsts=cumulative([int(count) for _, _, count in index.files]),
+        unit=index.unit,
+        num_begin_marks=index.num_begin_marks,
+    )
     windows = Windows(
         stream=TokenStream([index.tokens_at(place)]),
-        places=index.places_at(place),
+        name=places.name,
         seq_len=data.seq_len,
         vocab_size=index.vocab_size,
         source=digest([index.source, index.tokens_sha256]),
-        document_starts=index.documents_at(place) if data.isolate_documents else None,
+        starts_between=table.between if data.isolate_documents else None,
     )
     windows.contents = contents_of(len(index.files), index.num_bytes)
     return windows
@@ -163,16 +172,6 @@ class Index:
     def documents_at(self, place: Path) -> DocumentTable:
         return DocumentTable(
             path=place / _DOCUMENTS, num_documents=self.num_documents, num_tokens=self.num_tokens
-        )
-
-    def places_at(self, place: Path) -> TextPlaces:
-        return TextPlaces(
-            documents=self.documents_at(place),
-            names=[str(name) for name, _, _ in self.files],
-            are_lines=[bool(lines) for _, lines, _ in self.files],
-            firsts=cumulative([int(count) for _, _, count in self.files]),
-            unit=self.unit,
-            num_begin_marks=self.num_begin_marks,
         )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -18,11 +19,7 @@ import numpy.typing as npt
 
 from runner.config.schema import DataConfig, TokenDtype
 from runner.data.dataset import (
-    NOT_COUNTED,
     Dataset,
-    FilePlaces,
-    Sample,
-    StartsInMemory,
     TokenFile,
     TokenStream,
     Windows,
@@ -32,6 +29,7 @@ from runner.data.dataset import (
     fingerprint_files,
     first_outside,
     is_sampled,
+    name_in_files,
     require_ids,
     spread,
     unreadable,
@@ -53,56 +51,6 @@ class _Part:
     document_starts: npt.NDArray[np.int64] | None = None
     width: int | None = None  # width of a table: tokens in a row
     is_raw: bool = False  # the file does not say its type
-
-
-class TokenRows:
-    """A Dataset of tables: each row is a sample, padded to ``seq_len + 1`` tokens.
-
-    Raises:
-        DataError: rows are longer than that, or shorter than two tokens.
-    """
-
-    contents = ""  # see contents_of
-
-    def __init__(
-        self, stream: TokenStream, files: Sequence[Path], *, width: int, seq_len: int,
-        vocab_size: int, source: str,
-    ) -> None:  # fmt: skip
-        if not 2 <= width <= seq_len + 1:
-            raise DataError(
-                f"{files[0]}: its rows have {width} tokens, and a sample has 2 to data.seq_len + 1 "
-                f"(data.seq_len={seq_len}); set data.seq_len={max(width - 1, 1)}, or save it with "
-                "one dimension to have windows cut"
-            )
-        if stream.num_tokens < width:
-            raise DataError(f"{files[0]}: holds no rows; give more data in data.path")
-        self.vocab_size = vocab_size
-        self.sampled_files = tuple(_sampled([(file.name, file) for file in files]))
-        self._stream = stream
-        self._names = [file.name for file in files]
-        self._width = width
-        self._seq_len = seq_len
-        self._source = source
-
-    def __len__(self) -> int:
-        return self._stream.num_tokens // self._width
-
-    def __getitem__(self, index: int) -> Sample:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} is not in 0..{len(self) - 1}")
-        tokens = self._stream.read(index * self._width, (index + 1) * self._width)
-        require_ids(tokens, self.vocab_size, lambda: self.describe(index))
-        missing = self._seq_len + 1 - self._width
-        labels = np.pad(tokens, (0, missing), constant_values=NOT_COUNTED) if missing else None
-        return Sample(tokens=np.pad(tokens, (0, missing)), segments=None, labels=labels)
-
-    def describe(self, index: int) -> str:
-        starts = self._stream.starts // self._width
-        number = int(np.searchsorted(starts, index, side="right")) - 1
-        return f"{self._names[number]} row {index - int(starts[number])}"
-
-    def fingerprint(self) -> str:
-        return digest([self._source, self.vocab_size, self._seq_len, "rows", self._width])
 
 
 def open_tokens(data: DataConfig, *, scan_all_bytes: int = SCAN_ALL_BYTES) -> Dataset:
@@ -128,33 +76,40 @@ def open_tokens(data: DataConfig, *, scan_all_bytes: int = SCAN_ALL_BYTES) -> Da
     end_id = _end_id(data.end_token, known_size)
     for part in parts:
         _scan(part.tokens, vocab_size=known_size, whole=whole)
+    width = _width(parts, data.seq_len)
     stream = TokenStream([part.tokens for part in parts])
-    width = _width(parts)
-    if width is not None:
-        files = [part.tokens.path for part in parts]
-        rows = TokenRows(
-            stream, files, width=width, seq_len=data.seq_len, vocab_size=known_size,
-            source=_fingerprint(parts),
-        )  # fmt: skip
-        rows.contents = _contents(parts)
-        return rows
     names = [part.tokens.path.name for part in parts]
+    is_isolated = data.isolate_documents and width is None
+    starts = _boundaries(parts, stream) if is_isolated else None
+    files = [(path.name, path) for part in parts for path in part.files]
+    layout = [[part.tokens.dtype, part.tokens.num_tokens] for part in parts]
     windows = Windows(
         stream=stream,
-        places=FilePlaces(names=names, starts=stream.starts, unit="tokens"),
+        name=partial(name_in_files, names, stream.starts, "tokens")
+        if width is None
+        else partial(_name_row, names, stream.starts, width),
         seq_len=data.seq_len,
         vocab_size=known_size,
-        source=_fingerprint(parts),
-        document_starts=_boundaries(parts, stream) if data.isolate_documents else None,
-        end_token=_marking_token(parts, end_id) if data.isolate_documents else None,
-        sampled_files=_sampled(_files(parts)),
+        source=digest([fingerprint_files(files), layout]),
+        starts_between=None if starts is None else partial(_between, starts),
+        end_token=_marking_token(parts, end_id) if is_isolated else None,
+        width=width,
     )
-    windows.contents = _contents(parts)
+    windows.contents = contents_of(len(parts), sum(part.tokens.num_bytes for part in parts))
+    windows.sampled_files = files if is_sampled(sum(file_size(path) for _, path in files)) else ()
     return windows
 
 
-def _contents(parts: Sequence[_Part]) -> str:
-    return contents_of(len(parts), sum(part.tokens.num_bytes for part in parts))
+def _name_row(
+    names: Sequence[str], starts: npt.NDArray[np.int64], width: int, start: int, _: int
+) -> str:
+    number = int(np.searchsorted(starts, start, side="right")) - 1
+    return f"{names[number]} row {(start - int(starts[number])) // width}"
+
+
+def _between(starts: npt.NDArray[np.int64], low: int, high: int) -> npt.NDArray[np.int64]:
+    first, last = np.searchsorted(starts, (low, high), side="left")
+    return starts[first:last]
 
 
 def _expand(paths: Sequence[str]) -> list[Path]:
@@ -180,12 +135,8 @@ def _expand_one(path: Path) -> list[Path]:
 def _open_part(path: Path, token_dtype: TokenDtype) -> _Part:
     index = _megatron_index(path)
     if index is not None:
-        corpus = open_megatron(index)
-        return _Part(
-            tokens=corpus.tokens,
-            files=(index, corpus.tokens.path),
-            document_starts=corpus.document_starts,
-        )
+        tokens, starts = open_megatron(index)
+        return _Part(tokens=tokens, files=(index, tokens.path), document_starts=starts)
     if path.suffix == ".npy":
         return _open_npy(path)
     return _Part(tokens=_open_raw(path, token_dtype), files=(path,), is_raw=True)
@@ -211,11 +162,11 @@ def _require_width(tokens: TokenFile, vocab_size: int | None) -> None:
         )
 
 
-def _width(parts: Sequence[_Part]) -> int | None:
+def _width(parts: Sequence[_Part], seq_len: int) -> int | None:
     """The width of the rows, where the files are tables.
 
     Raises:
-        DataError: some are tables and some are not, or their rows differ.
+        DataError: some are tables and some are not, or their rows differ, do not fit or lack.
     """
     widths = {part.width: part.tokens.path for part in parts}
     if len(widths) > 1:
@@ -224,7 +175,16 @@ def _width(parts: Sequence[_Part]) -> int | None:
             for width, path in widths.items()
         )
         raise DataError(f"data.path: {differing}; all files must be alike")
-    return next(iter(widths))
+    [(width, path)] = widths.items()
+    if width is not None and not 2 <= width <= seq_len + 1:
+        raise DataError(
+            f"{path}: its rows have {width} tokens, and a sample has 2 to data.seq_len + 1 "
+            f"(data.seq_len={seq_len}); set data.seq_len={max(width - 1, 1)}, or save it with "
+            "one dimension to have windows cut"
+        )
+    if width is not None and not any(part.tokens.num_tokens for part in parts):
+        raise DataError(f"{path}: holds no rows; give more data in data.path")
+    return width
 
 
 def _megatron_index(path: Path) -> Path | None:
@@ -286,13 +246,11 @@ def _open_npy(path: Path) -> _Part:
 def _npy_header(handle: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[np.generic]]:
     """Shape, whether it is stored by columns, and type."""
     version = np.lib.format.read_magic(handle)
-    if version == (1, 0):
-        shape, by_columns, dtype = np.lib.format.read_array_header_1_0(handle)
-    elif version == (2, 0):
-        shape, by_columns, dtype = np.lib.format.read_array_header_2_0(handle)
-    else:
+    if version not in ((1, 0), (2, 0)):
         raise ValueError(f"version {version} is unknown")
-    return shape, by_columns, dtype
+    is_first = version == (1, 0)
+    read = np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
+    return read(handle)
 
 
 def _require_vocab_size(vocab_size: int | None, parts: Sequence[_Part], whole: bool) -> int:
@@ -328,28 +286,14 @@ def _scan(tokens: TokenFile, *, vocab_size: int, whole: bool) -> None:
         require_ids(tokens.read(start, stop), vocab_size, str(tokens.path), start)
 
 
-def _files(parts: Sequence[_Part]) -> list[tuple[str, Path]]:
-    return [(path.name, path) for part in parts for path in part.files]
-
-
-def _sampled(files: list[tuple[str, Path]]) -> list[tuple[str, Path]]:
-    return files if is_sampled(sum(file_size(path) for _, path in files)) else []
-
-
-def _fingerprint(parts: Sequence[_Part]) -> str:
-    files = _files(parts)
-    layout = [[part.tokens.dtype, part.tokens.num_tokens] for part in parts]
-    return digest([fingerprint_files(files), layout])
-
-
-def _boundaries(parts: Sequence[_Part], stream: TokenStream) -> StartsInMemory | None:
+def _boundaries(parts: Sequence[_Part], stream: TokenStream) -> npt.NDArray[np.int64] | None:
     """Document starts that the formats have. A file's end also ends a document."""
     known = [
         np.append(part.document_starts, part.tokens.num_tokens) + start
         for part, start in zip(parts, stream.starts[:-1], strict=True)
         if part.document_starts is not None
     ]
-    return StartsInMemory(starts=np.unique(np.concatenate(known))) if known else None
+    return np.unique(np.concatenate(known)) if known else None
 
 
 def _marking_token(parts: Sequence[_Part], end_token: int | None) -> int | None:

@@ -24,6 +24,7 @@ from runner.data.dataset import (
     Sample,
     Tokens,
     digest,
+    padded,
     require_ids,
     spread,
 )
@@ -228,7 +229,7 @@ class Adapted:
         return self._own.size
 
     def __getitem__(self, index: int) -> Sample:
-        return _padded(self.unpadded(index), self._seq_len)
+        return padded(self.unpadded(index), self._seq_len)
 
     def unpadded(self, index: int) -> Sample:
         """A sample without padding: 2 to ``seq_len + 1`` tokens. Raises as ``[index]``."""
@@ -391,22 +392,6 @@ def _check_labels(labels: Tokens, place: str, vocab_size: int) -> None:
             f"{place}: label {bad[0]} of it is {labels[bad[0]]}, allowed are {NOT_COUNTED} (does "
             f"not count) and 0..{vocab_size - 1} (data.vocab_size={vocab_size})"
         )
-
-
-def _padded(sample: Sample, seq_len: int) -> Sample:
-    """Pad to ``seq_len + 1`` tokens; the padding comes last and does not count."""
-    missing = seq_len + 1 - sample.tokens.size
-    if not missing:
-        return sample
-    labels = sample.tokens if sample.labels is None else sample.labels
-    segments = sample.segments
-    if segments is not None:
-        segments = np.pad(segments, (0, missing), constant_values=int(segments[-1]) + 1)
-    return Sample(
-        tokens=np.pad(sample.tokens, (0, missing)),
-        labels=np.pad(labels, (0, missing), constant_values=NOT_COUNTED),
-        segments=segments,
-    )
 
 
 def _tensors(item: Any, place: str) -> Fields:

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from runner.checkpoint.protocol import CheckpointMetadata, Identity
 from runner.checkpoint.ring import Ring
 from runner.config.schema import CheckpointConfig
 from runner.data.corpus_digest import Whole
-from runner.data.dataset import FilePlaces, TokenFile, TokenStream, Windows
+from runner.data.dataset import TokenFile, TokenStream, Windows, name_in_files
 from runner.policy.decision.history import Incident
 from runner.policy.retention.records import State, on_disk
 from runner.system.error import ConfigError, DataError
@@ -61,12 +62,12 @@ class World:
         tokens = TokenStream([TokenFile(path=path, dtype="<u2", num_tokens=50)])
         self.dataset = Windows(
             stream=tokens,
-            places=FilePlaces(names=["a.bin"], starts=tokens.starts, unit="tokens"),
+            name=partial(name_in_files, ["a.bin"], tokens.starts, "tokens"),
             seq_len=4,
             vocab_size=9,
             source="",
-            sampled_files=[("a.bin", path)],
         )
+        self.dataset.sampled_files = [("a.bin", path)]
         self.holder = Holder()
         self.ring = Ring(
             CheckpointDirectory(self.folder / "ring"),
