@@ -77,13 +77,16 @@ def whole_digest(
     digests: list[tuple[str, str]] = []
     done = 0
     for name, path in files:
-        report = partial(_of_all, progress, done, total)
+        report = partial(of_all, progress, done, total)
         if len(files) > 1 and file_size(path) >= _LARGE_BYTES:
             # With a note of its own, so that an interrupted start need not read it again.
             of_file = whole_digest([(name, path)], notes=notes, progress=report)
             hashed, size = of_file.files[0][1], of_file.num_bytes
         else:
-            hashed, size = _hash_file(path, report)
+            try:
+                hashed, size = hash_file(path, _WHAT, report)
+            except OSError as error:
+                raise unreadable(path, error) from error
         digests.append((name, hashed))
         done += size
     whole = Whole(sha256=digest(digests), num_bytes=done, files=tuple(digests))
@@ -91,14 +94,13 @@ def whole_digest(
     if note is not None and stamp(files) == before and newest + _SETTLED_NS < began:
         with contextlib.suppress(OSError):  # no room for a note: the next start reads again
             note.parent.mkdir(parents=True, exist_ok=True)
-            plain = json.loads(json.dumps(asdict(whole)))
             draft = note.with_name(f".{note.name}.{secrets.token_hex(4)}")  # no need to sync it
-            draft.write_text(json.dumps({"digest": digest(plain), "whole": plain}))
+            draft.write_text(json.dumps({"digest": digest(asdict(whole)), "whole": asdict(whole)}))
             os.replace(draft, note)
     return whole
 
 
-def _of_all(progress: Progress, before: int, total: int, what: str, size: int, _: int) -> None:
+def of_all(progress: Progress, before: int, total: int, what: str, size: int, _: int) -> None:
     """Turn a file's progress into that of all files."""
     progress(what, before + size, total)
 
@@ -112,16 +114,18 @@ def _look(name: str, path: Path) -> list[Any]:
     return [name, str(path.absolute()), stat.st_size, stat.st_ino, *times]
 
 
-def _hash_file(path: Path, progress: Progress) -> tuple[str, int]:
+def hash_file(path: Path, what: str, progress: Progress) -> tuple[str, int]:
+    """SHA-256 (hex) and size of a file; ``progress`` gets ``what``, and 0 for the total.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     hashed, size = hashlib.sha256(), 0
-    try:
-        with open_regular(path, follow=True) as handle:
-            while block := handle.read(_BLOCK_BYTES):
-                hashed.update(block)
-                size += len(block)
-                progress(_WHAT, size, 0)
-    except OSError as error:
-        raise unreadable(path, error) from error
+    with open_regular(path, follow=True) as handle:
+        while block := handle.read(_BLOCK_BYTES):
+            hashed.update(block)
+            size += len(block)
+            progress(what, size, 0)
     return hashed.hexdigest(), size
 
 

@@ -48,12 +48,6 @@ _LOOKED_AT = 16  # samples tried, to find a few that can be read
 _PREFETCH = 2  # micro-batches that each worker keeps ready, as torch has it
 _WORDS = 300  # characters of a sample's error
 _INLINE_BYTES = 1 << 15  # half of what a pipe holds
-_NUMPYS = frozenset(  # types that numpy has as well
-    [
-        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.float16, torch.float32, torch.float64),
-    ]
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,13 +114,11 @@ class MicroBatch:
         gone = [place for place, p in enumerate(self.positions) if p in positions]
         stays = next((place for place, p in enumerate(kept) if p is not None), None)
 
-        def padded(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            tensor = tensor.clone()
+        def padding(name: str, tensor: torch.Tensor) -> torch.Tensor | int:
             is_field = name.startswith(_FIELD) and stays is not None
-            tensor[gone] = tensor[stays] if is_field else NOT_COUNTED if name == "targets" else 0
-            return tensor
+            return tensor[stays] if is_field else NOT_COUNTED if name == "targets" else 0
 
-        return replace(self._map(padded), positions=kept) if gone else self
+        return self._filled(kept, gone, padding) if gone else self
 
     def only(self, positions: Collection[int], others: MicroBatch) -> MicroBatch:
         """These samples, and rows of ``others`` in place of all others, of which none is named.
@@ -139,13 +131,22 @@ class MicroBatch:
             return self.without([p for p in self.positions if p is not None and p not in positions])
         kept = tuple(p if p in positions else None for p in self.positions)
         gone = [place for place, p in enumerate(kept) if p is None]
+        return self._filled(kept, gone, lambda name, _: fill[name][gone])
 
-        def mixed(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _filled(
+        self,
+        positions: tuple[int | None, ...],
+        gone: list[int],
+        rows: Callable[[str, torch.Tensor], torch.Tensor | int],
+    ) -> MicroBatch:
+        """Replace the rows at the places ``gone``."""
+
+        def filled(name: str, tensor: torch.Tensor) -> torch.Tensor:
             tensor = tensor.clone()
-            tensor[gone] = fill[name][gone]
+            tensor[gone] = rows(name, tensor)
             return tensor
 
-        return replace(self._map(mixed), positions=kept)
+        return replace(self._map(filled), positions=positions)
 
     def _named(self) -> dict[str, torch.Tensor]:
         """All tensors by name."""
@@ -164,17 +165,13 @@ class MicroBatch:
         torch hands each tensor over as a descriptor of shared memory, which costs about a
         millisecond however small it is.
         """
-        tensors = list(self._named().values())
-        if not all(map(_is_plain, tensors)) or sum(t.nbytes for t in tensors) > _INLINE_BYTES:
-            return object.__reduce_ex__(self, protocol)
-        arrays = self._map(lambda _, tensor: tensor.numpy())
-        return _from_arrays, ({field.name: getattr(arrays, field.name) for field in fields(self)},)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether numpy holds it as well as torch does."""
-    is_array = tensor.layout is torch.strided and tensor.dtype in _NUMPYS
-    return is_array and type(tensor) is torch.Tensor and not tensor.requires_grad
+        with contextlib.suppress(TypeError, RuntimeError):  # for what numpy lacks
+            arrays = self._map(lambda _, tensor: tensor.numpy())
+            is_small = sum(array.nbytes for array in arrays._named().values()) <= _INLINE_BYTES
+            if is_small and all(type(tensor) is torch.Tensor for tensor in self._named().values()):
+                named = {field.name: getattr(arrays, field.name) for field in fields(self)}
+                return _from_arrays, (named,)
+        return object.__reduce_ex__(self, protocol)
 
 
 def _from_arrays(named: Mapping[str, Any]) -> MicroBatch:
@@ -468,10 +465,16 @@ class Feed:
         if plans == self._newest[0]:  # a speculative step was discarded and is launched again
             return RankBatch(micro_batches=self._newest[1], wait_seconds=time.monotonic() - began)
         if self._loading is None or self._expect(len(plans)) != plans:
-            self._restart(plan.start, ledger)
+            # Computed once for both: what the loader gets, and what it will deliver.
+            ahead = self._plans_ahead(plan.start, ledger.copy())
+            self._sampler.ahead, self._expected = tee(ahead)
+            self._loading = iter(self._loader)
             self._expect(len(plans))
         try:
-            loaded = tuple(self._next_batch(micro_plan) for micro_plan in plans)
+            loaded = tuple(islice(self._loading, len(plans)))
+            assert [batch.positions for batch in loaded] == [micro.positions for micro in plans], (
+                "the loader ran on another plan"
+            )
         except Exception as error:  # the caller tells all ranks, and all raise alike
             self._loading = None
             empty = tuple(
@@ -526,20 +529,9 @@ class Feed:
         del self._loader  # this ends them in order, unless an error's traceback still holds it
         self._end_workers()
 
-    def _restart(self, cursor: int, ledger: Ledger) -> None:
-        # Computed once for both: what the loader gets, and what it will deliver.
-        self._sampler.ahead, self._expected = tee(self._plans_ahead(cursor, ledger.copy()))
-        self._loading = iter(self._loader)
-
     def _expect(self, number: int) -> list[MicroPlan]:
         """The micro-plans that the loader delivers next."""
         return list(islice(self._expected, number))
-
-    def _next_batch(self, plan: MicroPlan) -> MicroBatch:
-        assert self._loading is not None
-        batch = next(self._loading)
-        assert batch.positions == plan.positions, "the loader ran on another plan"
-        return batch
 
     def _micro_plans(self, plan: BatchPlan, dealt: Slots | None = None) -> list[MicroPlan]:
         """Micro-plans of this rank's slots, or of the ``dealt`` ones."""

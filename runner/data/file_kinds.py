@@ -7,12 +7,14 @@ import gzip
 import io
 import lzma
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from runner.system.error import DataError
 
 HEAD_BYTES: Final = 8192
+_TEXT_BLOCK: Final = 1 << 20
 _ZSTD_BLOCK: Final = 1 << 14  # a hostile frame grows it some 30,000 times
 _COMPRESSIONS: Final = {
     ".gz": b"\x1f\x8b",
@@ -89,77 +91,68 @@ def decompressed(path: Path, raw: BinaryIO, compression: str | None) -> BinaryIO
     if compression is None:
         return raw
     if compression == ".zst":
-        return io.BufferedReader(_Zstd(path, raw), 1 << 20)
+        return io.BufferedReader(_Text(_zstd_frames(path, raw)), _TEXT_BLOCK)
     opener: Any = {".gz": gzip.GzipFile, ".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile}[compression]
     opened = opener(fileobj=raw, mode="rb") if compression == ".gz" else opener(raw)
-    return io.BufferedReader(_Checked(opened), 1 << 20)
+    return io.BufferedReader(_Text(_unpacked(opened)), _TEXT_BLOCK)
 
 
-class _Checked(io.RawIOBase):
-    """Turns the errors of the libraries into one; those of the storage stay as they are."""
+class _Text(io.RawIOBase):
+    """A file of blocks that are made one after another."""
 
-    def __init__(self, opened: Any) -> None:
-        self._opened = opened
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        try:
-            part = self._opened.read1(len(buffer))
-        except (EOFError, zlib.error, lzma.LZMAError) as error:
-            raise Damaged(str(error)) from error
-        except OSError as error:
-            if error.errno is not None:
-                raise
-            raise Damaged(str(error)) from error  # BadGzipFile, and what bz2 raises
-        buffer[: len(part)] = part
-        return len(part)
-
-
-class _Zstd(io.RawIOBase):
-    """Reads consecutive Zstandard frames. The library's own reader accepts a torn one as whole.
-
-    Raises:
-        DataError: the library is missing.
-        Damaged: a frame is damaged, or the last one is torn.
-    """
-
-    def __init__(self, path: Path, raw: BinaryIO) -> None:
-        try:
-            import zstandard
-        except ImportError as error:
-            raise DataError(
-                f"{path}: needs the package zstandard: pip install zstandard, or decompress it"
-            ) from error
-        self._library: Any = zstandard
-        self._raw = raw
-        self._frame: Any = None
-        self._block = self._ready = b""
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks = blocks
+        self._ready = b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            self._block = self._block or self._raw.read(_ZSTD_BLOCK)
-            if not self._block:
-                if self._frame is not None:
-                    raise Damaged("it ends inside a frame")
+            block = next(self._blocks, None)
+            if block is None:
                 return 0
-            self._decompress()
+            self._ready = block
         count = min(len(buffer), len(self._ready))
         buffer[:count] = self._ready[:count]
         self._ready = self._ready[count:]
         return count
 
-    def _decompress(self) -> None:
-        if self._frame is None:
-            self._frame = self._library.ZstdDecompressor().decompressobj()
+
+def _unpacked(opened: Any) -> Iterator[bytes]:
+    """Turns the errors of the libraries into one; those of the storage stay as they are."""
+    try:
+        while block := opened.read1(_TEXT_BLOCK):
+            yield block
+    except (EOFError, zlib.error, lzma.LZMAError) as error:
+        raise Damaged(str(error)) from error
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise Damaged(str(error)) from error  # BadGzipFile, and what bz2 raises
+
+
+def _zstd_frames(path: Path, raw: BinaryIO) -> Iterator[bytes]:
+    """Reads consecutive Zstandard frames. The library's own reader accepts a torn one as whole.
+
+    Raises:
+        DataError: the library is missing.
+        Damaged: a frame is damaged, or the last one is torn.
+    """
+    try:
+        import zstandard
+    except ImportError as error:
+        raise DataError(
+            f"{path}: needs the package zstandard: pip install zstandard, or decompress it"
+        ) from error
+    frame: Any = None
+    block = b""
+    while block := block or raw.read(_ZSTD_BLOCK):
+        frame = frame or zstandard.ZstdDecompressor().decompressobj()
         try:
-            self._ready = self._frame.decompress(self._block)
-        except self._library.ZstdError as error:
+            yield frame.decompress(block)
+        except zstandard.ZstdError as error:
             raise Damaged(str(error)) from error
-        self._block = b""
-        if self._frame.eof:
-            self._block, self._frame = self._frame.unused_data, None
+        block, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    if frame is not None:
+        raise Damaged("it ends inside a frame")

@@ -27,6 +27,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -34,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runner.config.schema import DataConfig
-from runner.data.corpus_digest import Progress, notes_in, whole_digest
+from runner.data.corpus_digest import Progress, hash_file, notes_in, of_all, whole_digest
 from runner.data.dataset import (
     Dataset,
     TokenFile,
@@ -131,7 +132,6 @@ def open_prepared(place: Path, data: DataConfig) -> Dataset:
 _TOKENS: Final = "tokens.bin"
 _DOCUMENTS: Final = "documents.bin"
 _INDEX: Final = "index.json"
-_BLOCK_BYTES: Final = 1 << 22
 _LOOK_SECONDS: Final = 0.2
 _BEAT_SECONDS: Final = 1.0
 # A lock of a node that died may stay on a network file system.
@@ -233,10 +233,13 @@ def load(place: Path, *, progress: Progress | None) -> Index | None:
         return index
     expected = [(_TOKENS, index.tokens_sha256), (_DOCUMENTS, index.documents_sha256)]
     try:
-        same = [_sha256(place / name, progress) == sha256 for name, sha256 in expected]
+        for (name, sha256), size in zip(expected, sizes, strict=True):
+            report = partial(of_all, progress, 0, size)
+            if hash_file(place / name, "verifying the tokens", report)[0] != sha256:
+                return None
     except OSError:
         return None
-    return index if all(same) else None
+    return index
 
 
 @contextlib.contextmanager
@@ -346,35 +349,48 @@ def _build(draft: Path, job: Job, progress: Progress) -> None:
     """Write the draft: the marker last, everything synced before it."""
     codec = job.codec
     dtype = "<u2" if codec.vocab_size <= 2**16 else "<u4"
-    with (draft / _TOKENS).open("wb") as tokens, (draft / _DOCUMENTS).open("wb") as documents:
-        _lock(tokens)  # this draft is alive: see _sweep
-        writer = _Writer(tokens, documents, codec, dtype, num_files=len(job.files))
-        reader = Reader(job.files, job.field)
+    begin = np.array([] if codec.begin_token is None else [codec.begin_token], dtype=dtype)
+    end = np.array([codec.end_token], dtype=dtype)
+    reader = Reader(job.files, job.field)
+    counts = [0] * len(job.files)
+    num_tokens = 0
+    every: list[npt.NDArray[np.int64]] = []
+    with _Written(draft / _TOKENS) as tokens, _Written(draft / _DOCUMENTS) as documents:
+        _lock(tokens.file)  # this draft is alive: see _sweep
         for batch in _batches(reader.pieces()):
-            writer.add(batch)
+            starts: list[int] = []
+            encoded = codec.encode([piece.text for _, piece in batch])
+            for (number, piece), ids in zip(batch, encoded, strict=True):
+                if piece.begins:
+                    starts.append(num_tokens)
+                    counts[number] += 1
+                    num_tokens += tokens.append(begin)
+                num_tokens += tokens.append(ids.astype(dtype))
+                if piece.ends:
+                    num_tokens += tokens.append(end)
+            every.append(np.array(starts, dtype="<i8"))
+            documents.append(every[-1])
             progress("tokenising", reader.done_bytes, reader.total_bytes)
-        writer.finish()
+        documents.append(DocumentTable.summary_of(every))
     index = Index(
         dtype=dtype,
         vocab_size=codec.vocab_size,
         unit=codec.unit,
         num_begin_marks=int(codec.begin_token is not None),
-        num_tokens=writer.num_tokens,
-        num_documents=sum(writer.counts),
+        num_tokens=num_tokens,
+        num_documents=sum(counts),
         source=job.source,
-        tokens_sha256=writer.tokens_sha256.hexdigest(),
-        documents_sha256=writer.documents_sha256.hexdigest(),
+        tokens_sha256=tokens.sha256.hexdigest(),
+        documents_sha256=documents.sha256.hexdigest(),
         files=[
-            [file.name, file.is_lines, count]
-            for file, count in zip(job.files, writer.counts, strict=True)
+            [file.name, file.is_lines, count] for file, count in zip(job.files, counts, strict=True)
         ],
         words="; ".join(filter(None, (codec.notice, reader.notice))),
         num_bytes=reader.total_bytes,
     )
     stored = {"digest": digest(asdict(index)), "index": asdict(index)}
-    with (draft / _INDEX).open("wb") as out:
+    with _Written(draft / _INDEX) as out:
         out.write(json.dumps(stored).encode())
-        _sync(out)
     sync_directory(draft)
 
 
@@ -394,64 +410,38 @@ def _batches(pieces: Iterator[tuple[int, Piece]]) -> Iterator[Batch]:
         yield batch
 
 
-class _Writer:
-    """Appends documents; ``counts`` has how many each file gave."""
+class _Written:
+    """A file with the digest of what is appended; durable at the end."""
 
-    def __init__(
-        self, tokens: BinaryIO, documents: BinaryIO, codec: Codec, dtype: str, *, num_files: int
-    ) -> None:
-        self.num_tokens = 0
-        self.counts = [0] * num_files
-        self._tokens = tokens
-        self._documents = documents
-        self._codec = codec
-        self._dtype = dtype
-        begin = [] if codec.begin_token is None else [codec.begin_token]
-        self._begin = np.array(begin, dtype=dtype)
-        self._end = np.array([codec.end_token], dtype=dtype)
-        self.tokens_sha256 = hashlib.sha256()
-        self.documents_sha256 = hashlib.sha256()
-        self._every: list[npt.NDArray[np.int64]] = []
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("wb")
+        self.sha256 = hashlib.sha256()
         self._unsynced = 0
 
-    def add(self, batch: Batch) -> None:
-        """Append pieces of documents, in order."""
-        ids = self._codec.encode([piece.text for _, piece in batch])
-        parts: list[npt.NDArray[Any]] = []
-        starts: list[int] = []
-        for (number, piece), piece_ids in zip(batch, ids, strict=True):
-            if piece.begins:
-                starts.append(self.num_tokens)
-                self.counts[number] += 1
-                parts.append(self._begin)
-                self.num_tokens += self._begin.size
-            parts.append(piece_ids.astype(self._dtype))
-            self.num_tokens += piece_ids.size
-            if piece.ends:
-                parts.append(self._end)
-                self.num_tokens += 1
-        self._write(np.concatenate(parts).tobytes())
-        self._write_starts(np.array(starts, dtype="<i8"))
+    def __enter__(self) -> _Written:
+        return self
 
-    def _write(self, data: bytes) -> None:
-        self._tokens.write(data)
-        self.tokens_sha256.update(data)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self.file:
+            if kind is None:
+                self._sync()
+
+    def append(self, items: npt.NDArray[Any]) -> int:
+        """Returns their number."""
+        self.write(items.tobytes())
+        return items.size
+
+    def write(self, data: bytes) -> None:
+        self.file.write(data)
+        self.sha256.update(data)
         self._unsynced += len(data)
         if self._unsynced >= _SYNC_BYTES:
-            self._unsynced = 0
-            _sync(self._tokens)
+            self._sync()
 
-    def _write_starts(self, starts: npt.NDArray[np.int64]) -> None:
-        self._documents.write(starts.tobytes())
-        self.documents_sha256.update(starts.tobytes())
-        self._every.append(starts)
-
-    def finish(self) -> None:
-        """Append the table's summary, and make both files durable."""
-        summary = DocumentTable.summary_of(self._every)
-        self._write_starts(summary)
-        _sync(self._documents)
-        _sync(self._tokens)
+    def _sync(self) -> None:
+        self._unsynced = 0
+        self.file.flush()
+        os.fsync(self.file.fileno())
 
 
 def _publish(draft: Path, place: Path) -> None:
@@ -470,19 +460,3 @@ def _publish(draft: Path, place: Path) -> None:
                 os.replace(draft / name, place / name)
             sync_directory(place)
     sync_directory(place.parent)
-
-
-def _sha256(path: Path, progress: Progress) -> str:
-    hashed, done = hashlib.sha256(), 0
-    total = path.stat().st_size
-    with path.open("rb") as handle:
-        while block := handle.read(_BLOCK_BYTES):
-            hashed.update(block)
-            done += len(block)
-            progress("verifying the tokens", done, total)
-    return hashed.hexdigest()
-
-
-def _sync(out: BinaryIO) -> None:
-    out.flush()
-    os.fsync(out.fileno())

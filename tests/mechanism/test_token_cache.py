@@ -322,13 +322,13 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that were read."""
     names: list[str] = []
-    hash_file = whole_module._hash_file
+    hash_file = whole_module.hash_file
 
     def noted(path: Path, *rest: Any) -> Any:
         names.append(path.name)
         return hash_file(path, *rest)
 
-    monkeypatch.setattr(whole_module, "_hash_file", noted)
+    monkeypatch.setattr(whole_module, "hash_file", noted)
     return names
 
 
