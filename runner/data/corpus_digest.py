@@ -135,10 +135,6 @@ def _read_note(note: Path) -> Whole | None:
         if digest(stored["whole"]) != stored["digest"]:
             return None
         whole = stored["whole"]
-        return Whole(
-            sha256=str(whole["sha256"]),
-            num_bytes=int(whole["num_bytes"]),
-            files=tuple((str(name), str(value)) for name, value in whole["files"]),
-        )
+        return Whole(**whole | {"files": tuple((name, sha256) for name, sha256 in whole["files"])})
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

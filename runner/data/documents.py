@@ -8,7 +8,6 @@ whatever their size. Must not know tokens, nor the cache.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import itertools
 import json
@@ -29,7 +28,7 @@ from runner.data.file_kinds import (
     decompressed,
     refuse_what_is_no_text,
 )
-from runner.system.error import DataError, MissingPackage, lacking
+from runner.system.error import DataError, imported
 from runner.system.files import open_regular
 
 PIECE_BYTES: Final = 1 << 20
@@ -256,11 +255,8 @@ def _of_lines(file: TextFile, lines: BinaryIO, field: str | None) -> Iterator[Pi
 
 def _of_table(file: TextFile, raw: BinaryIO, field: str) -> Iterator[Piece]:
     """The documents of a Parquet table: its rows, in one column."""
-    try:
-        pyarrow: Any = importlib.import_module("pyarrow")
-        parquet: Any = importlib.import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise MissingPackage(lacking(str(file.path), "hf")) from error
+    pyarrow = imported("pyarrow", str(file.path), "hf")
+    parquet = imported("pyarrow.parquet", str(file.path), "hf")
     number = 0
     try:
         table = parquet.ParquetFile(raw)
@@ -302,7 +298,6 @@ def _document(line: bytes, field: str, place: str) -> bytes:
     Raises:
         DataError: it has none.
     """
-    value: Any = None
     if len(line) > _LINE_BYTES:
         why = f"is longer than {_LINE_BYTES >> 20} MiB"
     elif not line.strip():
@@ -310,24 +305,24 @@ def _document(line: bytes, field: str, place: str) -> bytes:
     else:
         try:
             value = json.loads(line)
-            why = _why_none(value, field)
         except (ValueError, RecursionError) as error:
             why = f"is not JSON ({str(error)[:200]})"
-    if why:
-        raise DataError(
-            f'{place}: {why}; each line must be a JSON object with a string, such as {{"{field}": '
-            '"..."}, or set data.field'
-        )
-    text: str = value[field]
-    return text.encode("utf-8", errors="replace")  # "\ud800" is valid JSON, but not a character
+        else:
+            text = value.get(field) if isinstance(value, dict) else None
+            if isinstance(text, str):
+                # "\ud800" is valid JSON, but not a character
+                return text.encode("utf-8", errors="replace")
+            why = _why_none(value, field)
+    raise DataError(
+        f'{place}: {why}; each line must be a JSON object with a string, such as {{"{field}": '
+        '"..."}, or set data.field'
+    )
 
 
 def _why_none(value: Any, field: str) -> str:
-    """Why a value of JSON has no document; empty if it has one."""
+    """Why a value of JSON has no document."""
     if not isinstance(value, dict):
         return f"is no JSON object but {type(value).__name__}"
-    if isinstance(value.get(field), str):
-        return ""
     if field in value:
         return f"{field!r} (data.field) is {type(value[field]).__name__}, no string"
     keys = ", ".join(repr(key)[:40] for key in list(value)[:_NAMED_KEYS]) or "nothing"

@@ -43,14 +43,6 @@ class Phase:
     weights: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Block:
-    """int64 [BLOCK]: the source at each place, and which of its samples, counted from 0."""
-
-    sources: Indices
-    ranks: Indices
-
-
 class MixtureOrder:
     """The order of samples of several sources; indices count through them in the order given.
 
@@ -165,12 +157,13 @@ class MixtureOrder:
         sources, ranks = np.empty_like(positions), np.empty_like(positions)
         for phase, number in {*zip(phases.tolist(), blocks.tolist(), strict=True)}:
             chosen = (phases == phase) & (blocks == number)
-            block = self._block(phase, number)
-            sources[chosen] = block.sources[places[chosen]]
-            ranks[chosen] = block.ranks[places[chosen]]
+            of_block, ranks_in_block = self._block(phase, number)
+            sources[chosen] = of_block[places[chosen]]
+            ranks[chosen] = ranks_in_block[places[chosen]]
         return sources, ranks
 
-    def _made_block(self, phase: int, number: int) -> _Block:
+    def _made_block(self, phase: int, number: int) -> tuple[Indices, Indices]:
+        """The source at each place, and which of its samples, counted from 0; int64 [BLOCK]."""
         shares = self._shares(phase)
         first, last = split(number * BLOCK, shares), split((number + 1) * BLOCK, shares)
         counts = [stop - start for start, stop in zip(first, last, strict=True)]
@@ -183,7 +176,7 @@ class MixtureOrder:
         for source, count in enumerate(counts):
             begin = self._before[phase][source] + first[source]
             ranks[sources == source] = np.arange(begin, begin + count)
-        return _Block(sources=sources, ranks=ranks)
+        return sources, ranks
 
     def _shares(self, phase: int) -> list[int]:
         weights = self._phases[phase].weights
@@ -200,8 +193,8 @@ class MixtureOrder:
         phase = len(self._phases) - 1
         blocks, places = divmod(position - self._phases[phase].start, BLOCK)
         given = split(blocks * BLOCK, self._shares(phase))
-        rest = self._block(phase, blocks).sources[:places]
-        more = np.bincount(rest, minlength=len(self.names)).tolist()
+        sources, _ = self._block(phase, blocks)
+        more = np.bincount(sources[:places], minlength=len(self.names)).tolist()
         return [sum(of) for of in zip(self._before[phase], given, more, strict=True)]
 
     def _held_out_of(self, source: int, count: int) -> Indices:

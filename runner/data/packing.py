@@ -190,12 +190,8 @@ def _as_measured(dataset: Unpadded, index: int) -> Sample:
 def _read(place: Path, num_samples: int) -> npt.NDArray[np.int64] | None:
     with contextlib.suppress(OSError, ValueError):
         starts: npt.NDArray[np.int64] = np.load(place, allow_pickle=False)
-        is_whole = starts.ndim == 1 and starts.dtype == np.int64 and starts.size > 1
-        if (
-            is_whole
-            and starts[0] == 0
-            and starts[-1] == num_samples
-            and (np.diff(starts) > 0).all()
-        ):
+        is_list = starts.ndim == 1 and starts.dtype == np.int64 and starts.size > 1
+        is_whole = is_list and starts[0] == 0 and starts[-1] == num_samples
+        if is_whole and (np.diff(starts) > 0).all():
             return starts
     return None

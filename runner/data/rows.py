@@ -29,7 +29,7 @@ from runner.data.dataset import (
 from runner.data.tokenizer import Codec, open_codec
 from runner.data.user_dataset import TOKEN_FIELDS, as_sample
 from runner.system.environment import changeable
-from runner.system.error import DataError, MissingPackage, lacking
+from runner.system.error import DataError, imported
 
 _READERS: Final = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
 _PLAIN: Final = (".gz", ".zst")
@@ -169,10 +169,7 @@ def _ending(path: Path) -> str | None:
 
 def _table(files: Sequence[Path], paths: Sequence[str], cache: Path) -> Any:
     """A ``datasets.Dataset`` of all rows in the order of the files."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise MissingPackage(lacking(f"data.path={files[0]}", "hf")) from error
+    datasets = imported("datasets", f"data.path={files[0]}", "hf")
     datasets.disable_progress_bars()
     endings = {_ending(file) if file.is_file() else "saved" for file in files}
     if len(endings) != 1 or None in endings:
@@ -292,10 +289,7 @@ class ChatTokens:
 
 
 def _open(folder: str) -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingPackage(lacking(f"data.tokenizer={folder}", "hf")) from error
+    transformers = imported("transformers", f"data.tokenizer={folder}", "hf")
     # Unset, the library warns in every loader process that is forked later.
     changeable().setdefault("TOKENIZERS_PARALLELISM", "true")
     path = Path(folder).expanduser()

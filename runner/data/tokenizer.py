@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from runner.data.dataset import digest
 from runner.system.environment import changeable
-from runner.system.error import DataError, MissingPackage, lacking
+from runner.system.error import DataError, imported
 from runner.system.files import read_bounded
 
 BYTE_VOCAB_SIZE: Final = 257
@@ -90,10 +90,7 @@ def open_codec(tokenizer: str | None, *, begin_token: Mark, end_token: Mark) -> 
     path = Path(tokenizer).expanduser()
     if path.is_dir():
         path = path / _TOKENIZER
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise MissingPackage(lacking(f"data.tokenizer={path}", "text")) from error
+    tokenizers = imported("tokenizers", f"data.tokenizer={path}", "text")
     # Unset, the library warns in every loader process that is forked later.
     changeable().setdefault("TOKENIZERS_PARALLELISM", "true")
     try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +28,7 @@ from runner.model.objective import (
     DecoderObjective,
     GuestObjective,
     accepted_by,
+    embeddings_of,
     has_own_losses,
 )
 from runner.model.recompute import NONE, SELECTIVE, recompute_units
@@ -50,13 +50,13 @@ class Parameter:
     is_trained: bool
 
 
-class Blueprint(ABC):
-    """See the module."""
+class _Twinned:
+    """What both kinds share."""
 
     @property
-    @abstractmethod
     def twin_network(self) -> nn.Module:
         """A copy on the meta device that is never trained."""
+        raise NotImplementedError
 
     def parameters(self) -> dict[str, Parameter]:
         """The parameters by name; a tied one once."""
@@ -69,46 +69,9 @@ class Blueprint(ABC):
         """Learned elements."""
         return sum(parameter.numel() for parameter in self.twin_network.parameters())
 
-    @abstractmethod
-    def on_meta(self) -> nn.Module:
-        """The network on the meta device."""
-
-    @abstractmethod
-    def made(self) -> nn.Module:
-        """The network on torch's default device, with frozen parameters set."""
-
-    @abstractmethod
-    def finish(self, network: nn.Module, device: torch.device) -> None:
-        """Make buffers and other untrained tensors on ``device``."""
-
-    @abstractmethod
-    def objective(self, network: nn.Module, *, bf16: bool) -> nn.Module:
-        """The network under its loss, see :mod:`runner.model.objective`."""
-
-    @abstractmethod
-    def units(self, network: nn.Module) -> Sequence[nn.Module]:
-        """The modules to shard and compile one by one."""
-
-    @abstractmethod
-    def probe(self, network: nn.Module) -> nn.Module:
-        """The module whose output is the first activation of each sample."""
-
-    @abstractmethod
-    def initial(self, seed: int, name: str, shape: Sequence[int], start: int, count: int) -> Tensor:
-        """Elements ``[start, start + count)`` of a fresh parameter, FP32 on the CPU."""
-
-    @abstractmethod
-    def flops_per_token(self) -> float:
-        """FLOPs of forward and backward; 0 if unknown."""
-
-    @property
-    @abstractmethod
-    def untrained_loss(self) -> float:
-        """The loss of a uniform guess, in nats; 0 if that has no meaning."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderBlueprint(Blueprint):
+class DecoderBlueprint(_Twinned):
     """The decoder of this package.
 
     Args:
@@ -121,6 +84,7 @@ class DecoderBlueprint(Blueprint):
 
     @property
     def untrained_loss(self) -> float:
+        """The loss of a uniform guess, in nats; 0 if that has no meaning."""
         return math.log(self.shape.vocab_size)
 
     @cached_property
@@ -128,38 +92,46 @@ class DecoderBlueprint(Blueprint):
         return self.on_meta()
 
     def on_meta(self) -> Decoder:
+        """The network on the meta device."""
         with torch.device("meta"):
             return self.made()
 
     def made(self) -> Decoder:
+        """The network on torch's default device, with frozen parameters set."""
         network = Decoder(self.shape, self.head_losses)
         freeze(network, self.frozen)
         return network
 
     def finish(self, network: Any, device: torch.device) -> None:
+        """Make buffers and other untrained tensors on ``device``."""
         network.reset_buffers(device)
 
     def objective(self, network: Any, *, bf16: bool) -> nn.Module:
+        """The network under its loss, see :mod:`runner.model.objective`."""
         losses = self.head_losses
         return DecoderObjective(network, fp32=losses.fp32, z_loss=losses.z_loss)
 
     def units(self, network: Any) -> Sequence[nn.Module]:
+        """The modules to shard and compile one by one."""
         return list(network.blocks)
 
     def probe(self, network: Any) -> nn.Module:
+        """The module whose output is the first activation of each sample."""
         embedding: nn.Module = network.embedding
         return embedding
 
     def initial(self, seed: int, name: str, shape: Sequence[int], start: int, count: int) -> Tensor:
+        """Elements ``[start, start + count)`` of a fresh parameter, FP32 on the CPU."""
         std = initial_std(name, self.shape)
         return initial_range(name, shape, std, seed=seed, start=start, count=count)
 
     def flops_per_token(self) -> float:
+        """FLOPs of forward and backward; 0 if unknown."""
         return flops_per_token(self.twin_network)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GuestBlueprint(Blueprint):
+class GuestBlueprint(_Twinned):
     """A user's network, with the initial values from its constructor.
 
     Args:
@@ -322,10 +294,9 @@ class GuestBlueprint(Blueprint):
             raise ConfigError(
                 f"{self.setting}: probe() gives {type(module).__name__}; it must give a module"
             )
-        first_module = _input_embeddings(network)
         leaves = [m for m in network.modules() if any(True for _ in m.parameters(recurse=False))]
         embeddings = [module for module in leaves if isinstance(module, nn.Embedding)]
-        return first_module or next(iter(embeddings), leaves[0])
+        return embeddings_of(network, "input") or next(iter(embeddings), leaves[0])
 
     def initial(self, seed: int, name: str, shape: Sequence[int], start: int, count: int) -> Tensor:
         twin = dict(self.twin_network.named_parameters())[name]
@@ -350,6 +321,7 @@ class GuestBlueprint(Blueprint):
         return has_own_losses(network) or "segments" in accepted_by(network.forward)
 
 
+Blueprint = DecoderBlueprint | GuestBlueprint
 Places = list[list[tuple[str, str]]]
 
 
@@ -405,15 +377,6 @@ def _check_units(name: str, network: nn.Module, units: Sequence[Any]) -> None:
                 f"{name}: blocks() must give modules of the model, without itself; "
                 f"it gives {type(unit).__name__}"
             )
-
-
-def _input_embeddings(network: nn.Module) -> nn.Module | None:
-    method = getattr(network, "get_input_embeddings", None)
-    try:
-        module = method() if callable(method) else None
-    except (NotImplementedError, AttributeError):  # transformers: a model without input embeddings
-        return None
-    return module if isinstance(module, nn.Module) else None
 
 
 class AnswersYes(TorchFunctionMode):

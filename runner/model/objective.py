@@ -310,6 +310,16 @@ def _forward(head: nn.Linear, is_wanted: Callable[[Tensor, Tensor], bool], hidde
     return F.linear(hidden, head.weight, head.bias)
 
 
+def embeddings_of(network: nn.Module, side: str) -> nn.Module | None:
+    """What transformers' ``get_input_embeddings()`` or ``get_output_embeddings()`` gives."""
+    method = getattr(network, f"get_{side}_embeddings", None)
+    try:
+        module = method() if callable(method) else None
+    except (NotImplementedError, AttributeError):  # transformers: a model without any
+        return None
+    return module if isinstance(module, nn.Module) else None
+
+
 def head_of(
     network: nn.Module, vocab_size: int, units: Sequence[nn.Module] = ()
 ) -> nn.Linear | None:
@@ -318,11 +328,7 @@ def head_of(
     What ``get_output_embeddings()`` gives, or else the only layer with ``vocab_size`` outputs. Not
     one inside of a unit that is gathered by itself, whose weights are gone when it has returned.
     """
-    method = getattr(network, "get_output_embeddings", None)
-    try:
-        module = method() if callable(method) else None
-    except (NotImplementedError, AttributeError):
-        module = None
+    module = embeddings_of(network, "output")
     if module is None:
         linear = [m for m in network.modules() if isinstance(m, nn.Linear)]
         heads = [layer for layer in linear if layer.out_features == vocab_size]

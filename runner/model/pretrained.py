@@ -26,7 +26,7 @@ from runner.model.documents import segment_mask
 from runner.model.objective import SEGMENTS, Batch, GuestObjective, Losses, accepted_by
 from runner.model.recompute import NONE, SELECTIVE, selective_contexts
 from runner.model.recorded import named_tensors, put_tensor
-from runner.system.error import ConfigError, MissingPackage, install_command
+from runner.system.error import ConfigError, imported
 from runner.system.files import read_bounded
 from runner.system.parsing import parse_json
 
@@ -59,7 +59,7 @@ def read_config(folder: Path) -> Any:
         ConfigError: there is none, it names no model of transformers, or one that only
             code in the folder can build, or quantised weights.
     """
-    transformers = _imported("transformers", "model=hf")
+    transformers = imported("transformers", "model=hf", "hf")
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"model.path={folder}: has no {CONFIG}; give the folder of a model")
     tree = read_tree(folder / CONFIG)
@@ -108,7 +108,7 @@ def build(config: Any, lora: LoraSettings | None, *, recompute: str) -> nn.Modul
     Raises:
         ConfigError: it cannot be built, or has none of the layers to adapt.
     """
-    transformers = _imported("transformers", "model=hf")
+    transformers = imported("transformers", "model=hf", "hf")
     try:
         network: nn.Module = transformers.AutoModelForCausalLM.from_config(
             copy.deepcopy(config), trust_remote_code=False, dtype=torch.float32
@@ -125,7 +125,7 @@ def build(config: Any, lora: LoraSettings | None, *, recompute: str) -> nn.Modul
 
 
 def _adapted(network: nn.Module, lora: LoraSettings) -> nn.Module:
-    peft = _imported("peft", "model.lora")
+    peft = imported("peft", "model.lora", "hf")
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
     settings = peft.LoraConfig(
         r=lora.r,
@@ -155,15 +155,6 @@ def _adapted(network: nn.Module, lora: LoraSettings) -> nn.Module:
 
 def _is_layer(module: nn.Module) -> bool:
     return type(module).__name__ in ("Linear", "Conv1D")
-
-
-def _imported(package: str, what: str) -> Any:
-    try:
-        return __import__(package)
-    except ImportError as error:
-        raise MissingPackage(
-            f"{what}: needs the package {package}, which is not installed: {install_command('hf')}"
-        ) from error
 
 
 def _message(error: Exception) -> str:
@@ -342,8 +333,8 @@ def match(
     missing, misshapen = [], []
     for own, (aliases, shape) in places.items():
         name = next((names[alias] for alias in aliases if alias in names), None)
-        parts = [name] if name else parts_of(aliases[0], shape, layout, names)
-        if parts is None:
+        parts = [name] if name else _parts(aliases[0], shape, layout, names)
+        if not parts:
             missing.append(aliases[0])
             continue
         needed = shape if name else part_shape(shape, len(parts))
@@ -476,20 +467,18 @@ def stored_layout(transforms: Iterable[Any], model_type: str) -> StoredLayout:
     return StoredLayout(renames=renames, fusions=fusions)
 
 
-def parts_of(
+def _parts(
     name: str, shape: Sequence[int], layout: StoredLayout, stored: Mapping[str, str]
-) -> list[str] | None:
-    """The stored tensors that make a parameter; None where it is not put together, or lacks one.
+) -> list[str]:
+    """The stored tensors that make a parameter; none where it is not put together, or lacks one.
 
     Args:
         name, shape: of the parameter.
         stored: stored names by their name in the model's words.
     """
     fusion = layout.fusion_of(name)
-    if fusion is None or not shape:
-        return None
-    names = [stored.get(part) for part in fusion.names(name, shape[0])]
-    return None if None in names else [known for known in names if known is not None]
+    names = fusion.names(name, shape[0]) if fusion is not None and shape else []
+    return [stored[part] for part in names] if stored.keys() >= set(names) else []
 
 
 def part_shape(shape: Sequence[int], parts: int) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ Any other exception is a crash: exit code 1, start the job again.
 from __future__ import annotations
 
 import importlib.util
-from typing import Final
+from typing import Any, Final
 
 # The exit codes of every command. Scripts and schedulers rely on them; they never change.
 
@@ -128,8 +128,8 @@ class Superseded(RunnerError):
 
 # Optional packages: whether an extra is installed, and the command that installs it.
 #
-# ``pyproject.toml`` defines the extras; here packages are looked up, never imported. Which setting
-# needs which extra is in :mod:`runner.config.validate`.
+# ``pyproject.toml`` defines the extras; which setting needs which extra is in
+# :mod:`runner.config.validate`.
 
 
 DISTRIBUTION: Final = "holdfast-train"
@@ -151,12 +151,26 @@ def install_command(extra: str) -> str:
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
-def lacking(what: str, extra: str) -> str:
+def lacking(what: str, extra: str, package: str = "") -> str:
     """The message for a setting or file whose extra is not installed."""
     return (
-        f"{what}: needs the package {PACKAGES[extra]}, which is not installed: "
+        f"{what}: needs the package {package or PACKAGES[extra]}, which is not installed: "
         f"{install_command(extra)}"
     )
+
+
+def imported(package: str, what: str, extra: str) -> Any:
+    """
+    Args:
+        what: the setting or file that needs the package.
+
+    Raises:
+        MissingPackage: the extra with it is not installed.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise MissingPackage(lacking(what, extra, package.partition(".")[0])) from error
 
 
 def is_installed(extra: str) -> bool:
