@@ -382,7 +382,13 @@ def fingerprint_files(
     hashed = hashlib.sha256()
     for (name, path), size in zip(files, sizes, strict=True):
         hashed.update(json.dumps([name, size]).encode())
-        _hash_blocks(hashed, path, spread(size, block=_HASH_BLOCK_BYTES, whole=whole))
+        try:
+            with path.open("rb") as handle:
+                for start, stop in spread(size, block=_HASH_BLOCK_BYTES, whole=whole):
+                    handle.seek(start)
+                    hashed.update(handle.read(stop - start))
+        except OSError as error:
+            raise unreadable(path, error) from error
     return hashed.hexdigest()
 
 
@@ -430,13 +436,3 @@ def overlaps(
         low, high = int(starts[number]), int(starts[number + 1])
         if high > low:
             yield number, max(start, low) - low, min(stop, high) - low
-
-
-def _hash_blocks(hashed: Any, path: Path, blocks: Sequence[tuple[int, int]]) -> None:
-    try:
-        with path.open("rb") as handle:
-            for start, stop in blocks:
-                handle.seek(start)
-                hashed.update(handle.read(stop - start))
-    except OSError as error:
-        raise unreadable(path, error) from error

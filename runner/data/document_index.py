@@ -67,10 +67,11 @@ class DocumentTable:
         file = TokenFile(path=self._path, dtype="<i8", num_tokens=self.num_bytes // _ITEM_BYTES)
         return file.read(first, last)
 
-    def end_of(self, number: int) -> int:
-        """The end of a document: the start of the next."""
-        is_last = number + 1 >= self.num_documents
-        return self._num_tokens if is_last else int(self.read(number + 1, number + 2)[0])
+    def span(self, number: int) -> tuple[int, int]:
+        """A document's start and end: the start of the next."""
+        starts = self.read(number, min(number + 2, self.num_documents)).tolist()
+        begin, end = [*starts, self._num_tokens][:2]
+        return begin, end
 
     @property
     def _num_summary(self) -> int:
@@ -135,7 +136,8 @@ class TextPlaces:
 
     def _within(self, document: int, start: int, stop: int) -> tuple[int, int]:
         """The part of a document that ``[start, stop)`` covers, counted without marks."""
-        begin = int(self.documents.read(document, document + 1)[0]) + self.num_begin_marks
-        length = self.documents.end_of(document) - 1 - begin
+        begin, end = self.documents.span(document)
+        begin += self.num_begin_marks
+        length = end - 1 - begin
         low, high = max(start - begin, 0), max(min(stop - begin, length), 0)
         return min(low, length), high

@@ -8,11 +8,11 @@ only messages name the keys a user would change.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,10 @@ from runner.system.error import DataError
 
 SCAN_ALL_BYTES: Final = 256 << 20
 _SCAN_BLOCK: Final = 1 << 16
+_HEADERS: Final = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
 _SHOWN_IDS: Final = 64  # fewer ids prove nothing
 
 
@@ -67,7 +71,10 @@ def open_tokens(data: DataConfig, *, scan_all_bytes: int = SCAN_ALL_BYTES) -> Da
     Raises:
         DataError: see the messages; each names the file or the key.
     """
-    parts = [_open_part(path, data.token_dtype) for path in _expand(data.path)]
+    if not data.path:
+        raise DataError("data.path=[] names no token file; give .npy, .bin or Megatron files")
+    paths = [inside for path in data.path for inside in _expand(Path(path).expanduser())]
+    parts = [_open_part(path, data.token_dtype) for path in paths]
     for part in parts:
         if part.is_raw:
             _require_width(part.tokens, data.vocab_size)
@@ -75,7 +82,8 @@ def open_tokens(data: DataConfig, *, scan_all_bytes: int = SCAN_ALL_BYTES) -> Da
     known_size = _require_vocab_size(data.vocab_size, parts, whole)
     end_id = _end_id(data.end_token, known_size)
     for part in parts:
-        _scan(part.tokens, vocab_size=known_size, whole=whole)
+        for start, block in _blocks(part.tokens, whole):
+            require_ids(block, known_size, str(part.tokens.path), start)
     width = _width(parts, data.seq_len)
     stream = TokenStream([part.tokens for part in parts])
     names = [part.tokens.path.name for part in parts]
@@ -112,13 +120,7 @@ def _between(starts: npt.NDArray[np.int64], low: int, high: int) -> npt.NDArray[
     return starts[first:last]
 
 
-def _expand(paths: Sequence[str]) -> list[Path]:
-    if not paths:
-        raise DataError("data.path=[] names no token file; give .npy, .bin or Megatron files")
-    return [expanded for path in paths for expanded in _expand_one(Path(path).expanduser())]
-
-
-def _expand_one(path: Path) -> list[Path]:
+def _expand(path: Path) -> list[Path]:
     """Expand one path. A prefix wins over a directory of the same name: Megatron writes both."""
     if not path.is_dir() or _beside(path, ".idx").is_file():
         return [path]
@@ -221,7 +223,10 @@ def _open_npy(path: Path) -> _Part:
     size = file_size(path)
     try:
         with path.open("rb") as handle:
-            shape, by_columns, dtype = _npy_header(handle)
+            version = np.lib.format.read_magic(handle)
+            if version not in _HEADERS:
+                raise ValueError(f"version {version} is unknown")
+            shape, by_columns, dtype = _HEADERS[version](handle)
             offset = handle.tell()
     except OSError as error:
         raise unreadable(path, error) from error
@@ -243,25 +248,16 @@ def _open_npy(path: Path) -> _Part:
     return _Part(tokens=tokens, files=(path,), width=shape[1] if len(shape) == 2 else None)
 
 
-def _npy_header(handle: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[np.generic]]:
-    """Shape, whether it is stored by columns, and type."""
-    version = np.lib.format.read_magic(handle)
-    if version not in ((1, 0), (2, 0)):
-        raise ValueError(f"version {version} is unknown")
-    is_first = version == (1, 0)
-    read = np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
-    return read(handle)
-
-
 def _require_vocab_size(vocab_size: int | None, parts: Sequence[_Part], whole: bool) -> int:
-    if vocab_size is None:
-        largest = max(_largest_id(part.tokens, whole=whole) for part in parts)
-        which = "all" if whole else "sampled"
-        raise DataError(
-            f"data.vocab_size is not set and token files do not say it; the largest id in {which} "
-            f"tokens is {largest}, so at least {largest + 1}"
-        )
-    return vocab_size
+    if vocab_size is not None:
+        return vocab_size
+    blocks = (block for part in parts for _, block in _blocks(part.tokens, whole))
+    largest = max((int(block.max()) for block in blocks), default=0)
+    which = "all" if whole else "sampled"
+    raise DataError(
+        f"data.vocab_size is not set and token files do not say it; the largest id in {which} "
+        f"tokens is {largest}, so at least {largest + 1}"
+    )
 
 
 def _end_id(end_token: int | str | None, vocab_size: int) -> int | None:
@@ -276,14 +272,10 @@ def _end_id(end_token: int | str | None, vocab_size: int) -> int | None:
     return end_token
 
 
-def _largest_id(tokens: TokenFile, *, whole: bool) -> int:
-    blocks = spread(tokens.num_tokens, block=_SCAN_BLOCK, whole=whole)
-    return max((int(tokens.read(start, stop).max()) for start, stop in blocks), default=0)
-
-
-def _scan(tokens: TokenFile, *, vocab_size: int, whole: bool) -> None:
+def _blocks(tokens: TokenFile, whole: bool) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+    """(number of the first token, tokens) of what is looked at when a corpus is opened."""
     for start, stop in spread(tokens.num_tokens, block=_SCAN_BLOCK, whole=whole):
-        require_ids(tokens.read(start, stop), vocab_size, str(tokens.path), start)
+        yield start, tokens.read(start, stop)
 
 
 def _boundaries(parts: Sequence[_Part], stream: TokenStream) -> npt.NDArray[np.int64] | None:

@@ -85,7 +85,7 @@ class GuestObjective(nn.Module):
         self._dtype = dtype
         head = None if has_own_losses(network) else head_of(network, vocab_size, units)
         if head is not None:
-            defer_logits(head, head_losses.is_wanted)
+            head.forward = partial(_forward, head, head_losses.is_wanted)  # type: ignore[method-assign]
         self._is_deferred = head is not None
         self._more = self._accepted()
         self._tap: TokenTap | None = None
@@ -299,12 +299,8 @@ for _name in (
     setattr(DeferredLogits, f"__{_name}__", _through(f"__{_name}__"))
 
 
-def defer_logits(head: nn.Linear, is_wanted: Callable[[Tensor, Tensor], bool]) -> None:
-    """Have a head return :class:`DeferredLogits` where ``is_wanted(hidden, weight)``."""
-    head.forward = partial(_forward, head, is_wanted)  # type: ignore[method-assign]
-
-
 def _forward(head: nn.Linear, is_wanted: Callable[[Tensor, Tensor], bool], hidden: Tensor) -> Any:
+    """A head's: :class:`DeferredLogits` where ``is_wanted(hidden, weight)``."""
     if hidden.dim() == 3 and is_wanted(hidden, head.weight):
         return DeferredLogits(hidden, head)
     return F.linear(hidden, head.weight, head.bias)

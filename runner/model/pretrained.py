@@ -37,6 +37,7 @@ _WORDS: Final = 500
 # How PEFT wraps a layer's name, and the names of its own parameters.
 _WRAPPED: Final = (("base_model.model.", ""), (".base_layer.", "."))
 _ADAPTER: Final = ".lora_"
+_LAYERS: Final = ("Linear", "Conv1D")
 # Stored beside the weights by old releases; computed now.
 _COMPUTED: Final = (r"rotary_emb\.inv_freq$",)
 
@@ -145,16 +146,14 @@ def _adapted(network: nn.Module, lora: LoraSettings) -> nn.Module:
                 network, settings, autocast_adapter_dtype=False
             )
     except ValueError as error:
-        linear = {n.rpartition(".")[2] for n, m in network.named_modules() if _is_layer(m)}
+        linear = {
+            n.rpartition(".")[2] for n, m in network.named_modules() if type(m).__name__ in _LAYERS
+        }
         raise ConfigError(
             f"model.lora: PEFT refuses it: {_message(error)}; layers that can be adapted end with "
             f"{', '.join(sorted(linear))}"
         ) from error
     return adapted
-
-
-def _is_layer(module: nn.Module) -> bool:
-    return type(module).__name__ in ("Linear", "Conv1D")
 
 
 def _message(error: Exception) -> str:
