@@ -119,14 +119,11 @@ class TestWindows:
         ]
         assert dataset[0].tokens.dtype == np.int64
         assert dataset[0].segments is None
-
-    @pytest.mark.parametrize("index", [-1, 3])
-    def test_no_such_sample(self, tmp_path: Path, index: int) -> None:
-        dataset = tokens(raw(tmp_path / "a.bin", range(14)))
-        with pytest.raises(IndexError):
-            dataset[index]
-        with pytest.raises(IndexError):
-            dataset.describe(index)
+        for index in (-1, 3):
+            with pytest.raises(IndexError):
+                dataset[index]
+            with pytest.raises(IndexError):
+                dataset.describe(index)
 
     @pytest.mark.parametrize(("count", "samples"), [(0, 0), (4, 0), (5, 1), (8, 1), (9, 2)])
     def test_number_of_samples(self, tmp_path: Path, count: int, samples: int) -> None:
@@ -155,8 +152,6 @@ class TestText:
         (root / ".hidden.py").write_text("dddd")
         (root / "e.bin").write_text("eeee")
         assert text(tmp_path, root)[0].tokens.tolist() == [*b"aaaa", 256]
-
-    def test_a_named_file_is_read_whatever_its_ending(self, tmp_path: Path) -> None:
         named = tmp_path / "notes.weird"
         named.write_text("12345")
         dataset = text(tmp_path, named)
@@ -666,12 +661,10 @@ class TestJsonLines:
         assert sample.tokens.tolist() == [*b"hel", 256, *"é".encode(), 256, 256]
         assert sample.segments.tolist() == [0, 0, 0, 0, 1, 1, 1, 2]
 
-    def test_another_field(self, tmp_path: Path) -> None:
+    def test_another_field_and_none(self, tmp_path: Path) -> None:
         path = self.lines(tmp_path / "a.jsonl", {"text": "no", "content": "yes!"})
         assert text(tmp_path, path, field="content")[0].tokens.tolist() == [*b"yes!", 256]
         assert text(tmp_path, path, seq_len=2)[0].tokens.tolist() == [*b"no", 256]
-
-    def test_without_a_field_the_file_is_text(self, tmp_path: Path) -> None:
         path = self.lines(tmp_path / "a.jsonl", {"text": "x"})
         assert bytes(text(tmp_path, path, field=None)[0].tokens.tolist()) == b'{"tex'
 
@@ -979,8 +972,6 @@ class TestTokens:
             [0, 0, 1, 1, 1],
             [0, 1, 2, 2, 2],
         ]
-
-    def test_segments_are_only_given_when_asked_for(self, tmp_path: Path) -> None:
         path = raw(tmp_path / "a.bin", [1, 9, 2, 3, 9])
         assert tokens(path, end_token=9)[0].segments is None
 
@@ -1085,8 +1076,6 @@ class TestMegatron:
         prefix = write_megatron(tmp_path / "c", [[1, 9], [2], [9, 4]], [0, 2, 2, 3])
         sample = tokens(prefix, isolate_documents=True, end_token=9)[0]
         assert sample.segments.tolist() == [0, 0, 0, 1, 1]
-
-    def test_documents_beside_a_raw_file(self, tmp_path: Path) -> None:
         prefix = write_megatron(tmp_path / "c", [[1, 2], [3]], [0, 1, 2])
         plain = raw(tmp_path / "r.bin", [4, 9, 5, 6])
         refused(lambda: tokens(prefix, plain, isolate_documents=True), "data.end_token", "r.bin")
@@ -1179,8 +1168,6 @@ class TestSynthetic:
         assert self.language()[17].tokens.tolist() == self.language()[17].tokens.tolist()
         assert self.language(samples=900)[17].tokens.tolist() == self.language()[17].tokens.tolist()
         assert self.language()[17].tokens[:8].tolist() == [55, 18, 30, 12, 56, 40, 55, 18]
-
-    def test_shape(self) -> None:
         dataset = self.language()
         assert len({tuple(dataset[index].tokens.tolist()) for index in range(100)}) == 100
         assert self.language(seed=4)[17].tokens.tolist() != dataset[17].tokens.tolist()

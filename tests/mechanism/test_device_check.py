@@ -136,8 +136,5 @@ def test_worn_out_memory_is_the_hardwares(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "pynvml", worn)
     told = gpu_health("GPU-0000")
     assert told is not None and is_hardware(told.broken)
-
-
-def test_without_the_library_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert gpu_health("0000") is None

@@ -288,12 +288,12 @@ class TestCorruptCheckpoint:
         differing = [a ^ b for a, b in zip(before, after, strict=True) if a != b]
         assert differing == [0x10]
 
-    def test_other_ranks_leave_it_alone(self, tmp_path: Path, checkpoint: Path) -> None:
+    def test_other_ranks_and_an_empty_ring_are_left_alone(
+        self, tmp_path: Path, checkpoint: Path
+    ) -> None:
         before = self.contents(checkpoint)
         heart_of(tmp_path, "corrupt_checkpoint@step=3", Files(checkpoint), rank=1).begin_step(3)
         assert self.contents(checkpoint) == before
-
-    def test_with_no_checkpoint_nothing_happens(self, tmp_path: Path) -> None:
         heart_of(tmp_path, "corrupt_checkpoint@step=3", Files()).begin_step(3)
         heart_of(tmp_path, "corrupt_checkpoint@step=4", Files(tmp_path)).begin_step(4)
 

@@ -732,6 +732,13 @@ class Rig:
         )
         return made
 
+    def begun(self, steps: int = 0, **options: Any) -> Ring:
+        """A ring of so many steps."""
+        ring = self.ring(**options)
+        ring.begin()
+        self.train(ring, steps)
+        return ring
+
     def train(self, ring: Ring, steps: int) -> None:
         """Steps; a snapshot after each odd one, one to disk after each fourth."""
         for _ in range(steps):
@@ -768,9 +775,7 @@ def copies(ring: Ring) -> list[tuple[int, str, str]]:
 
 
 def test_both_tiers_in_one_list(rig: Rig) -> None:
-    ring = rig.ring()
-    ring.begin()
-    rig.train(ring, 9)
+    ring = rig.begun(9)
     ring.drain()
     serials = {r.serial: r.step for r in ring.records}
     assert [serials[s] for s in sorted(serials)] == sorted(serials.values()), "one counter"
@@ -783,9 +788,7 @@ def test_both_tiers_in_one_list(rig: Rig) -> None:
 
 
 def test_a_rollback_takes_the_newest_clean_copy(rig: Rig) -> None:
-    ring = rig.ring()
-    ring.begin()
-    rig.train(ring, 10)
+    ring = rig.begun(10)
     targets = rollback_targets(ring.records, cursor=10_000, step=100)
     assert targets[0].tier is Tier.memory and targets[0].step in (7, 8), copies(ring)
     expected = Weights()
@@ -805,8 +808,7 @@ def test_a_rollback_takes_the_newest_clean_copy(rig: Rig) -> None:
 
 
 def test_a_damaged_copy_falls_to_the_next(rig: Rig) -> None:
-    ring = rig.ring()
-    ring.begin()
+    ring = rig.begun()
     for _ in range(7):
         rig.train(ring, 1)
         ring.drain()
@@ -822,9 +824,7 @@ def test_a_damaged_copy_falls_to_the_next(rig: Rig) -> None:
 
 
 def test_a_damaged_copy_is_never_proven(rig: Rig) -> None:
-    ring = rig.ring()
-    ring.begin()
-    rig.train(ring, 1)
+    ring = rig.begun(1)
     [path] = ring.snapshot_files()
     flip(path)
     rig.train(ring, 3)
@@ -835,8 +835,7 @@ def test_a_damaged_copy_is_never_proven(rig: Rig) -> None:
 
 
 def test_a_slow_disk_holds_no_snapshot_up(rig: Rig) -> None:
-    ring = rig.ring()
-    ring.begin()
+    ring = rig.begun()
     rig.write_gate.clear()
     rig.train(ring, 7)
     assert ring.saved_step == -1, "4 is still being written"
@@ -859,8 +858,7 @@ def test_a_slow_disk_holds_no_snapshot_up(rig: Rig) -> None:
 
 def test_what_changed_in_the_slot_is_not_published(rig: Rig) -> None:
     """Else the disk would hold damage with a digest that fits."""
-    ring = rig.ring()
-    ring.begin()
+    ring = rig.begun()
     for _ in range(7):
         rig.train(ring, 1)
         ring.drain()
@@ -878,9 +876,7 @@ def test_what_changed_in_the_slot_is_not_published(rig: Rig) -> None:
 
 
 def test_what_was_being_written_when_the_run_went_back_comes_to_nothing(rig: Rig) -> None:
-    ring = rig.ring()
-    ring.begin()
-    rig.train(ring, 7)
+    ring = rig.begun(7)
     ring.drain()
     rig.write_gate.clear()
     rig.train(ring, 1)  # 8 is being written
@@ -901,9 +897,7 @@ def test_what_was_being_written_when_the_run_went_back_comes_to_nothing(rig: Rig
 
 
 def test_a_restart_goes_on_from_memory(rig: Rig) -> None:
-    first = rig.ring()
-    first.begin()
-    rig.train(first, 7)
+    first = rig.begun(7)
     first.drain()
     first.close()
     on_disk = [r for r in first.records if r.tier is Tier.disk]
@@ -935,9 +929,7 @@ def test_a_restart_goes_on_from_memory(rig: Rig) -> None:
     ],
 )
 def test_what_a_restart_leaves_alone(rig: Rig, change: dict[str, Any], left: list[int]) -> None:
-    first = rig.ring()
-    first.begin()
-    rig.train(first, 7)
+    first = rig.begun(7)
     first.drain()
     first.close()
     again = rig.ring(incarnation=2)
@@ -954,9 +946,7 @@ def test_what_a_restart_leaves_alone(rig: Rig, change: dict[str, Any], left: lis
 
 def test_distrust_reaches_memory(rig: Rig) -> None:
     """A copy of the state went wrong after step 5: a restart must not find what came after."""
-    ring = rig.ring()
-    ring.begin()
-    rig.train(ring, 7)
+    ring = rig.begun(7)
     ring.distrust_after(5)
     assert all(r.step <= 5 for r in ring.records if r.tier is Tier.memory)
     ring.close()
@@ -967,9 +957,7 @@ def test_distrust_reaches_memory(rig: Rig) -> None:
 
 
 def test_without_the_tier_all_goes_to_disk(rig: Rig) -> None:
-    ring = rig.ring(with_memory=False)
-    ring.begin()
-    rig.train(ring, 8)
+    ring = rig.begun(8, with_memory=False)
     ring.drain()
     assert {r.tier for r in ring.records} == {Tier.disk} and ring.saved_step == 8
     assert (
@@ -996,9 +984,7 @@ def test_no_room_for_slots_is_an_incident(rig: Rig, monkeypatch: pytest.MonkeyPa
 
 def test_the_folder_may_be_lost_while_it_runs(rig: Rig) -> None:
     """Somebody cleans /dev/shm: told once a snapshot, and the disk still gets its own."""
-    ring = rig.ring()
-    ring.begin()
-    rig.train(ring, 3)
+    ring = rig.begun(3)
     shutil.rmtree(node(rig.folder).folder)
     rig.train(ring, 1)
     ring.drain()

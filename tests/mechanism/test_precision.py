@@ -135,13 +135,10 @@ def test_auto_is_settled(
     assert all(word in said[0] for word in words), said
 
 
-def test_an_engine_that_has_only_bf16_gets_it() -> None:
+def test_an_engine_that_has_only_bf16_gets_it_and_takes_up_no_other_run() -> None:
     config, said = settled([False], {}, "parallel=zero2")
     assert config.compute.precision is Precision.bf16
     assert "which this engine needs" in said[0] and "several times slower" in said[0]
-
-
-def test_such_an_engine_cannot_take_up_a_run_in_fp32() -> None:
     with pytest.raises(ConfigError, match=r"parallel=zero2.*began with compute.precision=fp32"):
         settled([True], {"compute.precision": "fp32"}, "parallel=zero2")
 

@@ -598,9 +598,11 @@ def test_urls_that_cannot_be(url: str) -> None:
         assert "secret-password" not in str(caught.value)
 
 
-def test_urls_that_can_be() -> None:
+def test_which_urls_can_be() -> None:
     for url in ("s3://bucket/a/b", "file:///tmp/x", "memory://x", "abfs://box@account.host/x"):
         assert url_problem(url) == ""
+    with pytest.raises(ConfigError, match="nosuch://x"):
+        RemoteRing("nosuch://x")
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -612,11 +614,6 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
     with pytest.raises(ConfigError, match=r"pip install 'holdfast-train\[remote\]'"):
         RemoteRing("s3://bucket/x")
-
-
-def test_an_unknown_scheme_is_named() -> None:
-    with pytest.raises(ConfigError, match="nosuch://x"):
-        RemoteRing("nosuch://x")
 
 
 # -- against a real server ----------------------------------------------------------------

@@ -107,14 +107,11 @@ def test_no_spike_is_lost(losses: list[float], columns: int) -> None:
     assert rows[-1].attempt == len(losses) - 1
 
 
-def test_every_step_near_an_odd_one_stays() -> None:
+def test_every_step_near_an_odd_one_stays_and_many_are_bounded() -> None:
     thinned = Thinned(columns=16, near=20)
     for at in range(5000):
         thinned.add(row(at, 1.0), odd=at == 3000)
     assert {*range(2980, 3021)} <= {one.attempt for one in thinned.rows()}
-
-
-def test_many_odd_steps_are_bounded() -> None:
     thinned = Thinned(columns=16, near=50, most_near=200)
     for at in range(20_000):
         thinned.add(row(at, 1.0), odd=at % 3 == 0)

@@ -230,9 +230,6 @@ def test_the_rate_is_not_cut_for_the_datas_fault() -> None:
     assert [r.cut_factor for r in rollbacks] == [1.0] * 4
     assert "the data is suspected: the learning rate stays" in rollbacks[2].reason
     assert "suspected" not in rollbacks[1].reason, "no cut was due"
-
-
-def test_where_the_norm_rose_a_little_the_rate_is_cut() -> None:
     assert [r.cut_factor for r in come_back(run_to(38, before=ROSE_A_LITTLE), 2)] == [1.0, 1.0, 0.5]
 
 
@@ -346,25 +343,18 @@ def test_a_level_is_first_suspected_to_be_the_model() -> None:
         ([10.5, 10.5, 10.5], "worse than knowing nothing"),
         ([5.0, 5.0, 10.5], "one worse than knowing nothing"),
         ([4.0, 6.5, 9.0], "not level"),
+        ([5.0] * 5 + [math.nan], "a level run broken by a non-finite one"),
     ],
 )
 def test_what_never_becomes_a_baseline(losses: list[float], why: str) -> None:
     run = run_to(38)
     rolled_back(run)
     run.healthy(8)
-    for loss in losses:
-        kind = Kind.spike if math.isfinite(loss) else Kind.non_finite
-        action = run.attempt(kind, loss)
-    assert isinstance(action, Rollback), why
-    assert action.repeat == 1
-
-
-def test_a_level_run_broken_by_a_non_finite_step_goes_back() -> None:
-    run = run_to(38)
-    rolled_back(run)
-    run.healthy(8)
-    assert all(isinstance(action, Discard) for action in bad(run, 5, loss=5.0))
-    assert isinstance(run.attempt(Kind.non_finite, math.nan), Rollback)
+    kinds = [Kind.spike if math.isfinite(loss) else Kind.non_finite for loss in losses]
+    *first, last = (run.attempt(*step) for step in zip(kinds, losses, strict=True))
+    assert all(isinstance(action, Discard) for action in first)
+    assert isinstance(last, Rollback), why
+    assert last.repeat == 1
 
 
 def test_drift_goes_back_at_once_from_where_it_began() -> None:
@@ -400,15 +390,10 @@ def test_without_skipping_the_same_samples_are_read_again() -> None:
     assert run.cursor == 38 * BATCH, "where the trouble was"
 
 
-def palm_rules() -> RemedyRules:
-    """The shipped preset over the defaults."""
-    preset = yaml.safe_load(PALM.read_text(encoding="utf-8"))
-    return remedy_rules(**preset)
-
-
 @pytest.mark.parametrize("kind", [Kind.spike, Kind.non_finite])
 def test_palm_goes_a_hundred_steps_back_and_skips_hundreds_of_batches(kind: Kind) -> None:
-    run = PaperRun(palm_rules(), every=50, clean_after=10, keep=4)
+    palm = remedy_rules(**yaml.safe_load(PALM.read_text()))  # the shipped preset
+    run = PaperRun(palm, every=50, clean_after=10, keep=4)
     run.healthy(437)
     action = rolled_back(run, kind)
     assert all(action.onset_step - 1 - record.step >= 99 for record in action.targets)
@@ -512,6 +497,23 @@ def test_trouble_survives_json(pattern: list[bool]) -> None:
     assert (one.num_recent(), one.in_a_row, one.last_run(), one.bad) == (0, 0, [], [])
 
 
+def decided(run: PaperRun, replayed: Replayed) -> Action:
+    """On one more bad step that was replayed."""
+    signals = run._next_signals(5.0)
+    run.trouble.note(signals, BEFORE)
+    case = DecisionInput(
+        verdict=Verdict(kind=Kind.spike, reason="high", onset_step=signals.step, onset=0),
+        signals=signals,
+        trouble=run.trouble,
+        history=run.history,
+        ring=run.records,
+        rules=run.rules,
+        untrained_loss=10.0,
+        replayed=replayed,
+    )
+    return decide(case)
+
+
 @pytest.mark.parametrize("num_rollbacks", [0, 1, 2])
 @pytest.mark.parametrize(
     ("replayed", "halts"),
@@ -530,19 +532,7 @@ def test_a_proven_cause_that_is_no_sample_skips_none_and_never_settles(
         rolled_back(run)
     bad(run, 20, loss=5.0) if halts is None else None
     before = list(run.history.ledger)
-    signals = run._next_signals(5.0)
-    run.trouble.note(signals, BEFORE)
-    case = DecisionInput(
-        verdict=Verdict(kind=Kind.spike, reason="high", onset_step=signals.step, onset=0),
-        signals=signals,
-        trouble=run.trouble,
-        history=run.history,
-        ring=run.records,
-        rules=run.rules,
-        untrained_loss=10.0,
-        replayed=replayed,
-    )
-    action = decide(case)
+    action = decided(run, replayed)
     assert not isinstance(action, Rebaseline), action
     if halts is None:
         return
@@ -552,26 +542,9 @@ def test_a_proven_cause_that_is_no_sample_skips_none_and_never_settles(
         assert isinstance(action, Halt) and replayed.proven in action.reason
 
 
-def test_steps_that_no_precision_of_the_engine_can_compute_are_left_out_until_they_persist() -> (
-    None
-):
+def test_steps_that_no_precision_can_compute_are_left_out_until_they_persist() -> None:
     run = run_to(40)
     replayed = Replayed(proven="numerics: in FP32 it is good", may_discard=True, may_settle=False)
-    actions = []
-    for _ in range(run.rules.guard.persist):
-        signals = run._next_signals(5.0)
-        run.trouble.note(signals, BEFORE)
-        case = DecisionInput(
-            verdict=Verdict(kind=Kind.spike, reason="high", onset_step=signals.step, onset=0),
-            signals=signals,
-            trouble=run.trouble,
-            history=run.history,
-            ring=run.records,
-            rules=run.rules,
-            untrained_loss=10.0,
-            replayed=replayed,
-        )
-        actions.append(decide(case))
-    *first, last = actions
+    *first, last = (decided(run, replayed) for _ in range(run.rules.guard.persist))
     assert first and all(isinstance(action, Discard) for action in first)
     assert isinstance(last, Halt) and "in FP32 it is good" in last.reason

@@ -34,9 +34,6 @@ def test_the_step_that_differs_is_named() -> None:
     assert way().compare(recorded(24, loss=2.0000001), gated=False) is Outcome.differs
     assert way().compare(recorded(24, norm=1.0000001), gated=False) is Outcome.differs
     assert way().compare(recorded(27), gated=False) is Outcome.differs, "good this time"
-
-
-def test_what_comes_again_is_no_corruption() -> None:
     assert way().compare(recorded(27, math.nan, math.nan), gated=True) is Outcome.repeated
 
 

@@ -21,11 +21,8 @@ def shares(spikes_per_window: int, windows: int = 5, drift: float = 0.0) -> list
     return told
 
 
-def test_frequent_spikes_are_told_once() -> None:
+def test_frequent_spikes_are_told_once_and_rare_ones_not() -> None:
     assert shares(3) == [0.003]
-
-
-def test_rare_spikes_and_a_falling_loss_are_not() -> None:
     assert shares(1) == [] and shares(0, drift=3e-4) == []
 
 
@@ -45,8 +42,5 @@ def test_a_run_that_becomes_slow_is_told_until_it_is_fast_again() -> None:
     assert slow.note(paces(1.4)) is None
     assert slow.note(paces(1.0)) is None
     assert slow.note(paces(1.5)) is not None
-
-
-def test_the_first_looks_tell_nothing() -> None:
     slow = SlowRuns()
-    assert slow.note(paces(0.1)) is None and slow.note(paces(5.0)) is None
+    assert slow.note(paces(0.1)) is None and slow.note(paces(5.0)) is None, "the first looks"
