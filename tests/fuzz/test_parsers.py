@@ -37,7 +37,6 @@ from runner.health.cause_reporter import unexplained
 from runner.health.rank_report import Report, read_fatal_log, read_reports
 from runner.health.root_cause import find_root_cause
 from runner.observe.journal import Journal, read_journal
-from runner.observe.metrics import MetricsLine
 from runner.policy.decision.skip_ledger import Ledger
 from runner.run_dir.lease import RunLease, acquire, newest_number
 from runner.run_dir.paths import RunDir
@@ -50,7 +49,7 @@ from tests.fuzz.mutate import WORDS, as_json, changed, damaged, hostile
 from tests.mechanism.test_journal import DISCARD, ROLLBACK, START
 from tests.mechanism.test_memory import later, node, slot_file, taken
 from tests.mechanism.test_ring_on_disk import tensors, write
-from tests.stored import read_range
+from tests.stored import metrics_line, read_range
 
 TRIED: list[int] = []  # by the running test
 MOST_GROWTH_KIB = 1 << 20  # of this process's memory over one test
@@ -93,6 +92,16 @@ def try_all(num: int, inputs: st.SearchStrategy[Any], work: Callable[[Any], obje
     TRIED.append(tried)
 
 
+def written(path: Path, read: Callable[[Path], object]) -> Callable[[bytes], object]:
+    """Work that writes an input into a file, and has it read."""
+
+    def work(data: bytes) -> None:
+        path.write_bytes(data)
+        read(path)
+
+    return work
+
+
 # The ring
 
 
@@ -117,22 +126,12 @@ def read_all(folder: Path, manifest: bytes) -> None:
 
 
 @often
-def test_manifest_values(num: int, checkpoint: Path) -> None:
-    tree = json.loads((checkpoint / "manifest.json").read_bytes())
-    try_all(num, changed(tree).map(as_json), lambda data: read_all(checkpoint, data))
-    write_back(checkpoint, tree)
-
-
-@often
-def test_manifest_bytes(num: int, checkpoint: Path) -> None:
+def test_manifests(num: int, checkpoint: Path) -> None:
     sound = (checkpoint / "manifest.json").read_bytes()
-    try_all(num, damaged(sound), lambda data: read_all(checkpoint, data))
-    write_back(checkpoint, json.loads(sound))
-
-
-def write_back(checkpoint: Path, tree: Any) -> None:
-    """For the next test; it must still be sound."""
-    read_all(checkpoint, as_json(tree))
+    tree = json.loads(sound)
+    for inputs in (changed(tree).map(as_json), damaged(sound)):
+        try_all(num, inputs, lambda data: read_all(checkpoint, data))
+        read_all(checkpoint, as_json(tree))  # for the next; it must still be sound
 
 
 # Snapshots in memory
@@ -149,20 +148,15 @@ def read_header_of(base: Path, data: bytes) -> None:
 
 
 @often
-def test_header_values(num: int, tmp_path: Path) -> None:
+def test_headers(num: int, tmp_path: Path) -> None:
     taken(tmp_path)
-    _, _, text = slot_file(tmp_path, "json").read_bytes().partition(b"\n")
+    sound = slot_file(tmp_path, "json").read_bytes()
+    tree = json.loads(sound.partition(b"\n")[2])
 
     def work(data: bytes) -> None:
         read_header_of(tmp_path, hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
 
-    try_all(num, changed(json.loads(text)).map(as_json), work)
-
-
-@often
-def test_header_bytes(num: int, tmp_path: Path) -> None:
-    taken(tmp_path)
-    sound = slot_file(tmp_path, "json").read_bytes()
+    try_all(num, changed(tree).map(as_json), work)
     try_all(num, damaged(sound), lambda data: read_header_of(tmp_path, data))
 
 
@@ -218,12 +212,7 @@ def test_folder_names(num: int, tmp_path: Path) -> None:
 @often
 def test_rank_notes(num: int, tmp_path: Path) -> None:
     note = {"bytes": 60, "sha256": "0" * 64, "pieces": [["param/a", 0, 15, 0], ["b", 3, 4, 60]]}
-    path = tmp_path / "rank-00000.json"
-
-    def work(data: bytes) -> None:
-        path.write_bytes(data)
-        collect_pieces(tmp_path, 1)
-
+    work = written(tmp_path / "rank-00000.json", lambda path: collect_pieces(path.parent, 1))
     try_all(num, changed(note).map(as_json) | damaged(as_json(note)), work)
 
 
@@ -234,12 +223,7 @@ def test_train_state(num: int) -> None:
 
     stopped = fresh()
     stopped.came_again = 5
-    stopped.unreported = MetricsLine(
-        **{"step": 4, "cursor": 128, "samples": (96, 128), "loss": math.nan, "grad_norm": 0.5},
-        **{"lr": 1e-3, "tokens": 9, "tokens_per_second": 1.5, "seconds": 0.1},
-        **{"data_wait_seconds": 0.0, "verdict": "clean", "action": "apply", "norm_limit": 4.0},
-        columns={"samples/web": 3},
-    )
+    stopped.unreported = metrics_line(4, loss=math.nan, norm_limit=4.0, columns={"samples/web": 3})
     loaded = fresh()
     loaded.load_json(json.loads(json.dumps(stopped.to_json())))
     assert repr(loaded.unreported) == repr(stopped.unreported) and loaded.came_again == 5
@@ -277,13 +261,9 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 
 @often
-def test_journal_values(num: int, run_dir: RunDir) -> None:
+def test_journals(num: int, run_dir: RunDir) -> None:
     inputs = changed(journal_lines()).map(lambda tree: b"".join(as_json(v) + b"\n" for v in tree))
     try_all(num, inputs, lambda data: restart_from(run_dir, data))
-
-
-@often
-def test_journal_bytes(num: int, run_dir: RunDir) -> None:
     sound = b"".join(as_json(line) + b"\n" for line in journal_lines())
     restart_from(run_dir, sound)
     try_all(num, damaged(sound), lambda data: restart_from(run_dir, data))
@@ -395,11 +375,7 @@ def test_megatron(num: int, tmp_path: Path) -> None:
     sound += np.array([0, 1, 2, 3], "<i8").tobytes()
     path = tmp_path / "corpus.idx"
     path.with_suffix(".bin").write_bytes(np.arange(20, dtype="<u2").tobytes())
-
-    def work(data: bytes) -> None:
-        path.write_bytes(data)
-        open_corpus(path)
-
+    work = written(path, open_corpus)
     work(sound)
     try_all(num, damaged(sound), work)
     fields = st.lists(
@@ -426,12 +402,7 @@ def test_megatron(num: int, tmp_path: Path) -> None:
 def test_npy(num: int, tmp_path: Path) -> None:
     path = tmp_path / "corpus.npy"
     np.save(path, np.arange(40, dtype="<u2"))
-    sound = path.read_bytes()
-
-    def work(data: bytes) -> None:
-        path.write_bytes(data)
-        open_corpus(path)
-
+    sound, work = path.read_bytes(), written(path, open_corpus)
     work(sound)
     headers = st.sampled_from(
         ["{'descr': '<u2', 'fortran_order': False, 'shape': (" + size + ",)}"
@@ -578,11 +549,6 @@ def import_all(path: Path) -> None:
 def test_safetensors(num: int, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     safetensors.torch.save_file({"a": torch.arange(6.0), "b": torch.ones(2, 3)}, path)
-    sound = path.read_bytes()
-
-    def work(data: bytes) -> None:
-        path.write_bytes(data)
-        import_all(path)
-
+    sound, work = path.read_bytes(), written(path, import_all)
     work(sound)
     try_all(num, damaged(sound), work)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
-from runner.checkpoint.protocol import CheckpointMetadata, Identity
+from runner.checkpoint.protocol import Identity
 from runner.checkpoint.ring import Ring
 from runner.config.schema import CheckpointConfig
 from runner.data.corpus_digest import Whole
@@ -26,6 +26,7 @@ from runner.train import corpus_check as corpus_module
 from runner.train.corpus_check import CorpusCheck
 from tests.crash_world import Holder
 from tests.observed import OneRank
+from tests.stored import moment
 
 KNOWN = {"data": "f", "sha256": "a" * 64, "files": [["a.bin", "1"], ["b.bin", "2"]]}
 
@@ -102,10 +103,7 @@ class World:
         return made
 
     def save(self, step: int) -> None:
-        moment = CheckpointMetadata(
-            step=step, cursor=step, train_state={}, metrics_bytes=0, journal_lines=0
-        )
-        self.ring.save(moment)
+        self.ring.save(moment(step))
         self.ring.drain()
 
     def end(self, check: CorpusCheck, sha256: str = "a" * 64) -> None:

@@ -19,6 +19,7 @@ from runner.system.json_lines import LineFile
 from tests.made_curves import TROUBLED, Made, healthy
 from tests.observed import observers
 from tests.run import TINY, train
+from tests.stored import metrics_line
 
 
 @dataclass
@@ -68,14 +69,12 @@ def _lines(made: Made, every: int = 250) -> list[MetricsLine]:
         level = float(np.median(made.loss[max(0, row - 49) : row + 1]))
         eval_loss = level if held_out is None else held_out[row]
         is_due = (row + 1) % every == 0 if held_out is None else np.isfinite(eval_loss)
-        lines.append(
-            MetricsLine(
-                step=row + 1, cursor=row, samples=(row, row + 1), loss=made.loss[row],
-                grad_norm=made.grad_norm[row], lr=made.further["lr"][row], tokens=1,
-                tokens_per_second=1.0, seconds=1.0, data_wait_seconds=0.0, verdict="clean",
-                action="apply", eval_loss=float(eval_loss) if is_due else None,
-            )
-        )  # fmt: skip
+        numbers = {"loss": made.loss[row], "grad_norm": made.grad_norm[row]}
+        numbers |= {
+            "lr": made.further["lr"][row],
+            "eval_loss": float(eval_loss) if is_due else None,
+        }
+        lines.append(metrics_line(row + 1, **numbers))
     return lines
 
 

@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
-from runner.checkpoint.manifest import Manifest
 from runner.distributed.env import JobEnv
 from runner.run_dir import lease
 from runner.run_dir.lease import RunLease, acquire, has_ended, newest_number
 from runner.system.error import ConfigError, Superseded
 from runner.system.json_lines import LineFile, read_lines
 from runner.system.process import own_process
+from tests.stored import manifest
 
 ALONE = JobEnv(job=None, order=(0, 0), step="", end_time=None, has_agent=False)
 
@@ -302,26 +302,8 @@ def test_an_old_owner_that_is_late_to_sweep_leaves_the_new_ones_checkpoint(tmp_p
     fresh.writing_folder(1).mkdir(parents=True)
     with pytest.raises(Superseded):
         CheckpointDirectory(ring, owner=1, check=old.check).sweep()
-    fresh.commit(manifest(1, 10))
+    fresh.commit(manifest(serial=1, step=10, cursor=10))
     assert fresh.entries()[0]
-
-
-def manifest(serial: int, step: int) -> Manifest:
-    return Manifest(
-        serial=serial,
-        step=step,
-        cursor=step,
-        world_size=1,
-        config_digest="",
-        data_fingerprint="",
-        metrics_bytes=0,
-        journal_lines=0,
-        train_state={},
-        update_counts={},
-        shapes={},
-        pieces={},
-        files={},
-    )
 
 
 def test_an_old_owner_cannot_commit(tmp_path: Path) -> None:
@@ -334,14 +316,14 @@ def test_an_old_owner_cannot_commit(tmp_path: Path) -> None:
         store.writing_folder(serial).mkdir(parents=True)
     new = taken(claims, job("a", restart=1))
     with pytest.raises(Superseded):
-        checked.commit(manifest(1, 10))
+        checked.commit(manifest(serial=1, step=10, cursor=10))
     fresh = CheckpointDirectory(ring, owner=2, check=new.check)
     assert fresh.sweep() == ["writing-000001-000001", "writing-000002-000001"]
     with pytest.raises(OSError, match="No such file"):
-        unchecked.commit(manifest(2, 10))
+        unchecked.commit(manifest(serial=2, step=10, cursor=10))
     assert fresh.entries() == ([], [])
     fresh.writing_folder(1).mkdir()
-    fresh.commit(manifest(1, 10))
+    fresh.commit(manifest(serial=1, step=10, cursor=10))
     assert [entry.record.serial for entry in fresh.entries()[0]] == [1]
     record = fresh.entries()[0][0].record
     with pytest.raises(Superseded):

@@ -28,7 +28,7 @@ from runner.checkpoint.disk.shards import (
 )
 from runner.checkpoint.disk.tier import DiskTier
 from runner.checkpoint.layout import Rows, Run, check_coverage, compress
-from runner.checkpoint.manifest import INDEXED, Manifest, data_name, index_name
+from runner.checkpoint.manifest import INDEXED, data_name, index_name
 from runner.system.error import CheckpointError, CorruptCheckpoint
 from tests.crash_world import World
 from tests.mechanism.test_ring_on_disk import (
@@ -39,7 +39,7 @@ from tests.mechanism.test_ring_on_disk import (
     tensors,
     whole,
 )
-from tests.stored import read_range
+from tests.stored import manifest, read_range
 
 
 def evenly(values: Tensors, shards: int, replicas: int) -> list[list[Snapshot]]:
@@ -66,13 +66,8 @@ def write(ring: Path, values: Tensors, dealt: Sequence[Sequence[Snapshot]]) -> E
     layout, files = collect_indexes(folder, list(shapes), len(dealt))
     again, same = collect_indexes(folder, list(shapes), len(dealt), known=layout)
     assert again is layout and same == files
-    store.commit(
-        Manifest(
-            serial=1, step=10, cursor=320, world_size=len(dealt), config_digest="c",
-            data_fingerprint="d", metrics_bytes=7, journal_lines=3, train_state={},
-            update_counts={}, shapes=shapes, pieces={}, files=files, runs=layout.runs,
-        )
-    )  # fmt: skip
+    told = {"step": 10, "cursor": 320, "world_size": len(dealt), "shapes": shapes, "files": files}
+    store.commit(manifest(**told, runs=layout.runs))
     entries, damaged = store.entries()
     assert damaged == []
     return entries[0]

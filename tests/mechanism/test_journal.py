@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 from runner.observe.journal import Journal, read_journal
-from runner.observe.metrics import Metrics, MetricsLine, Throughput, peak_tflops
+from runner.observe.metrics import Metrics, Throughput, peak_tflops
 from runner.observe.tracker import TensorBoardTracker, numbers_of
 from runner.policy.decision.history import Incident
 from runner.policy.decision.skip_ledger import Ledger
 from runner.session.summary import Summary
 from runner.system.error import ConfigError
 from runner.system.json_lines import LineFile, _parsed, iter_lines, last_line, read_lines
+from tests.stored import metrics_line
 
 START = Incident(kind="start", step=0, decision="begin", reason="a new run")
 DISCARD = Incident(
@@ -237,24 +238,6 @@ def test_an_incident_that_cannot_be_written_has_not_happened(path: Path) -> None
 # Metrics
 
 
-def line(step: int, **changes: Any) -> MetricsLine:
-    values: dict[str, Any] = {
-        "step": step,
-        "cursor": 32 * step,
-        "samples": (32 * step - 32, 32 * step),
-        "loss": 3.5,
-        "grad_norm": 1.0,
-        "lr": 1e-3,
-        "tokens": 1024,
-        "tokens_per_second": 1e4,
-        "seconds": 0.1,
-        "data_wait_seconds": 0.0,
-        "verdict": "clean",
-        "action": "apply",
-    }
-    return MetricsLine(**values | changes)
-
-
 def steps_in(path: Path) -> list[int]:
     return [line["step"] for line in read_lines(path)[0]]
 
@@ -264,7 +247,7 @@ def test_metrics_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
     metrics = Metrics(path, length=0)
     lengths = [metrics.sync()]
     for step in (1, 2, 3):
-        metrics.write(line(step))
+        metrics.write(metrics_line(step))
         lengths.append(metrics.sync())
     metrics.close()
     whole = path.read_bytes()
@@ -272,18 +255,20 @@ def test_metrics_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
     again = Metrics(path, length=lengths[1])
     assert steps_in(path) == [1]
     for step in (2, 3):
-        again.write(line(step))
+        again.write(metrics_line(step))
     again.close()
     assert path.read_bytes() == whole
 
 
 def test_a_metrics_line_is_all_its_fields(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path / "m", length=0)
-    written = line(1, loss=math.nan, grad_norm=2.0, eval_loss=3.0, columns={"samples/web": 3})
+    written = metrics_line(
+        1, loss=math.nan, grad_norm=2.0, eval_loss=3.0, columns={"samples/web": 3}
+    )
     metrics.write(written)
     metrics.close()
     (found,) = read_lines(tmp_path / "m")[0]
-    flags = {"samples": [0, 32], "loss": None, "nonfinite": {"loss": "nan"}}
+    flags = {"samples": [1, 2], "loss": None, "nonfinite": {"loss": "nan"}}
     wanted = asdict(written) | flags | {"samples/web": 3}
     del wanted["columns"]
     assert found == wanted
@@ -337,11 +322,11 @@ def test_tensorboard_has_the_points(tmp_path: Path) -> None:
 
     first = TensorBoardTracker(tmp_path, number=1)
     for step in (1, 2, 3):
-        first.numbers(step, numbers_of(line(step, loss=float(step), eval_loss=None)))
+        first.numbers(step, numbers_of(metrics_line(step, loss=float(step), eval_loss=None)))
     second = TensorBoardTracker(tmp_path, number=2)  # again from step 2
-    again = line(3, loss=30.0, action="discard", eval_loss=4.0)
+    again = metrics_line(3, loss=30.0, action="discard", eval_loss=4.0)
     second.numbers(4, numbers_of(again))
-    first.numbers(5, numbers_of(line(4, loss=40.0)))  # cut off, it goes on
+    first.numbers(5, numbers_of(metrics_line(4, loss=40.0)))  # cut off, it goes on
     first.close()
     second.close()
     read = EventAccumulator(str(tmp_path))

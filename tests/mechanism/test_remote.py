@@ -19,7 +19,7 @@ import torch
 from runner.checkpoint.disk.directory import CheckpointDirectory
 from runner.checkpoint.jobs import LockstepQueue
 from runner.checkpoint.manifest import FileFacts
-from runner.checkpoint.protocol import CheckpointMetadata, Identity
+from runner.checkpoint.protocol import Identity
 from runner.checkpoint.remote.retrying_files import RemoteFault, RemoteFiles
 from runner.checkpoint.remote.store import RemoteRing, RemoteTaken, WriterClaim
 from runner.checkpoint.remote.upload import RemoteTarget, Uploads
@@ -38,6 +38,7 @@ from runner.system.files import file_digest
 from tests.mechanism.test_ring_on_disk import tensors, write
 from tests.observed import OneRank
 from tests.store import BUCKET, Store
+from tests.stored import moment
 
 RUN = "a" * 64
 
@@ -695,11 +696,7 @@ def test_a_checkpoint_is_not_retired_while_it_is_sent(tmp_path: Path, url: str) 
     ring.begin(sender)
 
     def step(number: int) -> None:
-        ring.save(
-            CheckpointMetadata(
-                step=number, cursor=0, train_state={}, metrics_bytes=0, journal_lines=0
-            )
-        )
+        ring.save(moment(number, cursor=0))
         ring.drain()
         ring.after_step(number + 1, 99)
         ring.drain()

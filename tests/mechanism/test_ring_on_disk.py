@@ -33,7 +33,7 @@ from runner.checkpoint.disk.shards import (
     verify_files,
     write_rank_file,
 )
-from runner.checkpoint.manifest import Manifest, parse_manifest
+from runner.checkpoint.manifest import parse_manifest
 from runner.checkpoint.state_digest import state_digest
 from runner.command import export as export_module
 from runner.command.export import export_command
@@ -47,7 +47,7 @@ from runner.system.error import (
     UnreadableCheckpoint,
 )
 from runner.system.files import file_digest, open_regular, write_durably, write_json
-from tests.stored import read_range
+from tests.stored import manifest, read_range
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -94,23 +94,12 @@ def write(
     for rank, snapshots in enumerate(partition(values, cuts or {}, ranks)):
         write_rank_file(folder, rank, snapshots)
     pieces, files = collect_pieces(folder, ranks)
-    store.commit(
-        Manifest(
-            serial=serial,
-            step=step,
-            cursor=step * 32,
-            world_size=ranks,
-            config_digest="c",
-            data_fingerprint="d",
-            metrics_bytes=7,
-            journal_lines=3,
-            train_state={"updates": step, "history": [1.5, None]},
-            update_counts={"a": step, "b.weight": step},
-            shapes={name: tuple(tensor.shape) for name, tensor in values.items()},
-            pieces=pieces,
-            files=files,
-        )
-    )
+    told = {"serial": serial, "step": step, "cursor": step * 32, "world_size": ranks}
+    state = {"updates": step, "history": [1.5, None]}
+    counts = {"a": step, "b.weight": step}
+    shapes = {name: tuple(tensor.shape) for name, tensor in values.items()}
+    held = {"train_state": state, "update_counts": counts, "pieces": pieces, "files": files}
+    store.commit(manifest(**told, **held, shapes=shapes))
     return Record(serial=serial, step=step, cursor=step * 32, state=State.committed)
 
 

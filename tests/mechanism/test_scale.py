@@ -11,10 +11,11 @@ import numpy as np
 
 from runner.checkpoint.disk.index import collect_indexes, write_index
 from runner.checkpoint.disk.tier import DiskTier
-from runner.checkpoint.manifest import FileFacts, Manifest
+from runner.checkpoint.manifest import FileFacts
 from runner.health.rank_report import read_all_reports, write_node
 from runner.health.root_cause import find_root_cause
 from tests.crash_reports import RANKS_PER_NODE, report
+from tests.stored import manifest
 
 ROOT = Path(__file__).parents[2]
 _SHAPES = {f"param/blocks.{at}.weight": (4096, 8) for at in range(8)}
@@ -30,12 +31,8 @@ def _manifest_bytes(folder: Path, world_size: int) -> int:
         facts = FileFacts(num_bytes=4 * count * len(names), sha256="0" * 64)
         write_index(folder, rank, facts, pieces)
     layout, files = collect_indexes(folder, names, world_size)
-    manifest = Manifest(
-        serial=1, step=1, cursor=1, world_size=world_size, config_digest="0" * 16,
-        data_fingerprint="0" * 16, metrics_bytes=0, journal_lines=0, train_state={},
-        update_counts={}, shapes=_SHAPES, pieces={}, files=files, runs=layout.runs,
-    )  # fmt: skip
-    return len(json.dumps(manifest.to_json()))
+    made = manifest(world_size=world_size, shapes=_SHAPES, files=files, runs=layout.runs)
+    return len(json.dumps(made.to_json()))
 
 
 def test_a_save_grows_no_faster_than_its_files(tmp_path: Path) -> None:

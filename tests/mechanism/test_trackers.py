@@ -15,17 +15,14 @@ from runner.observe.metrics import MetricsLine
 from runner.observe.tracker import Attempts, BackgroundTracker, RunFacts, Tracker
 from runner.system.output import Outlet
 from tests.run import train
+from tests.stored import metrics_line
 from tests.tracking import Recorder, Slow
 
 SUMMARY = {"status": "done", "final_loss": 0.5, "skipped": [[3, 5]], "eval_loss": None}
 
 
 def line(step: int, loss: float = 1.0, action: str = "apply") -> MetricsLine:
-    return MetricsLine(
-        step=step, cursor=step + 1, samples=(step, step + 1), loss=loss, grad_norm=2.0, lr=0.1,
-        tokens=8, tokens_per_second=8.0, seconds=1.0, data_wait_seconds=0.0, verdict="clean",
-        action=action,
-    )  # fmt: skip
+    return metrics_line(step, loss=loss, action=action)
 
 
 def incident(kind: str, step: int, seq: int) -> dict[str, Any]:

@@ -17,11 +17,12 @@ from runner.checkpoint.disk.shards import (
     verify_files,
     write_rank_file,
 )
-from runner.checkpoint.manifest import ITEM_SIZES, Manifest, dtype_of, is_finite
+from runner.checkpoint.manifest import ITEM_SIZES, dtype_of, is_finite
 from runner.checkpoint.memory.snapshot import SlotLayout
 from runner.engine.protocol import Shard
 from runner.system.error import CorruptCheckpoint
 from tests.mechanism.test_ring_on_disk import Tensors, partition
+from tests.stored import manifest
 
 TYPES = {name: dtype_of(name) for name in ITEM_SIZES}
 FLOATS = [name for name, dtype in TYPES.items() if dtype.is_floating_point]
@@ -53,13 +54,8 @@ def write(ring: Path, values: Tensors, *, indexed: bool) -> Entry:
         runs = layout.runs
     else:
         pieces, files = collect_pieces(folder, RANKS)
-    store.commit(
-        Manifest(
-            serial=1, step=10, cursor=320, world_size=RANKS, config_digest="c",
-            data_fingerprint="d", metrics_bytes=7, journal_lines=3, train_state={},
-            update_counts={}, shapes=shapes, pieces=pieces, files=files, runs=runs, dtypes=dtypes,
-        )
-    )  # fmt: skip
+    found = {"shapes": shapes, "pieces": pieces, "files": files, "runs": runs, "dtypes": dtypes}
+    store.commit(manifest(step=10, cursor=320, world_size=RANKS, **found))
     (entry,), damaged = store.entries()
     assert damaged == []
     return entry

@@ -16,12 +16,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runner.checkpoint.manifest import Manifest, parse_manifest
+from runner.checkpoint.manifest import parse_manifest
 from runner.checkpoint.memory.snapshot import SnapshotHeader, parse_header
 from runner.command.backtest import backtest_command
 from runner.health.rank_report import Report, write_report
 from runner.observe.journal import Journal, read_journal
-from runner.observe.metrics import Metrics, MetricsLine
+from runner.observe.metrics import Metrics
 from runner.observe.tracker import TensorBoardTracker, numbers_of
 from runner.policy.decision.history import Incident
 from runner.session.summary import Summary
@@ -31,6 +31,7 @@ from runner.system.json_lines import LineFile
 from runner.system.parsing import NONFINITE, json_text, number_in
 from runner.train.state import TrainState
 from tests.policy.steps import guard_settings
+from tests.stored import manifest, metrics_line
 
 ANY = st.sampled_from([0.0, -1.5, 3e300, math.nan, math.inf, -math.inf])
 TREES = st.recursive(
@@ -97,12 +98,9 @@ def test_a_number_is_read_back(value: float | None) -> None:
 
 def metrics(folder: Path, a: float, b: float, tree: dict[str, Any]) -> bytes:
     made = Metrics(folder / "m", length=0)
-    line = MetricsLine(
-        step=1, cursor=2, samples=(0, 2), loss=a, grad_norm=b, lr=a, tokens=1,
-        tokens_per_second=b, seconds=a, data_wait_seconds=b, verdict="", action="",
-        eval_loss=a, time=b, stalls={"checkpoint": a},
-    )  # fmt: skip
-    made.write(line)
+    of_a = dict.fromkeys(("loss", "lr", "seconds", "eval_loss"), a)
+    of_b = dict.fromkeys(("grad_norm", "tokens_per_second", "data_wait_seconds", "time"), b)
+    made.write(metrics_line(1, **of_a, **of_b, stalls={"checkpoint": a}))
     made.close()
     return (folder / "m").read_bytes()
 
@@ -167,11 +165,6 @@ def test_no_writer_ends_in_a_number(
     check()
 
 
-MANIFEST = Manifest(
-    serial=1, step=1, cursor=1, world_size=1, config_digest="", data_fingerprint="",
-    metrics_bytes=0, journal_lines=0, train_state={}, update_counts={}, shapes={}, pieces={},
-    files={},
-)  # fmt: skip
 HEADER = SnapshotHeader(
     incarnation=1, serial=1, step=1, cursor=1, rank=0, world_size=1, layout="", config_digest="",
     data_fingerprint="", metrics_bytes=0, journal_lines=0, train_state={}, update_counts={},
@@ -186,7 +179,7 @@ def test_a_checkpoint_with_such_a_number_is_written_and_never_used(
 ) -> None:
     """It cannot be computed with: better an older checkpoint."""
     path = tmp_path_factory.getbasetemp() / "manifest.json"
-    write_json(path, replace(MANIFEST, train_state=tree).to_json())
+    write_json(path, manifest(train_state=tree).to_json())
     header = replace(HEADER, train_state=tree).to_bytes()
     for data in (path.read_bytes(), header.partition(b"\n")[2]):
         strictly(data)
@@ -222,12 +215,7 @@ def test_a_tracker_takes_finite_numbers_only(
 
     folder = tmp_path_factory.mktemp("t")
     tracker = TensorBoardTracker(folder, number=1)
-    line = MetricsLine(
-        step=1, cursor=2, samples=(0, 2), loss=a, grad_norm=b, lr=0.5, tokens=1,
-        tokens_per_second=1.0, seconds=1.0, data_wait_seconds=0.0, verdict="", action="apply",
-        eval_loss=b,
-    )  # fmt: skip
-    tracker.numbers(1, numbers_of(line))
+    tracker.numbers(1, numbers_of(metrics_line(1, loss=a, grad_norm=b, eval_loss=b)))
     tracker.close()
     (path,) = folder.glob("*tfevents*")
     values = [v for event in EventFileLoader(str(path)).Load() for v in event.summary.value]
