@@ -29,15 +29,9 @@ Import = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def import_(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Import:
-    """The command in this process, into ``tmp_path/run``; gives exit code and what it said.
+    """The command in this process, into ``tmp_path/run``; gives exit code and what it said."""
 
-    Weights are stored before in a file of their own.
-    """
-
-    def run(source: Path | Weights, *arguments: str) -> tuple[int, str]:
-        if not isinstance(source, Path):
-            save_file(source, tmp_path / "w.safetensors")
-            source = tmp_path / "w.safetensors"
+    def run(source: Path, *arguments: str) -> tuple[int, str]:
         code = main(["import", str(source), f"out={tmp_path / 'run'}", *TINY, *arguments])
         told = capsys.readouterr()
         return code, " ".join((told.out + told.err).split())
@@ -106,7 +100,8 @@ def compiled(weights: Weights) -> Weights:
 def test_names_in_the_usual_wrappings(
     wrap: Callable[[Weights], Weights], weights: Weights, import_: Import, tmp_path: Path
 ) -> None:
-    code, text = import_(wrap(weights))
+    save_file(wrap(weights), tmp_path / "w.safetensors")
+    code, text = import_(tmp_path / "w.safetensors")
     assert code == 0, text
     assert_holds(imported(tmp_path), params(weights))
 
@@ -116,7 +111,8 @@ def test_a_run_trains_on_from_an_import(
     frozen: str, weights: Weights, import_: Import, tmp_path: Path
 ) -> None:
     settings = ("steps=3", "batch.global_size=8", "schedule.warmup=1", f"compute.frozen={frozen}")
-    assert import_(weights, *settings)[0] == 0
+    save_file(weights, tmp_path / "w.safetensors")
+    assert import_(tmp_path / "w.safetensors", *settings)[0] == 0
     entry = imported(tmp_path)
     assert set(entry.manifest.update_counts.values()) == {0}
     is_trained = "exp_avg/embedding.weight" in entry.manifest.shapes
@@ -147,7 +143,8 @@ def source_loss(weights: Weights, settings: tuple[str, ...]) -> float:
 
 def test_safetensors_of_one_file_in_bf16(weights: Weights, import_: Import, tmp_path: Path) -> None:
     half = {name: tensor.bfloat16() for name, tensor in weights.items()}
-    assert import_(half)[0] == 0
+    save_file(half, tmp_path / "model.safetensors")
+    assert import_(tmp_path / "model.safetensors")[0] == 0
     assert_holds(imported(tmp_path), params({n: t.float() for n, t in half.items()}))
 
 
@@ -216,7 +213,8 @@ def test_weights_that_do_not_fit_are_refused(
     import_: Import,
     tmp_path: Path,
 ) -> None:
-    code, text = import_(spoil(weights))
+    save_file(spoil(weights), tmp_path / "w.safetensors")
+    code, text = import_(tmp_path / "w.safetensors")
     assert (code, words in text) == (2, True), text
     assert_nothing_left(tmp_path)
 
@@ -236,7 +234,8 @@ def test_weights_that_do_not_fit_are_refused(
 def test_arguments_that_cannot_work(
     arguments: tuple[str, ...], words: str, weights: Weights, import_: Import, tmp_path: Path
 ) -> None:
-    code, text = import_(weights, *arguments)
+    save_file(weights, tmp_path / "w.safetensors")
+    code, text = import_(tmp_path / "w.safetensors", *arguments)
     assert (code, words in text) == (2, True), text
     assert_nothing_left(tmp_path)
 
@@ -244,7 +243,8 @@ def test_arguments_that_cannot_work(
 def test_a_run_that_is_there_stays_as_it_is(
     weights: Weights, import_: Import, tmp_path: Path
 ) -> None:
-    assert import_(weights)[0] == 0
+    save_file(weights, tmp_path / "w.safetensors")
+    assert import_(tmp_path / "w.safetensors")[0] == 0
     before = imported(tmp_path).manifest
     code, text = import_(tmp_path / "w.safetensors")
     assert (code, "holds a run already" in text) == (2, True), text
@@ -257,17 +257,19 @@ def test_an_import_that_was_killed_is_begun_anew(
     torn = tmp_path / "run" / "ring" / "writing-000001"
     torn.mkdir(parents=True)
     (torn / "rank-00000.bin").write_bytes(b"half")
-    assert import_(weights)[0] == 0
+    save_file(weights, tmp_path / "w.safetensors")
+    assert import_(tmp_path / "w.safetensors")[0] == 0
     assert_holds(imported(tmp_path), params(weights))
 
 
 def test_import_is_one_process(
     weights: Weights, import_: Import, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    save_file(weights, tmp_path / "w.safetensors")
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    code, text = import_(weights)
+    code, text = import_(tmp_path / "w.safetensors")
     assert (code, "without torchrun" in text) == (2, True), text
 
 
