@@ -23,6 +23,7 @@ from typing import Any, Final
 import torch
 
 from runner.checkpoint.layout import Run, check_coverage
+from runner.checkpoint.protocol import CheckpointMetadata
 from runner.system.error import CorruptCheckpoint
 from runner.system.parsing import parse_json, refuse_flagged, whole
 
@@ -132,9 +133,16 @@ class FileFacts:
     num_bytes: int
     sha256: str
 
+    @classmethod
+    def from_json(cls, facts: Any) -> FileFacts:
+        return cls(num_bytes=whole(facts["bytes"], "bytes"), sha256=str(facts["sha256"]))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"bytes": self.num_bytes, "sha256": self.sha256}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class Manifest(CheckpointMetadata):
     """What a checkpoint holds; ``train_state`` is what the loop rolls back.
 
     ``update_counts`` are the optimizer's steps, by parameter. By version there are ``pieces`` or
@@ -142,14 +150,9 @@ class Manifest:
     """
 
     serial: int
-    step: int
-    cursor: int
     world_size: int
     config_digest: str
     data_fingerprint: str
-    metrics_bytes: int
-    journal_lines: int
-    train_state: Mapping[str, Any]
     update_counts: Mapping[str, int]
     shapes: Mapping[str, tuple[int, ...]]
     pieces: Mapping[str, tuple[Piece, ...]]
@@ -190,10 +193,7 @@ class Manifest:
                 name: {"shape": list(shape), **self._type(name), **self._places(name)}
                 for name, shape in self.shapes.items()
             },
-            "files": {
-                name: {"bytes": facts.num_bytes, "sha256": facts.sha256}
-                for name, facts in self.files.items()
-            },
+            "files": {name: facts.to_json() for name, facts in self.files.items()},
         }
 
     def _type(self, name: str) -> dict[str, str]:
@@ -205,7 +205,7 @@ class Manifest:
         return {"pieces": [[p.start, p.count, p.file, p.offset] for p in self.pieces[name]]}
 
 
-def parse_manifest(data: bytes, path: Path) -> Manifest:
+def parse_manifest(data: bytes, path: Path | str) -> Manifest:
     """Parse and check a manifest; ``path`` is for the message.
 
     Raises:
@@ -229,35 +229,39 @@ def _from_json(tree: Any) -> Manifest:
         )
     refuse_flagged(tree)
     tensors = tree["tensors"]
-    is_indexed = tree["version"] in (INDEXED, INDEXED + _TYPED)
     is_typed = tree["version"] > INDEXED
-    num_data = sum(not is_index(name) for name in tree["files"])
-    simple: dict[str, Any] = {name: whole(tree[name], name) for name in _COUNTS}
-    simple |= {name: str(tree[name]) for name in _TEXTS}
+    pieces: dict[str, tuple[Piece, ...]] = {}
+    runs: dict[str, tuple[Run, ...]] | None = None
+    if tree["version"] in (INDEXED, INDEXED + _TYPED):
+        num_data = sum(not is_index(name) for name in tree["files"])
+        runs = {
+            n: tuple(Run.from_json(run, num_files=num_data) for run in t["runs"])
+            for n, t in tensors.items()
+        }
+    else:
+        pieces = {n: tuple(map(parse_piece, t["pieces"])) for n, t in tensors.items()}
     return Manifest(
-        **simple,
-        train_state=dict(tree["train_state"]),
-        update_counts={k: whole(v, "update count") for k, v in tree["update_counts"].items()},
+        **parse_fields(tree, counts=_COUNTS, texts=_TEXTS),
         shapes={n: tuple(whole(s, "shape") for s in t["shape"]) for n, t in tensors.items()},
-        pieces=(
-            {}
-            if is_indexed
-            else {n: tuple(parse_piece(p) for p in t["pieces"]) for n, t in tensors.items()}
-        ),
-        runs=(
-            {
-                n: tuple(Run.from_json(run, num_files=num_data) for run in t["runs"])
-                for n, t in tensors.items()
-            }
-            if is_indexed
-            else None
-        ),
-        files={
-            name: FileFacts(num_bytes=whole(facts["bytes"], "bytes"), sha256=str(facts["sha256"]))
-            for name, facts in tree["files"].items()
-        },
+        pieces=pieces,
+        runs=runs,
+        files={name: FileFacts.from_json(facts) for name, facts in tree["files"].items()},
         dtypes={n: _type(t["dtype"]) for n, t in tensors.items() if is_typed and "dtype" in t},
     )
+
+
+def parse_fields(tree: Any, *, counts: Iterable[str], texts: Iterable[str]) -> dict[str, Any]:
+    """Check the fields of a manifest, or of a snapshot's header, that describe no bytes.
+
+    Raises:
+        ValueError, TypeError, KeyError: one is missing, or something else.
+    """
+    return {
+        **{name: whole(tree[name], name) for name in counts},
+        **{name: str(tree[name]) for name in texts},
+        "train_state": dict(tree["train_state"]),
+        "update_counts": {k: whole(v, "update count") for k, v in tree["update_counts"].items()},
+    }
 
 
 def _type(name: Any) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from runner.policy.retention.records import Tier
+from runner.policy.retention.records import Record, State, Tier
 from runner.system.error import CheckpointError
 
 
@@ -90,6 +90,16 @@ class CheckpointMetadata:
     metrics_bytes: int
     journal_lines: int
 
+    def metadata(self) -> dict[str, Any]:
+        """These five fields by name, without those that a subclass adds."""
+        return {known.name: getattr(self, known.name) for known in fields(CheckpointMetadata)}
+
+    def record(self, serial: int, tier: Tier = Tier.disk) -> Record:
+        """The ring's record of a committed checkpoint with this metadata."""
+        return Record(
+            serial=serial, step=self.step, cursor=self.cursor, state=State.committed, tier=tier
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingCheckpoint:
@@ -105,12 +115,8 @@ class PendingCheckpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
-    """What was loaded, and from where; see :class:`CheckpointMetadata`."""
+class Restored(CheckpointMetadata):
+    """What was loaded, and from where."""
 
     serial: int
-    step: int
-    cursor: int
-    train_state: Mapping[str, Any]
-    metrics_bytes: int
     tier: Tier

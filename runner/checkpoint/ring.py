@@ -14,7 +14,6 @@ write, commit) and ``_prove`` (verify, mark clean); ``_retire`` and ``_taint`` e
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
@@ -122,11 +121,10 @@ class Ring:
             return None
         return MemoryTier(
             memory.memory,
-            memory.replica,
+            (memory.replica, peer_queue) if memory.replica and peer_queue else None,
             sharded=self._sharded,
             ranks=self._ranks,
             queue=self._snapshot_queue,
-            peer_queue=peer_queue,
         )
 
     def _say(self, kind: str, decision: str, reason: str, step: int | None = None) -> None:
@@ -212,15 +210,15 @@ class Ring:
             is_known = (record.serial, record.step, record.cursor) in known
             return (is_newer or is_known) and not is_refused(record)
 
-        inherited = self._memory.inherit(
+        records, highest, refused = self._memory.inherit(
             incarnation,
             metrics_bytes=metrics_bytes,
             journal_lines=journal_lines,
             is_wanted=is_wanted,
         )
-        self._add_found(inherited.records)
-        self.next_serial = max(self.next_serial, inherited.highest + 1)
-        return inherited.refused
+        self._add_found(records)
+        self.next_serial = max(self.next_serial, highest + 1)
+        return refused
 
     def replace_memory(self, memory: MemoryParts) -> None:
         """Keep snapshots in other slots from now on, or in none. Collective.
@@ -232,7 +230,7 @@ class Ring:
             for copy in [c for c in self._copies.values() if c.tier is Tier.memory]:
                 self._forget(copy)
             self._memory.close(forget=True)
-        self._memory = self._memory_tier(replace(memory, replica=None), None)
+        self._memory = self._memory_tier(memory, None)
         self._begin_memory()
 
     def begin(self, uploads: Uploads | None = None) -> None:
@@ -356,15 +354,8 @@ class Ring:
 
     def _begin(self, pending: PendingCheckpoint, tier: Tier) -> Copy:
         """Register a copy that is not a checkpoint yet."""
-        metadata = pending.metadata
-        record = Record(
-            serial=pending.serial,
-            step=metadata.step,
-            cursor=metadata.cursor,
-            state=State.committed,
-            tier=tier,
-        )
-        copy = self._copies[pending.serial, tier] = Copy(record, Life.saving)
+        copy = Copy(pending.metadata.record(pending.serial, tier), Life.saving)
+        self._copies[pending.serial, tier] = copy
         return copy
 
     def _commit(self, copy: Copy) -> None:

@@ -13,9 +13,6 @@ from rich.text import Text
 
 from runner.observe.console import Working
 
-_QUIET_SECONDS = 2.0
-_EVERY_SECONDS = 0.2
-
 
 class Bar:
     """A live line on a terminal, and a plain line every half minute elsewhere.
@@ -38,10 +35,8 @@ class Bar:
     ) -> None:
         self._total = total
         self._done = 0
-        self._clock = clock
         self._working = Working(what, clock, unit=unit)
         self._working.begin(0)
-        self._next = clock() + _QUIET_SECONDS
         self._console = console or RichConsole(file=sys.stderr, highlight=False, soft_wrap=True)
         self._live: Live | None = None
 
@@ -65,15 +60,14 @@ class Bar:
         """Set what is done, and a total that may have grown."""
         self._done = done
         self._total = self._total if total is None else total
-        now = self._clock()
-        if now < self._next or self._total <= 0:
+        is_live = self._console.is_terminal
+        if self._total <= 0 or not self._working.is_due(live=is_live):
             return
-        self._next = now + _EVERY_SECONDS
-        text = self._working.text(done, self._total)
-        if self._console.is_terminal:
-            if self._live is None:
-                self._live = Live(console=self._console, auto_refresh=False, transient=True)
-                self._live.start()
-            self._live.update(Text(text), refresh=True)
-        elif self._working.is_due():
-            self._console.print(Text(text))
+        text = Text(self._working.text(done, self._total))
+        if not is_live:
+            self._console.print(text)
+            return
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False, transient=True)
+            self._live.start()
+        self._live.update(text, refresh=True)

@@ -11,7 +11,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,14 +35,6 @@ class Disturbance:
     in_backward: Callable[[], None] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleFault:
-    """``is_due`` tells whether the module of that name is at fault now."""
-
-    module: str
-    is_due: Callable[[], bool]
-
-
 class DrillError(Exception):
     """What ``raise@...`` raises."""
 
@@ -50,13 +42,7 @@ class DrillError(Exception):
 class FaultInjector:
     """All faults of one rank. ``markers`` is a directory shared by restarts."""
 
-    def __init__(
-        self,
-        faults: Sequence[Fault],
-        *,
-        rank: int,
-        markers: Path,
-    ) -> None:
+    def __init__(self, faults: Sequence[Fault], *, rank: int, markers: Path) -> None:
         self._faults = faults
         self.rank = rank
         self._markers = markers
@@ -75,18 +61,24 @@ class FaultInjector:
             for fault in self._faults
         )
 
+    def _due(self, step: int) -> list[Fault]:
+        """Faults that are bound to this step on this rank."""
+        return [fault for fault in self._faults if fault.is_due(step, self.rank)]
+
+    def _begun(self, kind: str, step: int) -> Iterator[Fault]:
+        """Faults of this kind that have begun on this rank by this step."""
+        for fault in self._faults:
+            if fault.kind == kind and step >= fault.steps[0] and fault.rank in (None, self.rank):
+                yield fault
+
     def before_step(self, step: int) -> None:
         """Note what falls due in this step; a slow rank sleeps."""
         self._step_faults = set()
         self._step = step
-        for fault in self._faults:
-            if fault.kind in ENDINGS or not fault.is_due(step, self.rank):
-                continue
+        for fault in self._due(step):
             if fault.kind == "slow":
                 time.sleep(fault.seconds)
-            elif fault.kind in LASTING:
-                continue
-            elif self._fires_first_time(fault):
+            elif fault.kind not in (*ENDINGS, *LASTING) and self._fires_first_time(fault):
                 self._step_faults.add(fault.kind)
 
     def at(self, point: str, step: int) -> None:
@@ -96,20 +88,13 @@ class FaultInjector:
                 _end(fault)
 
     def _endings(self, point: str, step: int) -> list[Fault]:
-        return [
-            fault
-            for fault in self._faults
-            if fault.kind in ENDINGS
-            and fault.at == point
-            and not fault.observer
-            and fault.is_due(step, self.rank)
-        ]
+        due = [fault for fault in self._due(step) if fault.kind in ENDINGS]
+        return [fault for fault in due if fault.at == point and not fault.observer]
 
     def in_observer(self, name: str, call: int) -> None:
         """End or freeze this rank in what only looks, when a fault says so before this exchange."""
-        for fault in self._faults:
-            is_due = fault.observer == name and fault.call == call
-            if is_due and fault.is_due(self._step, self.rank) and self._fires_first_time(fault):
+        for fault in self._due(self._step):
+            if (fault.observer, fault.call) == (name, call) and self._fires_first_time(fault):
                 _end(fault)
 
     def disturbance(self, positions: Sequence[int | None]) -> Disturbance | None:
@@ -123,12 +108,11 @@ class FaultInjector:
         activation = tuple(math.nan if self._hit("poison", p) else usual for p in positions)
         spikes = [self._hit("spike", p) for p in positions]
         loss = tuple(math.nan if nan_loss else fault.scale if fault else 1.0 for fault in spikes)
-        forward = self._out_of_memory(len(positions)) or self._ending_in("forward")
-        backward = self._ending_in("backward")
-        scales = (*activation, *loss)
-        if not (nan_grad or flip_grad or forward or backward) and all(
-            scale == 1.0 for scale in scales
-        ):
+        forward, backward = self._ending_in("forward"), self._ending_in("backward")
+        if any(len(positions) > fault.rows for fault in self._begun("oom", self._step)):
+            forward = _run_out_of_memory
+        is_scaled = any(scale != 1.0 for scale in (*activation, *loss))
+        if not (is_scaled or nan_grad or flip_grad or forward or backward):
             return None
         return Disturbance(
             activation_scale=activation,
@@ -139,19 +123,8 @@ class FaultInjector:
             in_backward=backward,
         )
 
-    def _out_of_memory(self, rows: int) -> Callable[[], None] | None:
-        due = any(
-            fault.kind == "oom"
-            and self._step >= fault.steps[0]
-            and fault.rank in (None, self.rank)
-            and rows > fault.rows
-            for fault in self._faults
-        )
-        return _run_out_of_memory if due else None
-
     def _ending_in(self, point: str) -> Callable[[], None] | None:
-        step = self._step
-        return (lambda: self.at(point, step)) if self._endings(point, step) else None
+        return partial(self.at, point, self._step) if self._endings(point, self._step) else None
 
     def in_step(self, kind: str) -> bool:
         """Whether a fault of this kind falls due on this rank in this step."""
@@ -165,34 +138,29 @@ class FaultInjector:
 
     def spoils_product(self, step: int) -> bool:
         """Whether the device check of a start at this step is to find a wrong product here."""
-        return any(
-            fault.kind == "wrong_product"
-            and fault.is_due(step, self.rank)
-            and self._fires_first_time(fault)
-            for fault in self._faults
-        )
+        due = [fault for fault in self._due(step) if fault.kind == "wrong_product"]
+        return any(map(self._fires_first_time, due))
 
-    def overflows(self) -> Sequence[ModuleFault]:
-        """Modules whose output is to overflow at times."""
-        return self._modules("overflow", lambda fault: fault.is_due(self._step, self.rank))
+    def in_modules(self, kind: str) -> list[tuple[str, Callable[[], bool]]]:
+        """Names of modules with a fault of this kind on this rank, and whether it is due now.
 
-    def wrong_gradients(self) -> Sequence[ModuleFault]:
-        """Modules the gradients of whose own weights are to be a little wrong on this rank."""
-        return self._modules("wrong_grad", lambda fault: self._step >= fault.steps[0])
+        "overflow": their output overflows at times; "wrong_grad": from a step on the gradients of
+        their own weights are a little wrong.
+        """
 
-    def _modules(self, kind: str, is_due: Callable[[Fault], bool]) -> Sequence[ModuleFault]:
+        def is_due(fault: Fault) -> bool:
+            due = self._due(self._step) if kind == "overflow" else self._begun(kind, self._step)
+            return fault in due
+
         return [
-            ModuleFault(module=fault.module, is_due=partial(is_due, fault))
+            (fault.module, partial(is_due, fault))
             for fault in self._faults
             if fault.kind == kind and fault.rank in (None, self.rank)
         ]
 
     def lasts(self, kind: str, step: int) -> bool:
         """Whether a fault of this kind has begun by this step, and goes on."""
-        return any(
-            fault.kind == kind and step >= fault.steps[0] and fault.rank in (None, self.rank)
-            for fault in self._faults
-        )
+        return any(self._begun(kind, step))
 
     def _hit(self, kind: str, position: int | None) -> Fault | None:
         for fault in self._faults:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from runner.fault.inject import Disturbance, FaultInjector, ModuleFault
+from runner.fault.inject import Disturbance, FaultInjector
 from runner.system.error import ConfigError
 
 Part = TypeVar("Part")
@@ -207,12 +207,7 @@ class MicroBatchFaults:
         self._is_scaled = False
 
     def attach(
-        self,
-        model: nn.Module,
-        embedding: nn.Module,
-        *,
-        overflows: Sequence[ModuleFault] = (),
-        wrong_gradients: Sequence[ModuleFault] = (),
+        self, model: nn.Module, embedding: nn.Module, faults: FaultInjector | None = None
     ) -> None:
         """Reach the embedding's output and gradient, and modules that are at fault.
 
@@ -221,12 +216,12 @@ class MicroBatchFaults:
         """
         model.register_forward_pre_hook(self._at_model)
         embedding.register_forward_hook(self._at_embedding)
-        for overflow in overflows:
-            module = _named(model.get_submodule("network"), overflow.module)
-            module.register_forward_hook(partial(_overflowing, overflow))
-        for wrong in wrong_gradients:
-            module = _named(model.get_submodule("network"), wrong.module)
-            module.register_forward_pre_hook(_WrongGradient(wrong))
+        if faults is None:
+            return
+        for name, is_due in faults.in_modules("overflow"):
+            _named(model, name).register_forward_hook(partial(_overflowing, is_due))
+        for name, is_due in faults.in_modules("wrong_grad"):
+            _named(model, name).register_forward_pre_hook(_WrongGradient(is_due))
 
     def begin(self, disturbances: Iterable[Disturbance | None]) -> None:
         """Of the micro-batches that come now, in their order."""
@@ -277,12 +272,12 @@ class MicroBatchFaults:
         return output
 
 
-def _named(network: nn.Module, name: str) -> nn.Module:
+def _named(model: nn.Module, name: str) -> nn.Module:
     """
     Raises:
         ConfigError: the model has no such module.
     """
-    known: dict[str, nn.Module] = dict(network.named_modules())
+    known: dict[str, nn.Module] = dict(model.get_submodule("network").named_modules())
     if name not in known:
         some = ", ".join(list(known)[1:12])
         raise ConfigError(f"faults: module={name}: the model has {some}, ...")
@@ -292,8 +287,8 @@ def _named(network: nn.Module, name: str) -> nn.Module:
 class _WrongGradient:
     """Scales the gradients of a module's own weights, before they are summed over ranks."""
 
-    def __init__(self, fault: ModuleFault) -> None:
-        self._fault = fault
+    def __init__(self, is_due: Callable[[], bool]) -> None:
+        self._is_due = is_due
         self._known: dict[int, torch.Tensor] = {}
 
     def __call__(self, module: nn.Module, inputs: object) -> None:
@@ -303,12 +298,12 @@ class _WrongGradient:
                 parameter.register_hook(self._scaled)  # type: ignore[no-untyped-call]
 
     def _scaled(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        return gradient * _SLIGHTLY_WRONG if self._fault.is_due() else None
+        return gradient * _SLIGHTLY_WRONG if self._is_due() else None
 
 
-def _overflowing(overflow: ModuleFault, module: nn.Module, inputs: object, output: Any) -> Any:
+def _overflowing(is_due: Callable[[], bool], module: nn.Module, inputs: object, output: Any) -> Any:
     """The largest number of a module's output becomes infinite."""
-    if not overflow.is_due():
+    if not is_due():
         return output
     first = output[0] if isinstance(output, tuple) else output
     size = first.detach().abs()

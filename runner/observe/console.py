@@ -88,24 +88,17 @@ class Working:
         self.what = what
         self._unit = unit
         self._clock = clock
-        self._began = self._told = clock()
-        self._shown = -_LIVE_SECONDS
+        self._began = clock()
+        self._due = {True: self._began + _QUIET_SECONDS, False: self._began + _PLAIN_SECONDS}
         self._first: int | None = None
 
-    def is_due(self) -> bool:
-        """Whether a plain line is due: none for work of seconds, few for work of hours."""
+    def is_due(self, *, live: bool) -> bool:
+        """Whether to show it now: in the live line not for work of two seconds, nor all the time;
+        in plain lines not for work of seconds, and seldom for work of hours."""
         now = self._clock()
-        if now < self._told + _PLAIN_SECONDS:
+        if now < self._due[live]:
             return False
-        self._told = now
-        return True
-
-    def is_due_live(self) -> bool:
-        """Whether the live line is to show it: not for work of two seconds, nor all the time."""
-        now = self._clock()
-        if now < max(self._began + _QUIET_SECONDS, self._shown + _LIVE_SECONDS):
-            return False
-        self._shown = now
+        self._due[live] = now + (_LIVE_SECONDS if live else _PLAIN_SECONDS)
         return True
 
     def begin(self, done: int) -> None:
@@ -211,7 +204,7 @@ class Console:
             self._working = Working(what)
         self._work_done = done
         self._working.begin(done)
-        if self._working.is_due_live() if self._has_live else self._working.is_due():
+        if self._working.is_due(live=self._has_live):
             text = self._working.text(done, total)
             self._show(text, {"bytes_done": done, "bytes_total": total})
 

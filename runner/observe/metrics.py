@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from runner.system.json_lines import LineFile, iter_lines, step_of
+from runner.system.json_lines import iter_lines, step_of
 from runner.system.parsing import whole
 
 
@@ -102,31 +102,6 @@ def held_out_before(path: Path, step: int) -> float | None:
         if isinstance(loss, float) and math.isfinite(loss) and step_of(line) < step:
             newest = loss
     return newest
-
-
-class Metrics:
-    """Rank 0 writes; on other ranks (``path`` None) calls do nothing. ``check``: see LineFile."""
-
-    def __init__(
-        self, path: Path | None, *, length: int, check: Callable[[], None] = lambda: None
-    ) -> None:
-        self.file = LineFile(path, length=length, check=check) if path is not None else None
-
-    def write(self, line: MetricsLine) -> None:
-        if self.file is not None:
-            self.file.append(line.to_json(), durably=False)
-
-    def sync(self) -> int:
-        """Sync; returns the length in bytes with kept lines, 0 on other ranks."""
-        return self.file.sync() if self.file is not None else 0
-
-    def num_bytes(self) -> int:
-        """Length in bytes with kept lines, which other processes do not see; 0 on other ranks."""
-        return self.file.num_bytes() if self.file is not None else 0
-
-    def close(self) -> None:
-        if self.file is not None:
-            self.file.close()
 
 
 # Tokens per second, MFU and time to go.

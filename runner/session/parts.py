@@ -213,12 +213,7 @@ def _with_faults(
         return make(None)[0]
     inside = MicroBatchFaults()
     built, model, embedding = make(inside)
-    inside.attach(
-        model,
-        embedding,
-        overflows=() if is_twin else faults.overflows(),
-        wrong_gradients=() if is_twin else faults.wrong_gradients(),
-    )
+    inside.attach(model, embedding, None if is_twin else faults)
     return wrap_engine(built, faults, inside)
 
 

@@ -149,7 +149,7 @@ def _look(node: NodeDir, place: RankEnv, layout: SlotLayout) -> dict[str, Any]:
     try:
         node.open()
         if place.local_rank == 0:
-            report["swept"] = [str(gone) for gone in node.sweep()]
+            report["swept"] = node.sweep()
         status = node.folder.stat()
         # Two host names of one machine, as containers have, share one memory.
         report["memory"] = f"{own['boot'] or own['host']} {status.st_dev}:{status.st_ino}"

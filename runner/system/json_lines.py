@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import threading
 import time
@@ -32,12 +33,8 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _read_from(path: Path, start: int) -> tuple[list[dict[str, Any]], int]:
-    lines: list[dict[str, Any]] = []
-    end = start
-    for line, stop in _whole_lines(path, start):
-        lines.append(line)
-        end = stop
-    return lines, end
+    lines = list(_whole_lines(path, start))
+    return [line for line, _ in lines], lines[-1][1] if lines else start
 
 
 def iter_lines(path: Path, *, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
@@ -57,8 +54,6 @@ def iter_lines(path: Path, *, start: int = 0, stop: int | None = None) -> Iterat
 
 def _whole_lines(path: Path, start: int) -> Iterator[tuple[dict[str, Any], int]]:
     """Each line with the position in bytes at which it ends."""
-    if not path.exists():
-        return
     end = start
     with naming(path), _open(path) as file:
         file.seek(start)
@@ -91,8 +86,6 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
 
 def lines_after(path: Path, length: int) -> int:
     """How many whole lines follow the first one after byte ``length``."""
-    if not path.exists():
-        return 0
     with naming(path), _open(path) as file:
         file.seek(length)
         file.readline()
@@ -107,9 +100,7 @@ def last_line(path: Path) -> dict[str, Any] | None:
     Raises:
         ConfigError: as :func:`iter_lines`.
     """
-    if not path.exists():
-        return None
-    size, behind = path.stat().st_size, _TAIL_BYTES
+    size, behind = path.stat().st_size if path.exists() else 0, _TAIL_BYTES
     while not (lines := tail(path, behind)[0]) and behind < size:
         behind *= 4
     return lines[-1] if lines else None
@@ -121,19 +112,13 @@ def tail(path: Path, num_bytes: int) -> tuple[list[dict[str, Any]], int]:
     Raises:
         ConfigError: as :func:`iter_lines`.
     """
-    if not path.exists():
-        return [], 0
-    return _read_from(path, _line_after(path, path.stat().st_size - num_bytes))
-
-
-def _line_after(path: Path, position: int) -> int:
-    """The begin of the first line at or after ``position``."""
-    if position <= 0:
-        return 0
     with naming(path), _open(path) as file:
-        file.seek(position - 1)  # a line may begin right at the position
-        file.readline(LINE_BYTES)
-        return file.tell()
+        start = max(0, file.seek(0, os.SEEK_END) - num_bytes)
+        if start:
+            file.seek(start - 1)  # a line may begin right there
+            file.readline(LINE_BYTES)
+            start = file.tell()
+    return _read_from(path, start)
 
 
 def step_of(line: dict[str, Any]) -> int:
@@ -148,8 +133,11 @@ def count_of(line: dict[str, Any], name: str) -> int:
 
 
 def _open(path: Path) -> BinaryIO:
+    """A file to read; nothing is in one that does not exist."""
     try:
         return open_regular(path, follow=True)
+    except FileNotFoundError:
+        return io.BytesIO()
     except OSError as error:
         if error.errno in _NO_FILE:
             raise ConfigError(f"{path}: cannot be read ({error.strerror}); move it away") from None

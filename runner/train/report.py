@@ -12,7 +12,7 @@ from typing import Protocol
 
 from runner.distributed.observers import Alone, alone_on_this_rank
 from runner.observe.console import Progress
-from runner.observe.metrics import Metrics, MetricsLine, Pace, Throughput
+from runner.observe.metrics import MetricsLine, Pace, Throughput
 from runner.observe.side_lines import RingLines, SideLines
 from runner.policy.decision.history import Incident
 from runner.policy.decision.judge import Verdict
@@ -60,11 +60,10 @@ class Reporter:
         group, check = run.group, run.lease.run_lease.check
         run_dir, journal, ring = group.run_dir, run.journal, run.ring
         self._alone = alone or alone_on_this_rank()
-        self._metrics = Metrics(
-            run_dir.metrics if group.is_first else None,
-            length=run.resumed.metrics_bytes,
-            check=check,
-        )
+        self.metrics_file: LineFile | None = None  # on rank 0
+        if group.is_first:
+            length = run.resumed.metrics_bytes
+            self.metrics_file = LineFile(run_dir.metrics, length=length, check=check)
         self._ring_lines: RingLines | None = None
         if group.is_first:
             self._ring_lines = RingLines(
@@ -164,7 +163,8 @@ class Reporter:
             stalls={kind: round(amount, 6) for kind, amount in stalls.items()},
             columns={**line.columns, **more},
         )
-        self._metrics.write(line)
+        if self.metrics_file is not None:
+            self.metrics_file.append(line.to_json(), durably=False)
         self._account.add(line.to_json())
         for tracker in self._trackers:
             self._alone("tracker", partial(tracker.write, line), None)
@@ -277,15 +277,13 @@ class Reporter:
 
     def metrics_bytes(self, *, durably: bool = True) -> int:
         """Length of the metrics file; ``durably``: sync it first, or keep its lines."""
-        return self._metrics.sync() if durably else self._metrics.num_bytes()
-
-    @property
-    def metrics_file(self) -> LineFile | None:
-        """The metrics file, on rank 0."""
-        return self._metrics.file
+        if self.metrics_file is None:
+            return 0
+        return self.metrics_file.sync() if durably else self.metrics_file.num_bytes()
 
     def close(self) -> None:
-        self._metrics.close()
+        if self.metrics_file is not None:
+            self.metrics_file.close()
         self._report_losses(self._step)
         if self._ring_lines is not None:
             self._alone("ring lines", partial(self._ring_lines.note, self._step), None)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from runner.observe.journal import Journal, read_journal
-from runner.observe.metrics import Metrics, Throughput, peak_tflops
+from runner.observe.metrics import Throughput, peak_tflops
 from runner.observe.tracker import TensorBoardTracker, numbers_of
 from runner.policy.decision.history import Incident
 from runner.policy.decision.skip_ledger import Ledger
@@ -244,28 +244,28 @@ def steps_in(path: Path) -> list[int]:
 
 def test_metrics_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    metrics = Metrics(path, length=0)
+    metrics = LineFile(path, length=0)
     lengths = [metrics.sync()]
     for step in (1, 2, 3):
-        metrics.write(metrics_line(step))
+        metrics.append(metrics_line(step).to_json(), durably=False)
         lengths.append(metrics.sync())
     metrics.close()
     whole = path.read_bytes()
     assert lengths[-1] == len(whole)
-    again = Metrics(path, length=lengths[1])
+    again = LineFile(path, length=lengths[1])
     assert steps_in(path) == [1]
     for step in (2, 3):
-        again.write(metrics_line(step))
+        again.append(metrics_line(step).to_json(), durably=False)
     again.close()
     assert path.read_bytes() == whole
 
 
 def test_a_metrics_line_is_all_its_fields(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path / "m", length=0)
+    metrics = LineFile(tmp_path / "m", length=0)
     written = metrics_line(
         1, loss=math.nan, grad_norm=2.0, eval_loss=3.0, columns={"samples/web": 3}
     )
-    metrics.write(written)
+    metrics.append(written.to_json(), durably=False)
     metrics.close()
     (found,) = read_lines(tmp_path / "m")[0]
     flags = {"samples": [1, 2], "loss": None, "nonfinite": {"loss": "nan"}}

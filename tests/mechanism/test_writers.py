@@ -21,7 +21,6 @@ from runner.checkpoint.memory.snapshot import SnapshotHeader, parse_header
 from runner.command.backtest import backtest_command
 from runner.health.rank_report import Report, write_report
 from runner.observe.journal import Journal, read_journal
-from runner.observe.metrics import Metrics
 from runner.observe.tracker import TensorBoardTracker, numbers_of
 from runner.policy.decision.history import Incident
 from runner.session.summary import Summary
@@ -97,10 +96,10 @@ def test_a_number_is_read_back(value: float | None) -> None:
 
 
 def metrics(folder: Path, a: float, b: float, tree: dict[str, Any]) -> bytes:
-    made = Metrics(folder / "m", length=0)
+    made = LineFile(folder / "m", length=0)
     of_a = dict.fromkeys(("loss", "lr", "seconds", "eval_loss"), a)
     of_b = dict.fromkeys(("grad_norm", "tokens_per_second", "data_wait_seconds", "time"), b)
-    made.write(metrics_line(1, **of_a, **of_b, stalls={"checkpoint": a}))
+    made.append(metrics_line(1, **of_a, **of_b, stalls={"checkpoint": a}).to_json(), durably=False)
     made.close()
     return (folder / "m").read_bytes()
 

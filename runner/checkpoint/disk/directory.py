@@ -103,7 +103,7 @@ class CheckpointDirectory:
                 f"the manifest of {len(manifest.shapes)} tensors on {manifest.world_size} ranks is "
                 f"too large ({error}); save from fewer ranks"
             ) from None
-        self._publish(_record(manifest))
+        self._publish(manifest.record(manifest.serial))
 
     def take_back(self, manifest: Manifest, data: bytes) -> Record:
         """Publish as clean a checkpoint whose files were restored and verified.
@@ -111,7 +111,7 @@ class CheckpointDirectory:
         Args:
             data: the manifest as it was written.
         """
-        record = _record(manifest)
+        record = manifest.record(manifest.serial)
         self.remove(record)  # a damaged one of this name
         writing = self.writing_folder(manifest.serial)
         write_durably(writing / MANIFEST, data)
@@ -228,18 +228,30 @@ class CheckpointDirectory:
             data = read_bounded(path, MOST_BYTES)
         except OSError as error:
             raise unreadable(path, error) from None
-        # Digest and parse the same bytes: a second read may return others.
-        if promised != hashlib.sha256(data).hexdigest().encode():
-            raise CorruptCheckpoint(f"{path}: digest differs from {COMMITTED}")
-        manifest = parse_manifest(data, path)
-        marks = [state for state, name in _MARKS.items() if (folder / name).exists()]
-        record = _record(manifest, *marks[-1:])
-        if folder.name != self.folder_of(record).name:
-            raise CorruptCheckpoint(f"{folder}: holds serial {manifest.serial}: moved or renamed")
+        manifest = checked_manifest(data, promised, str(folder))
+        record = manifest.record(manifest.serial)
+        for state, name in _MARKS.items():  # a taint counts more
+            if (folder / name).exists():
+                record = replace(record, state=state)
         entry = Entry(record=record, folder=folder, manifest=manifest)
         if not entry.is_committed():  # its marks may have been gone when they were looked for
             raise _retired(folder)
         return entry
+
+
+def checked_manifest(data: bytes, promised: bytes, folder: str) -> Manifest:
+    """Parse the manifest in a checkpoint's folder; ``promised`` is what its marker says.
+
+    Raises:
+        CorruptCheckpoint: it is damaged, or belongs to another checkpoint.
+    """
+    # Digest and parse the same bytes: a second read may return others.
+    if promised != hashlib.sha256(data).hexdigest().encode():
+        raise CorruptCheckpoint(f"{folder}/{MANIFEST}: digest differs from {COMMITTED}")
+    manifest = parse_manifest(data, f"{folder}/{MANIFEST}")
+    if folder.rpartition("/")[2] != folder_name(manifest.record(manifest.serial)):
+        raise CorruptCheckpoint(f"{folder}: holds serial {manifest.serial}: moved or renamed")
+    return manifest
 
 
 # Errors of a file that is missing, cut or replaced. Others come from the disk or the network.
@@ -274,7 +286,3 @@ def _take_back(marker: Path) -> None:
     with contextlib.suppress(OSError):
         marker.unlink(missing_ok=True)
         sync_directory(marker.parent)
-
-
-def _record(manifest: Manifest, state: State = State.committed) -> Record:
-    return Record(serial=manifest.serial, step=manifest.step, cursor=manifest.cursor, state=state)

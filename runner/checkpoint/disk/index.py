@@ -86,8 +86,8 @@ def write_index(
     write_durably(folder / index_name(rank), b"".join(data))
 
 
-def _facts(data: bytes, path: Path) -> FileFacts:
-    """Size and digest of the shard file that an index belongs to.
+def _facts(data: bytes, path: Path) -> tuple[FileFacts, int]:
+    """Size and digest of the shard file that an index belongs to, and how many pieces it lists.
 
     Raises:
         CorruptCheckpoint: the data is not an index.
@@ -98,7 +98,7 @@ def _facts(data: bytes, path: Path) -> FileFacts:
     magic, num, num_bytes, sha256 = _HEADER.unpack_from(data)
     if magic != _MAGIC or num != size:
         raise CorruptCheckpoint(f"{path}: is no index, or one of another version")
-    return FileFacts(num_bytes=num_bytes, sha256=sha256.hex())
+    return FileFacts(num_bytes=num_bytes, sha256=sha256.hex()), num
 
 
 _COLUMNS = ((0, "<u4"), (1, "<u8"), (2, "<u8"))
@@ -114,8 +114,7 @@ def parse_index(
     Raises:
         CorruptCheckpoint: the data is not an index, or its sizes do not add up.
     """
-    facts = _facts(data, path)
-    size = (len(data) - _HEADER.size) // _PIECE_BYTES
+    facts, size = _facts(data, path)
     columns: list[Numbers] = []
     at = _HEADER.size
     for _, kind in _COLUMNS:
@@ -173,7 +172,7 @@ def collect_indexes(
         stored = list(readers.map(_read, paths))
     files: dict[str, FileFacts] = {}
     for rank, (path, data) in enumerate(zip(paths, stored, strict=True)):
-        files[data_name(rank)] = _facts(data, path)
+        files[data_name(rank)], _ = _facts(data, path)
         files[path.name] = FileFacts(num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
     # Of the columns, not of the shard's bytes, which change with each save.
     digests = tuple(hashlib.sha256(memoryview(data)[_HEADER.size :]).digest() for data in stored)

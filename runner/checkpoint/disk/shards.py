@@ -10,9 +10,9 @@ import hashlib
 import io
 import json
 import os
+import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,8 @@ from runner.checkpoint.disk.index import (
     write_index,
 )
 from runner.checkpoint.manifest import (
+    FLOAT32,
+    ITEM_BYTES,
     ITEM_SIZES,
     MOST_BYTES,
     FileFacts,
@@ -45,10 +47,10 @@ from runner.checkpoint.manifest import (
     rank_of,
 )
 from runner.system.error import CorruptCheckpoint
-from runner.system.files import blocks, naming, open_regular, read_bounded, write_json
-from runner.system.parsing import whole
+from runner.system.files import naming, open_regular, read_bounded, write_json
 
 _WRITE_BYTES = 1 << 22
+_BLOCK_BYTES = 1 << 22  # read at once; whole elements of every type
 _MOST_OPEN = 64
 
 
@@ -143,12 +145,11 @@ def write_rank_file(
             offset += len(data)
         file.flush()
         os.fsync(file.fileno())
+    facts = FileFacts(num_bytes=offset, sha256=digest.hexdigest())
     if numbers is not None:
-        facts = FileFacts(num_bytes=offset, sha256=digest.hexdigest())
         write_index(folder, rank, facts, [(numbers[p[0]], p[1], p[2]) for p in pieces])
         return
-    note = {"bytes": offset, "sha256": digest.hexdigest(), "pieces": pieces}
-    write_json(folder / f"rank-{rank:05d}.json", note)
+    write_json(folder / f"rank-{rank:05d}.json", facts.to_json() | {"pieces": pieces})
 
 
 def collect_pieces(
@@ -165,9 +166,7 @@ def collect_pieces(
         path, name = folder / f"rank-{rank:05d}.json", data_name(rank)
         try:
             note = json.loads(read_bounded(path, MOST_BYTES))
-            files[name] = FileFacts(
-                num_bytes=whole(note["bytes"], "bytes"), sha256=str(note["sha256"])
-            )
+            files[name] = FileFacts.from_json(note)
             for tensor, start, count, offset in note["pieces"]:
                 piece = parse_piece([start, count, name, offset])
                 pieces.setdefault(str(tensor), []).append(piece)
@@ -263,7 +262,7 @@ class Indexes:
             self._read[file] = index.places()
         return self._read[file]
 
-    def types(self, file: int) -> list[tuple[int, int, str]]:
+    def types(self, file: int) -> list[Span]:
         """(offset, count, type) of each piece in a rank's file, in the order of its bytes.
 
         Raises:
@@ -312,13 +311,13 @@ def verify_files(
     for name in names:
         path, facts = entry.folder / name, entry.manifest.files[name]
         digest = hashlib.sha256()
-        sound = _finiteness(entry, name) if finite and not is_index(name) else None
+        spans = _spans(entry, name) if finite and not is_index(name) else []
         with _open(entry, name) as file:
             _check_size(file, path, facts)
-            for block in blocks(file):
+            for block, dtype in _typed_blocks(file, spans):
                 digest.update(block)
                 moved(len(block))
-                if sound is not None and not sound(block):
+                if not _are_finite(block, dtype):
                     raise CorruptCheckpoint(f"{path}: holds NaN or Inf")
             if digest.hexdigest() != facts.sha256:
                 raise CorruptCheckpoint(
@@ -327,51 +326,38 @@ def verify_files(
             _check_unchanged(file, path, (seen or {}).get(name))
 
 
-def _finiteness(entry: Entry, name: str) -> Callable[[bytes], bool]:
-    """A function that takes a rank's file block by block: whether all numbers are finite."""
+# (offset, number of elements, type) of a part of a file.
+Span = tuple[int, int, str]
+_BYTES = "uint8"
+
+
+def _spans(entry: Entry, name: str) -> list[Span]:
+    """Where which elements lie in a rank's file, in the order of its bytes."""
     manifest = entry.manifest
     if not manifest.dtypes:
-        return lambda block: bool(np.isfinite(np.frombuffer(block, dtype="<f4")).all())
+        return [(0, manifest.files[name].num_bytes // ITEM_BYTES, FLOAT32)]
     if manifest.is_indexed:
-        spans = Indexes(entry).types(rank_of(name))
-    else:
-        pieces = ((n, piece) for n, of_one in manifest.pieces.items() for piece in of_one)
-        spans = sorted((p.offset, p.count, manifest.dtype(n)) for n, p in pieces if p.file == name)
-    return _TypedBlocks(spans).are_finite
+        return Indexes(entry).types(rank_of(name))
+    pieces = ((n, piece) for n, of_one in manifest.pieces.items() for piece in of_one)
+    return sorted((p.offset, p.count, manifest.dtype(n)) for n, p in pieces if p.file == name)
 
 
-class _TypedBlocks:
-    """Reads a file whose elements are of several types, block by block.
+def _typed_blocks(file: BinaryIO, spans: Sequence[Span]) -> Iterator[tuple[bytes, str]]:
+    """The whole file in blocks of elements of one type; bytes of no span are ``uint8``."""
+    # A digest of cached pages would prove nothing about the disk.
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    at = 0
+    for offset, count, dtype in (*spans, (sys.maxsize, 0, _BYTES)):
+        for stop, kind in ((offset, _BYTES), (offset + count * ITEM_SIZES[dtype], dtype)):
+            while at < stop and (block := file.read(min(stop - at, _BLOCK_BYTES))):
+                at += len(block)
+                yield block, kind
 
-    Args:
-        spans: (offset, count, type) of each piece, in the order of their bytes.
-    """
 
-    def __init__(self, spans: Sequence[tuple[int, int, str]]) -> None:
-        self._spans = deque(spans)
-        self._kept = b""  # the end of the last block: an element may lie across two blocks
-        self._at = 0  # position of its first byte
-
-    def are_finite(self, block: bytes) -> bool:
-        """Whether the elements that end in this block are finite."""
-        data, end = self._kept + block, self._at + len(self._kept) + len(block)
-        while self._spans:
-            offset, count, dtype = self._spans[0]
-            if offset >= end:
-                break
-            size = ITEM_SIZES[dtype]
-            num_elements = min(count, (end - offset) // size)
-            first = offset - self._at
-            values = from_bytes(data[first : first + num_elements * size], dtype_of(dtype))
-            if not is_finite(values):
-                return False
-            if num_elements < count:
-                self._spans[0] = (offset + num_elements * size, count - num_elements, dtype)
-                break
-            self._spans.popleft()
-        kept = self._spans[0][0] if self._spans else end
-        self._kept, self._at = (data[kept - self._at :], kept) if kept < end else (b"", end)
-        return True
+def _are_finite(block: bytes, dtype: str) -> bool:
+    if dtype == FLOAT32:  # nearly always; numpy needs no copy
+        return bool(np.isfinite(np.frombuffer(block, dtype="<f4")).all())
+    return dtype == _BYTES or is_finite(from_bytes(block, dtype_of(dtype)))
 
 
 def _check_size(file: BinaryIO, path: Path, facts: FileFacts) -> None:

@@ -108,16 +108,12 @@ class DiskTier:
         shapes: Mapping[str, tuple[int, ...]],
         dtypes: Mapping[str, str],
     ) -> None:
-        folder, metadata = self.directory.writing_folder(pending.serial), pending.metadata
+        folder = self.directory.writing_folder(pending.serial)
         pieces: Mapping[str, tuple[Piece, ...]] = {}
         runs: Mapping[str, tuple[Run, ...]] | None = None
         if self._is_indexed:
             self._layout, files = collect_indexes(
-                folder,
-                list(shapes),
-                self.ranks.world_size,
-                known=self._layout,
-                dtypes=dtypes,
+                folder, list(shapes), self.ranks.world_size, known=self._layout, dtypes=dtypes
             )
             runs = self._layout.runs
         else:
@@ -125,14 +121,10 @@ class DiskTier:
         self.directory.commit(
             Manifest(
                 serial=pending.serial,
-                step=metadata.step,
-                cursor=metadata.cursor,
+                **pending.metadata.metadata(),
                 world_size=self.ranks.world_size,
                 config_digest=self.identity.config_digest,
                 data_fingerprint=self.identity.data_fingerprint,
-                metrics_bytes=metadata.metrics_bytes,
-                journal_lines=metadata.journal_lines,
-                train_state=metadata.train_state,
                 update_counts=pending.counts,
                 shapes=shapes,
                 pieces=pieces,
@@ -224,18 +216,10 @@ class DiskTier:
                     moved(_FP32_BYTES * len(shard.local))
 
         self.ranks.all_or_none_patiently("loading a checkpoint", copy_in)
-        manifest = entry.manifest
-        # Only after all ranks have read theirs: ZeRO has collectives here and would wait for a rank
-        # refused would be waited for.
-        self.sharded.finish_load(manifest.update_counts)
-        return Restored(
-            serial=manifest.serial,
-            step=manifest.step,
-            cursor=manifest.cursor,
-            train_state=manifest.train_state,
-            metrics_bytes=manifest.metrics_bytes,
-            tier=Tier.disk,
-        )
+        # Only after all ranks have read theirs: ZeRO has collectives here, and a rank that refused
+        # would be waited for.
+        self.sharded.finish_load(entry.manifest.update_counts)
+        return Restored(serial=record.serial, tier=Tier.disk, **entry.manifest.metadata())
 
     def _counter(self, entry: Entry) -> Callable[[int], None]:
         """A function that adds up the bytes read, to compare or to copy, and shows the sum."""

@@ -17,7 +17,6 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +29,6 @@ _OWNER_BYTES = 1 << 16
 _ABANDONED_SECONDS = 86_400.0
 
 OwnerProcess = Mapping[str, str | int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Abandoned:
-    """A removed folder: its run, and the reason."""
-
-    folder: Path
-    out: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.folder} (of out={self.out}: {self.why})"
 
 
 class NodeDir:
@@ -132,20 +119,20 @@ class NodeDir:
                 total += file.lstat().st_blocks * 512
         return total
 
-    def sweep(self) -> list[Abandoned]:
-        """Remove folders of this user's runs that no later start will use."""
+    def sweep(self) -> list[str]:
+        """Remove folders of this user's runs that no later start will use; says which and why."""
         gone = []
         for folder in _folders(self._root, _RUN):
-            abandoned = None if folder == self.folder else self._abandoned(folder)
-            if abandoned is not None:
+            if folder != self.folder and (out_and_why := self._abandoned(folder)):
                 shutil.rmtree(folder, ignore_errors=True)
-                gone.append(abandoned)
+                gone.append(f"{folder} (of {out_and_why})")
         return gone
 
-    def _abandoned(self, folder: Path) -> Abandoned | None:
+    def _abandoned(self, folder: Path) -> str:
+        """The run and why its folder is not needed any more; empty while it is."""
         owners = [_owner(sub) for sub in _folders(folder, _FOLDER)]
         if any(owner and self._is_alive(owner["process"]) for owner in owners):
-            return None
+            return ""
         last = max((owner for owner in owners if owner), key=lambda o: str(o["out"]), default=None)
         age, why = _age_seconds(folder), ""
         if last is None:
@@ -157,8 +144,7 @@ class NodeDir:
             why = "from before the last boot"
         elif age > _ABANDONED_SECONDS:
             why = "ended more than a day ago"
-        out = str(last["out"]) if last else "?"
-        return Abandoned(folder=folder, out=out, why=why) if why else None
+        return f"out={last['out'] if last else '?'}: {why}" if why else ""
 
 
 def free_bytes(folder: Path) -> int:
@@ -172,19 +158,15 @@ def free_memory_bytes() -> int | None:
     return min(_free_memory(), default=None)
 
 
-def _free_memory() -> list[int]:
-    return [*_available_memory(), *_cgroup_memory()]
+def _free_memory() -> Iterator[int]:
+    """Free memory of the machine, and of this process's cgroup (version 2).
 
-
-def _available_memory() -> Iterator[int]:
+    The latter counts shared memory.
+    """
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 yield int(line.split()[1]) * 1024
-
-
-def _cgroup_memory() -> Iterator[int]:
-    """Free memory of this process's cgroup (version 2), which counts shared memory."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         own = Path("/proc/self/cgroup").read_text().strip().splitlines()[-1].split(":")[-1]
         for folder in (Path("/sys/fs/cgroup") / own.lstrip("/"), Path("/sys/fs/cgroup")):

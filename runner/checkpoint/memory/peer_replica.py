@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from runner.checkpoint.memory.node_dir import NodeDir
 from runner.checkpoint.memory.shared_buffer import SharedBuffer
-from runner.checkpoint.memory.snapshot import Memory, SnapshotHeader, read_header, write_header
-from runner.system.error import CorruptCheckpoint
+from runner.checkpoint.memory.snapshot import Memory, SnapshotHeader, headers_in, write_header
+from runner.policy.retention.records import Record, State, Tier
 
 KEPT = 2  # copies of each rank: one is whole while the other is received
 _CHUNK = 1 << 26  # elements sent at once
@@ -30,18 +30,13 @@ class ReplicaInventory:
     ``holders``: for each rank that has lost it, the rank on whose node a copy is.
     """
 
-    serial: int
-    step: int
-    cursor: int
+    record: Record
     holders: Mapping[int, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Return:
-    """One rank's part of a transfer: what it sends and receives, by rank."""
-
-    out: Mapping[int, tuple[bytes, torch.Tensor]]
-    into: Mapping[int, torch.Tensor]
+# What a rank sends in a transfer (a header and values) and what it receives, by rank.
+Sent = Mapping[int, tuple[bytes, torch.Tensor]]
+Received = Mapping[int, torch.Tensor]
 
 
 def peers(nodes: Sequence[Sequence[int]]) -> dict[int, int]:
@@ -70,9 +65,9 @@ def on_every_rank(by_rank: Sequence[Mapping[str, Any]]) -> list[ReplicaInventory
     anywhere = set().union(*own, *holders)
     return [
         ReplicaInventory(
-            serial=row[0],
-            step=row[1],
-            cursor=row[2],
+            record=Record(
+                serial=row[0], step=row[1], cursor=row[2], state=State.committed, tier=Tier.memory
+            ),
             holders={r: holders[r][row] for r in range(len(by_rank)) if row not in own[r]},
         )
         for row in sorted(anywhere)
@@ -160,38 +155,34 @@ class PeerReplica:
         return [
             [rank, header.layout, header.serial, header.step, header.cursor]
             for rank in (range(mark.world_size) if self._is_first_there else ())
-            for header, _, _ in self._copies(incarnation, rank)
+            for header, _ in self._copies(incarnation, rank)
             if header.is_told(metrics_bytes, journal_lines)
         ]
 
-    def _copies(self, incarnation: int, rank: int) -> Iterator[tuple[SnapshotHeader, bytes, Path]]:
-        """A rank's copies here with sound headers: header, its bytes, the data."""
+    def _copies(self, incarnation: int, rank: int) -> Iterator[tuple[SnapshotHeader, Path]]:
+        """A rank's copies here with sound headers, and the paths of their data."""
         mark, folder = self._mark, self._node.of_rank(incarnation, rank, "peer")
         same = (incarnation, rank, mark.world_size, mark.config_digest, mark.data_fingerprint)
-        for path in sorted(folder.glob("slot-*.json")) if self._node.is_trusted(folder) else []:
-            with contextlib.suppress(CorruptCheckpoint, FileNotFoundError):
-                header, data = read_header(path)
-                writer = (header.incarnation, header.rank, header.world_size)
-                if (*writer, header.config_digest, header.data_fingerprint) == same:
-                    yield header, data, path.with_suffix(".bin")
+        for header, path in headers_in(folder) if self._node.is_trusted(folder) else ():
+            writer = (header.incarnation, header.rank, header.world_size)
+            if (*writer, header.config_digest, header.data_fingerprint) == same:
+                yield header, path
 
-    def open_copies(self, inventory: ReplicaInventory, incarnation: int) -> Return:
+    def open_copies(self, inventory: ReplicaInventory, incarnation: int) -> tuple[Sent, Received]:
         """Prepare what this rank sends and receives to bring a snapshot back. Not collective.
 
         Raises:
             OSError: there is no room for what arrives.
         """
         rank, holders = self._mark.rank, inventory.holders
-        return Return(
-            out={
-                owner: self._copy(incarnation, owner, inventory.serial)
-                for owner, holder in holders.items()
-                if holder == rank
-            },
-            into={holders[rank]: self._memory.room(0)} if rank in holders else {},
-        )
+        out = {
+            owner: self._copy(incarnation, owner, inventory.record.serial)
+            for owner, holder in holders.items()
+            if holder == rank
+        }
+        return out, {holders[rank]: self._memory.room(0)} if rank in holders else {}
 
-    def bring_back(self, parts: Return) -> list[bytes]:
+    def bring_back(self, out: Sent, into: Received) -> list[bytes]:
         """Bring a snapshot to the ranks that have lost it, into slot 0. Collective.
 
         Returns:
@@ -200,18 +191,16 @@ class PeerReplica:
         Raises:
             RuntimeError: a rank is gone.
         """
-        return list(self._transfer(parts.out, parts.into).values())
+        return list(self._transfer(out, into).values())
 
     def _copy(self, incarnation: int, owner: int, serial: int) -> tuple[bytes, torch.Tensor]:
-        for header, data, path in self._copies(incarnation, owner):
+        for header, path in self._copies(incarnation, owner):
             with contextlib.suppress(OSError):
                 if header.serial == serial:
-                    return data, SharedBuffer.open(path, header.num_bytes).values
+                    return header.to_bytes(), SharedBuffer.open(path, header.num_bytes).values
         return b"", torch.empty(0)
 
-    def _transfer(
-        self, out: Mapping[int, tuple[bytes, torch.Tensor]], into: Mapping[int, torch.Tensor]
-    ) -> dict[int, bytes]:
+    def _transfer(self, out: Sent, into: Received) -> dict[int, bytes]:
         """Send headers and values, receive others'; returns the received headers by rank."""
         sizes = {rank: torch.zeros(1, dtype=torch.int64) for rank in into}
         self._swap(

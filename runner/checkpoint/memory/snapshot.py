@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from runner.checkpoint.manifest import ITEM_BYTES, is_finite, name_of
+from runner.checkpoint.manifest import ITEM_BYTES, is_finite, name_of, parse_fields
 from runner.checkpoint.memory.node_dir import NodeDir
 from runner.checkpoint.memory.shared_buffer import SharedBuffer
 from runner.checkpoint.protocol import CheckpointMetadata, Identity, Shard
 from runner.system.error import CorruptCheckpoint
 from runner.system.files import read_bounded
-from runner.system.parsing import json_text, refuse_flagged, whole
+from runner.system.parsing import json_text, refuse_flagged
 from runner.system.units import format_bytes
 
 # The header of a snapshot in a slot: written after the data, removed before it.
@@ -43,7 +43,7 @@ _NUMBERS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotHeader:
+class SnapshotHeader(CheckpointMetadata):
     """What a slot holds. ``layout`` is a digest of the places of all tensors' elements in it.
 
     ``digest`` is :meth:`runner.checkpoint.memory.shared_buffer.SharedBuffer.digest`.
@@ -57,11 +57,6 @@ class SnapshotHeader:
     data_fingerprint: str
     num_bytes: int
     serial: int = 0
-    step: int = 0
-    cursor: int = 0
-    metrics_bytes: int = 0
-    journal_lines: int = 0
-    train_state: Mapping[str, Any] = field(default_factory=dict)
     update_counts: Mapping[str, int] = field(default_factory=dict)
     digest: str = ""
 
@@ -84,16 +79,15 @@ def write_header(path: Path, data: bytes) -> None:
     temporary.rename(path)
 
 
-def read_header(path: Path) -> tuple[SnapshotHeader, bytes]:
-    """Read a header; returns it and its bytes.
+def read_header(path: Path) -> SnapshotHeader:
+    """Read a header.
 
     Raises:
         CorruptCheckpoint: it is damaged, or not a header of ours.
         FileNotFoundError: there is none.
     """
     try:
-        data = read_bounded(path, _MOST_BYTES)
-        return parse_header(data), data
+        return parse_header(read_bounded(path, _MOST_BYTES))
     except FileNotFoundError:
         raise
     except Exception as error:  # damage may take any form
@@ -114,13 +108,7 @@ def parse_header(data: bytes) -> SnapshotHeader:
     if (tree["format"], tree["version"]) != (FORMAT, VERSION):
         raise ValueError(f"is of format {tree['format']} {tree['version']}")
     refuse_flagged(tree)
-    simple: dict[str, Any] = {name: whole(tree[name], name) for name in _NUMBERS}
-    simple |= {name: str(tree[name]) for name in _TEXTS}
-    return SnapshotHeader(
-        **simple,
-        train_state=dict(tree["train_state"]),
-        update_counts={k: whole(v, "update count") for k, v in tree["update_counts"].items()},
-    )
+    return SnapshotHeader(**parse_fields(tree, counts=_NUMBERS, texts=_TEXTS))
 
 
 _log = logging.getLogger(__name__)
@@ -252,11 +240,7 @@ class Memory:
         header = replace(
             self._mark,
             serial=serial,
-            step=metadata.step,
-            cursor=metadata.cursor,
-            metrics_bytes=metadata.metrics_bytes,
-            journal_lines=metadata.journal_lines,
-            train_state=metadata.train_state,
+            **metadata.metadata(),
             update_counts=counts,
             num_bytes=self.layout.num_bytes,
             digest=self._digests[slot],
@@ -320,7 +304,7 @@ class Memory:
         refused: dict[str, None] = {}
         for path in sorted(folder.glob("slot-*.json")) if self._node.is_trusted(folder) else []:
             try:
-                header, _ = read_header(path)
+                header = read_header(path)
             except (CorruptCheckpoint, FileNotFoundError) as error:
                 refused[str(error)] = None
                 continue
@@ -354,7 +338,7 @@ class Memory:
             CorruptCheckpoint: it is damaged or gone.
         """
         folder = self._node.of_rank(incarnation, self._mark.rank)
-        earlier = next((pair for pair in _headers_in(folder) if pair[0].serial == serial), None)
+        earlier = next((pair for pair in headers_in(folder) if pair[0].serial == serial), None)
         if earlier is None:
             raise CorruptCheckpoint(f"{folder}: snapshot {serial} is gone")
         header, source = earlier
@@ -412,21 +396,23 @@ class Memory:
 
 def headers_on(node: NodeDir) -> list[SnapshotHeader]:
     """Headers of all whole snapshots on this node, of any rank and incarnation."""
-    return [header for folder in node.of_ranks() for header, _ in _headers_in(folder)]
+    return [header for folder in node.of_ranks() for header, _ in headers_in(folder)]
 
 
-def _headers_in(folder: Path) -> Iterator[tuple[SnapshotHeader, Path]]:
+def headers_in(folder: Path) -> Iterator[tuple[SnapshotHeader, Path]]:
     """Valid headers, and the paths of their data."""
     for path in sorted(folder.glob("slot-*.json")):
         with contextlib.suppress(CorruptCheckpoint, FileNotFoundError):
-            yield read_header(path)[0], path.with_suffix(".bin")
+            yield read_header(path), path.with_suffix(".bin")
 
 
 def empty_header(
     layout: SlotLayout, *, incarnation: int, rank: int, world_size: int, identity: Identity
 ) -> SnapshotHeader:
     """The fields that all headers of one rank and incarnation have in common."""
+    nothing = CheckpointMetadata(step=0, cursor=0, train_state={}, metrics_bytes=0, journal_lines=0)
     return SnapshotHeader(
+        **nothing.metadata(),
         incarnation=incarnation,
         rank=rank,
         world_size=world_size,

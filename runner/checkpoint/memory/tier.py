@@ -24,7 +24,7 @@ from runner.checkpoint.protocol import (
     ShardedState,
     check_counts,
 )
-from runner.policy.retention.records import Record, State, Tier
+from runner.policy.retention.records import Record, Tier
 
 # Which snapshot is in which slot, and what pins it there; the same on all ranks.
 
@@ -50,18 +50,6 @@ class SlotEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inherited:
-    """What an earlier incarnation left; ``refused`` has a sentence for each unusable snapshot.
-
-    ``highest`` is the highest serial of all, 0 if there is none.
-    """
-
-    records: list[Record]
-    highest: int
-    refused: list[str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryParts:
     """The parts of the ring's memory tier; without ``memory`` it has none.
 
@@ -79,16 +67,15 @@ NO_MEMORY = MemoryParts()
 class MemoryTier:
     """
     Args:
-        replica: sends snapshots to other nodes; its own queue is ``peer_queue``.
+        peer: what sends snapshots to other nodes, and its queue.
         queue: the queue of all other jobs.
     """
 
     memory: Memory
-    replica: PeerReplica | None
+    peer: tuple[PeerReplica, LockstepQueue] | None
     sharded: ShardedState
     ranks: Ranks
     queue: LockstepQueue
-    peer_queue: LockstepQueue | None
     _entries: dict[int, SlotEntry] = field(default_factory=dict)  # by serial
     _ready: list[int] = field(default_factory=list)  # slots that can be filled
     _earlier: dict[int, ReplicaInventory] = field(default_factory=dict)
@@ -138,8 +125,8 @@ class MemoryTier:
         self.memory.forget_earlier()
         for slot in range(self.memory.num_slots):
             start(self._prepare(slot, report_short))
-        if self.replica is not None and self.peer_queue is not None:
-            start(self._prepare_copies(self.replica, self.peer_queue, report_short))
+        if self.peer is not None:
+            start(self._prepare_copies(*self.peer, report_short))
 
     def _prepare(self, slot: int, report_short: Callable[[str, list[str]], None]) -> Process[None]:
         failures = yield self._job(lambda: self.memory.prepare(slot))
@@ -156,7 +143,7 @@ class MemoryTier:
     ) -> Process[None]:
         failures = yield Job(queue=peer_queue, work=replica.prepare)
         if failures:
-            self.replica = None
+            self.peer = None
             report_short("without copies on other nodes", failures)
 
     # -- one snapshot ---------------------------------------------------------------------
@@ -204,9 +191,8 @@ class MemoryTier:
 
     def replicate(self, serial: int) -> None:
         """Replicate the snapshot to its peer; skipped while a transfer is in flight."""
-        replica, peer_queue = self.replica, self.peer_queue
-        if replica is not None and peer_queue is not None and not len(peer_queue):
-            start(self._replicate(replica, peer_queue, serial))
+        if self.peer is not None and not len(self.peer[1]):
+            start(self._replicate(*self.peer, serial))
 
     def _replicate(
         self, replica: PeerReplica, peer_queue: LockstepQueue, serial: int
@@ -230,8 +216,8 @@ class MemoryTier:
     def taint(self, serial: int) -> None:
         """Drop it together with the copies on other nodes."""
         self.drop(serial)
-        if self.replica is not None:
-            self.replica.forget(serial)
+        if self.peer is not None:
+            self.peer[0].forget(serial)
 
     # -- across a restart -----------------------------------------------------------------
 
@@ -242,16 +228,20 @@ class MemoryTier:
         metrics_bytes: int,
         journal_lines: int,
         is_wanted: Callable[[Record], bool],
-    ) -> Inherited:
+    ) -> tuple[list[Record], int, list[str]]:
         """Find what ``incarnation`` left on every rank. Collective.
 
         Args:
             metrics_bytes, journal_lines: lengths of the files; a later snapshot cannot be used:
                 its lines were kept in memory and were lost with the process.
+
+        Returns:
+            Their records, the highest serial of all (0 if there is none), and a sentence for each
+            that cannot be used.
         """
         headers, refused = self.memory.left_by(incarnation)
         lengths = metrics_bytes, journal_lines
-        copies = self.replica.left_by(incarnation, *lengths) if self.replica else []
+        copies = self.peer[0].left_by(incarnation, *lengths) if self.peer else []
         by_rank = self.ranks.gather(
             {
                 "layout": self.memory.layout.digest,
@@ -265,23 +255,13 @@ class MemoryTier:
         self._earlier_incarnation = incarnation
         records = []
         for inventory in on_every_rank(by_rank):
-            record = Record(
-                serial=inventory.serial,
-                step=inventory.step,
-                cursor=inventory.cursor,
-                state=State.committed,
-                tier=Tier.memory,
-            )
-            if is_wanted(record):
-                self._earlier[inventory.serial] = inventory
-                records.append(record)
+            if is_wanted(inventory.record):
+                self._earlier[inventory.record.serial] = inventory
+                records.append(inventory.record)
         serials = [row[0] for listing in by_rank for row in listing["own"]]
         serials += [row[2] for listing in by_rank for row in listing["copies"]]
-        return Inherited(
-            records=records,
-            highest=max(serials, default=0),
-            refused=list(dict.fromkeys(line for listing in by_rank for line in listing["refused"])),
-        )
+        sentences = dict.fromkeys(line for listing in by_rank for line in listing["refused"])
+        return records, max(serials, default=0), list(sentences)
 
     def load(self, serial: int) -> Restored:
         """Verify it, then copy it into the sharded state. Collective.
@@ -304,47 +284,28 @@ class MemoryTier:
 
         self.ranks.all_or_none("loading a snapshot", copy_back)
         self.sharded.finish_load(entry.counts)  # collective: see DiskTier.load
-        metadata = entry.metadata
-        return Restored(
-            serial=serial,
-            step=metadata.step,
-            cursor=metadata.cursor,
-            train_state=metadata.train_state,
-            metrics_bytes=metadata.metrics_bytes,
-            tier=Tier.memory,
-        )
+        return Restored(serial=serial, tier=Tier.memory, **entry.metadata.metadata())
 
     def _take_over(self, inventory: ReplicaInventory) -> None:
         """Adopt an earlier incarnation's snapshot, in the first slot."""
-        memory, replica = self.memory, self.replica
-        rank, earlier = self.ranks.rank, self._earlier_incarnation
+        memory, serial = self.memory, inventory.record.serial
+        earlier = self._earlier_incarnation
 
         def take() -> None:
             memory.room(0)
-            if rank not in inventory.holders:
-                memory.adopt(earlier, inventory.serial, 0)
+            if self.ranks.rank not in inventory.holders:
+                memory.adopt(earlier, serial, 0)
 
         self.ranks.all_or_none("adopting a snapshot", take)
-        if replica is not None and inventory.holders:
-            self._bring_back(replica, inventory)
+        if self.peer is not None and inventory.holders:
+            self._bring_back(self.peer[0], inventory)
         header = memory.header_of(0)
         # The lengths are those of the first rank's files.
-        fields = self.ranks.from_first(
-            {
-                "step": header.step,
-                "cursor": header.cursor,
-                "train_state": header.train_state,
-                "metrics_bytes": header.metrics_bytes,
-                "journal_lines": header.journal_lines,
-            }
-        )
+        metadata = CheckpointMetadata(**self.ranks.from_first(header.metadata()))
         if 0 not in self._ready:
             self._ready.append(0)
-        self._entries[inventory.serial] = SlotEntry(
-            slot=0,
-            metadata=CheckpointMetadata(**fields),
-            counts=header.update_counts,
-            pins={PinReason.kept},
+        self._entries[serial] = SlotEntry(
+            slot=0, metadata=metadata, counts=header.update_counts, pins={PinReason.kept}
         )
 
     def _bring_back(self, replica: PeerReplica, inventory: ReplicaInventory) -> None:
@@ -357,7 +318,7 @@ class MemoryTier:
         parts = self.ranks.all_or_none(
             "opening the copies of a snapshot", lambda: replica.open_copies(inventory, earlier)
         )
-        headers = replica.bring_back(parts)
+        headers = replica.bring_back(*parts)
 
         def accept() -> None:
             for header in headers:
@@ -367,6 +328,6 @@ class MemoryTier:
 
     def close(self, *, forget: bool) -> None:
         """Close; ``forget``: no later start will use the snapshots."""
-        if self.replica is not None:
-            self.replica.close(forget=forget)
+        if self.peer is not None:
+            self.peer[0].close(forget=forget)
         self.memory.close(forget=forget)

@@ -29,12 +29,8 @@ PAUSES_SECONDS = (1.0, 4.0, 16.0)  # before the second, third and fourth attempt
 _FLAT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "memory"}  # no folders
 # A retry would not help.
 _FINAL = (FileNotFoundError, PermissionError, NotImplementedError, RunnerError)
-_PACKAGES = {
-    "s3": f"{DISTRIBUTION}[remote]",
-    "s3a": f"{DISTRIBUTION}[remote]",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-}
+_S3 = f"{DISTRIBUTION}[remote]"
+_PACKAGES = {"s3": _S3, "s3a": _S3, "gs": "gcsfs", "gcs": "gcsfs"}
 
 
 class RemoteFault(RunnerError):

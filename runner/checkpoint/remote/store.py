@@ -21,8 +21,8 @@ name, which the newer one's next sweep removes. It never removes what is newer t
 
 from __future__ import annotations
 
-import hashlib
 import json
+import mmap
 import os
 import re
 import shutil
@@ -30,10 +30,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from runner.checkpoint.disk.directory import CLEAN, COMMITTED, MANIFEST, Entry
-from runner.checkpoint.manifest import MOST_BYTES, FileFacts, Manifest, parse_manifest
+from runner.checkpoint.disk.directory import (
+    CLEAN,
+    COMMITTED,
+    MANIFEST,
+    Entry,
+    checked_manifest,
+)
+from runner.checkpoint.manifest import MOST_BYTES, FileFacts, Manifest
 from runner.checkpoint.remote.retrying_files import (
     PAUSES_SECONDS,
     RemoteFault,
@@ -151,8 +156,8 @@ class RemoteRing:
             except CorruptCheckpoint as error:
                 damaged.append(str(error))
                 continue
-            record = replace(record, cursor=manifest.cursor)
-            sound.append(Entry(record=record, folder=Path(folder), manifest=manifest))
+            found = replace(record, cursor=manifest.cursor)
+            sound.append(Entry(record=found, folder=Path(folder), manifest=manifest))
         return sound, damaged
 
     def _verify_all(self, folder: str, manifest: Manifest) -> None:
@@ -168,15 +173,9 @@ class RemoteRing:
             CorruptCheckpoint: it is damaged, or belongs to another checkpoint.
             RemoteFault: it cannot be read.
         """
-        where = f"{self.url}/ring/{folder}"
         promised = self.files.read(f"ring/{folder}/{COMMITTED}", _SMALL_BYTES).strip()
         data = self.files.read(f"ring/{folder}/{MANIFEST}", MOST_BYTES)
-        if promised != hashlib.sha256(data).hexdigest().encode():
-            raise CorruptCheckpoint(f"{where}/{MANIFEST}: digest differs from {COMMITTED}")
-        manifest = parse_manifest(data, Path(f"{folder}/{MANIFEST}"))
-        if parse_name(folder) != (manifest.serial, manifest.step):
-            raise CorruptCheckpoint(f"{where}: holds serial {manifest.serial}: moved or renamed")
-        return manifest, data
+        return checked_manifest(data, promised, f"{self.url}/ring/{folder}"), data
 
     def run_facts(self, folder: str) -> dict[str, FileFacts]:
         """Sizes and digests of the run's own files as they were at the upload.
@@ -187,12 +186,7 @@ class RemoteRing:
         name = f"ring/{folder}/{_FACTS}"
         try:
             tree = json.loads(self.files.read(name, _SMALL_BYTES))
-            return {
-                file: FileFacts(
-                    num_bytes=whole(tree[file]["bytes"], "bytes"), sha256=str(tree[file]["sha256"])
-                )
-                for file in RUN_FILES
-            }
+            return {file: FileFacts.from_json(tree[file]) for file in RUN_FILES}
         except (LookupError, TypeError, ValueError, RecursionError) as error:
             raise CorruptCheckpoint(f"{self.url}/{name}: {message_of(error)}") from None
 
@@ -218,13 +212,11 @@ class RemoteRing:
         """
         facts = {}
         for name in RUN_FILES:
-            copy = scratch / name
-            facts[name] = _copy_whole_lines(out / name, copy)
-            self.files.put(copy, f"ring/{folder}/run/{name}", facts[name])
-        files_by_name = {n: {"bytes": f.num_bytes, "sha256": f.sha256} for n, f in facts.items()}
-        self.files.put_bytes(
-            f"ring/{folder}/{_FACTS}", json_text(files_by_name, indent=1).encode() + b"\n"
-        )
+            copied = _copy_whole_lines(out / name, scratch / name)
+            self.files.put(scratch / name, f"ring/{folder}/run/{name}", copied)
+            facts[name] = copied.to_json()
+        data = json_text(facts, indent=1).encode() + b"\n"
+        self.files.put_bytes(f"ring/{folder}/{_FACTS}", data)
 
     def remove(self, folder: str) -> None:
         """Delete a checkpoint, its marker first."""
@@ -356,23 +348,10 @@ def _taken(url: str, newest: _Standing | None) -> str:
 def _copy_whole_lines(source: Path, target: Path) -> FileFacts:
     """Copy a file up to its last line end; nothing if it does not exist."""
     size = 0
-    if source.exists():
-        shutil.copyfile(source, target)
+    target.touch()
+    if source.exists() and shutil.copyfile(source, target).stat().st_size:
         with target.open("rb+") as file:
-            size = _end_of_last_line(file)
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+                size = mapped.rfind(b"\n") + 1
             file.truncate(size)
-    else:
-        target.write_bytes(b"")
     return FileFacts(num_bytes=size, sha256=file_digest(target))
-
-
-def _end_of_last_line(file: Any) -> int:
-    end = file.seek(0, os.SEEK_END)
-    while end > 0:
-        begin = max(0, end - _SMALL_BYTES)
-        file.seek(begin)
-        newline = file.read(end - begin).rfind(b"\n")
-        if newline >= 0:
-            return int(begin + newline + 1)
-        end = begin
-    return 0

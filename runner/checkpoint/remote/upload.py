@@ -130,21 +130,19 @@ class Uploads:
     def _upload(self, record: Record) -> Process[None]:
         """Upload a checkpoint, its marker last; then remove checkpoints no longer kept."""
         self._tried, self._sending = record.serial, record
-        # First of all, so that nothing is written into another run's remote.
-        failures = yield self._on_first(record, self._prepare)
-        if self._goes_on(record, failures):
-            failures = yield Job(queue=self.queue, work=lambda: self._send(record))
-            if self._goes_on(record, failures):
-                yield from self._publish_whole(record)
-        self._sending = None
-
-    def _publish_whole(self, record: Record) -> Process[None]:
+        # First of all prepared, so that nothing is written into another run's remote.
+        prepare = self._on_first(record, self._prepare)
+        for job in (prepare, Job(queue=self.queue, work=lambda: self._send(record))):
+            failures = yield job
+            if not self._goes_on(record, failures):
+                self._sending = None
+                return
         failures = yield self._on_first(record, self._publish)
+        self._sending = None
         if not failures:
             self.stored.append(record)
             self._withdrawn.clear()
         if self._goes_on(record, failures):
-            self._sending = None
             yield from self._remove_older(record)
 
     def _remove_older(self, record: Record) -> Process[None]:
@@ -201,27 +199,25 @@ class Uploads:
         def count(num_bytes: int) -> None:
             self._moved += num_bytes
 
-        self.target.ring.files.moved = count
+        files = self.target.ring.files
+        files.moved = count
         for name in names:
-            remote_path = f"ring/{entry.folder.name}/{name}"
-            self.target.ring.files.put(entry.folder / name, remote_path, entry.manifest.files[name])
-        self.target.ring.files.moved = lambda count: None
+            facts = entry.manifest.files[name]
+            files.put(entry.folder / name, f"ring/{entry.folder.name}/{name}", facts)
+        files.moved = lambda count: None
 
     def _publish(self, record: Record) -> None:
-        folder = self.directory.folder_of(record)
-        remote_folder = f"ring/{folder.name}"
+        folder, files = self.directory.folder_of(record), self.target.ring.files
         # A name that the next start sweeps away, should this process end in here.
         with tempfile.TemporaryDirectory(
             prefix="writing-run-", dir=self.directory.folder
         ) as scratch:
             self.target.ring.put_run_files(folder.name, self.target.out, Path(scratch))
         for name in (MANIFEST, CLEAN):
-            self.target.ring.files.put_bytes(
-                f"{remote_folder}/{name}", (folder / name).read_bytes()
-            )
+            files.put_bytes(f"ring/{folder.name}/{name}", (folder / name).read_bytes())
         committed = (folder / COMMITTED).read_bytes()
         self._own()
-        self.target.ring.files.put_bytes(f"{remote_folder}/{COMMITTED}", committed)
+        files.put_bytes(f"ring/{folder.name}/{COMMITTED}", committed)
 
     def _sweep(self, kept: set[int], newest: Record) -> None:
         self._own()
