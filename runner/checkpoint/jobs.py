@@ -5,8 +5,9 @@ is done travels with the numbers that each step sums over ranks, and it counts a
 at which every rank has done it: the ring's records change at the same step everywhere, and no
 collective ever runs in the thread.
 
-A :class:`Job` is a value. A :data:`Process` is a generator that yields jobs, one after another; it
-is resumed, with the failures of the ranks, at the step at which every rank has done the job::
+A :class:`QueuedJob` is a value. A :data:`Process` is a generator that yields jobs, one after
+another; it is resumed, with the failures of the ranks, at the step at which every rank has done
+the job::
 
     failures = yield disk.write(save, copies, check)
     if not failures:
@@ -24,6 +25,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+from runner.checkpoint.protocol import Ranks
+
 _NICER_BY = 10  # niceness, at most 19
 _PATIENCE_SECONDS = 0.2  # between checks of the time while a disk is slow
 
@@ -40,7 +43,7 @@ def _be_nice() -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class QueuedJob:
     """One rank's part of something that all ranks do, and the queue in which it waits."""
 
     queue: LockstepQueue
@@ -51,7 +54,7 @@ _Result = TypeVar("_Result")
 
 # Yields a job and is resumed with a sentence for each rank that failed. A process with a result is
 # a part of another one, which runs it with "yield from".
-Process = Generator[Job, list[str], _Result]
+Process = Generator[QueuedJob, list[str], _Result]
 
 
 def start(process: Process[None]) -> None:
@@ -67,7 +70,7 @@ def _carry_on(process: Process[None], failures: list[str] | None) -> None:
     job.queue.submit(job.work, lambda failures: _carry_on(process, failures))
 
 
-def start_alone(job: Job) -> None:
+def start_alone(job: QueuedJob) -> None:
     """Queue a job that no process waits for, on every rank; its failures are dropped."""
     job.queue.submit(job.work, lambda failures: None)
 
@@ -147,9 +150,9 @@ class LockstepQueue:
 class LockstepQueues:
     """Several queues whose jobs do not wait for each other."""
 
-    def __init__(self, gather: Callable[[str], list[str]], *, world_size: int, count: int) -> None:
-        self.queues = [LockstepQueue(gather) for _ in range(count)]
-        self._world_size = world_size
+    def __init__(self, ranks: Ranks, *, count: int) -> None:
+        self.queues = [LockstepQueue(ranks.gather) for _ in range(count)]
+        self._ranks = ranks
 
     def __len__(self) -> int:
         return sum(map(len, self.queues))
@@ -170,27 +173,23 @@ class LockstepQueues:
         """
         for queue, job, done, failed in zip(self.queues, jobs, sums[::2], sums[1::2], strict=True):
             if job == queue.num_finished:
-                queue.apply_progress(done, failed, self._world_size)
+                queue.apply_progress(done, failed, self._ranks.world_size)
 
     def drain(
-        self,
-        queues: Sequence[LockstepQueue],
-        sum_over_ranks: Callable[[list[float]], list[float]],
-        is_late: Callable[[], bool] = lambda: False,
+        self, queues: Sequence[LockstepQueue], is_late: Callable[[], bool] = lambda: False
     ) -> bool:
         """Finish every job of some of the queues. Collective.
 
         Returns False, on all ranks alike, when some rank said it is too late to wait longer.
         """
         while any(map(len, queues)):
-            num_late = self.turn(sum_over_ranks, queues, is_late=is_late)
+            num_late = self.turn(queues, is_late=is_late)
             if num_late and any(map(len, queues)):
                 return False
         return True
 
     def turn(
         self,
-        sum_over_ranks: Callable[[list[float]], list[float]],
         queues: Sequence[LockstepQueue] | None = None,
         *,
         is_late: Callable[[], bool] = lambda: False,
@@ -199,15 +198,11 @@ class LockstepQueues:
 
         Returns how many ranks are late.
         """
-        self.wait(_PATIENCE_SECONDS, queues)
+        waited_for = self.queues if queues is None else queues
+        running = [queue.running for queue in waited_for if queue.running is not None]
+        if running:
+            wait(running, timeout=_PATIENCE_SECONDS, return_when=FIRST_COMPLETED)
         own = self.progress()
-        *sums, num_late = sum_over_ranks([*own.counts, float(is_late())])
+        *sums, num_late = self._ranks.sum([*own.counts, float(is_late())])
         self.apply_progress(sums, own.jobs)
         return num_late
-
-    def wait(self, seconds: float, queues: Sequence[LockstepQueue] | None = None) -> None:
-        """Wait for this rank's part of some queue's oldest job, at most ``seconds``."""
-        of = self.queues if queues is None else queues
-        running = [queue.running for queue in of if queue.running is not None]
-        if running:
-            wait(running, timeout=seconds, return_when=FIRST_COMPLETED)

@@ -2,7 +2,7 @@
 
 Shards are cut evenly. For a tensor on 16,384 ranks, rank ``i`` holds ``count`` elements from
 ``start + i * step`` on. A list of these pieces would have 16,384 entries, too many for a manifest.
-A :class:`Run` is one entry; with replicas that each write a part it has two counters.
+A :class:`PieceRun` is one entry; with replicas that each write a part it has two counters.
 """
 
 from __future__ import annotations
@@ -19,18 +19,8 @@ from runner.system.parsing import whole
 Numbers = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """Pieces as columns of equal length: tensor number, flat start, count, number of the file."""
-
-    tensor: Numbers
-    start: Numbers
-    count: Numbers
-    file: Numbers
-
-
 @dataclass(frozen=True, slots=True)
-class Run:
+class PieceRun:
     """Pieces of one tensor, for ``i < num`` and ``j < repeats``: ``count`` elements from
     ``start + i * step + j * start_step`` on, in file ``file + i + j * file_step``.
     """
@@ -48,7 +38,7 @@ class Run:
         return list(astuple(self))
 
     @classmethod
-    def from_json(cls, values: Any, *, num_files: int) -> Run:
+    def from_json(cls, values: Any, *, num_files: int) -> PieceRun:
         """
         Raises:
             ValueError: it is not a valid run over ``num_files`` files.
@@ -103,14 +93,20 @@ def check_coverage(name: str, numel: int, intervals: Iterable[tuple[int, int]]) 
         raise ValueError(f"{name}: {at} of {numel} elements")
 
 
-def compress(rows: Rows) -> dict[int, list[Run]]:
-    """Find the runs of each tensor with numpy, which blocks other threads only briefly."""
-    if not len(rows.tensor):
+def compress(
+    *, tensor: Numbers, start: Numbers, count: Numbers, file: Numbers
+) -> dict[int, list[PieceRun]]:
+    """Find the runs of each tensor with numpy, which blocks other threads only briefly.
+
+    Args:
+        tensor: number of each piece's tensor; beside its flat start, its count, and the number of
+            its file.
+    """
+    if not len(tensor):
         return {}
-    small = rows.tensor.astype(np.uint16 if int(rows.tensor.max()) < 1 << 16 else np.uint32)
+    small = tensor.astype(np.uint16 if int(tensor.max()) < 1 << 16 else np.uint32)
     order = np.argsort(small, kind="stable")  # numpy sorts 16-bit numbers by radix
-    columns = (rows.tensor, rows.start, rows.count, rows.file)
-    tensor, start, count, file = (column[order] for column in columns)
+    tensor, start, count, file = (column[order] for column in (tensor, start, count, file))
     first = _begins((tensor, count), (file, start), need=(1, None))
     num, step = _lengths(first, start)
     tensor, start, count, file = (column[first] for column in (tensor, start, count, file))
@@ -124,9 +120,9 @@ def compress(rows: Rows) -> dict[int, list[Run]]:
     _, file_step = _lengths(first, file)
     numbers = [column[first] for column in (tensor, file, num, start, step, count)]
     numbers += [repeats, file_step, start_step]
-    runs: dict[int, list[Run]] = {}
+    runs: dict[int, list[PieceRun]] = {}
     for number, *values in zip(*(column.tolist() for column in numbers), strict=True):
-        runs.setdefault(number, []).append(Run(*values))
+        runs.setdefault(number, []).append(PieceRun(*values))
     return runs
 
 

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import torch
 
-from runner.checkpoint.layout import Run, check_coverage
+from runner.checkpoint.layout import PieceRun, check_coverage
 from runner.checkpoint.protocol import CheckpointMetadata
 from runner.system.error import CorruptCheckpoint
 from runner.system.parsing import parse_json, refuse_flagged, whole
@@ -119,7 +119,7 @@ def by_kind(names: Iterable[str]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class StoredPiece:
     """``count`` elements from ``start`` on of one flattened tensor, at ``offset`` bytes."""
 
     start: int
@@ -155,9 +155,9 @@ class Manifest(CheckpointMetadata):
     data_fingerprint: str
     update_counts: Mapping[str, int]
     shapes: Mapping[str, tuple[int, ...]]
-    pieces: Mapping[str, tuple[Piece, ...]]
+    pieces: Mapping[str, tuple[StoredPiece, ...]]
     files: Mapping[str, FileFacts]
-    runs: Mapping[str, tuple[Run, ...]] | None = None
+    runs: Mapping[str, tuple[PieceRun, ...]] | None = None
     dtypes: Mapping[str, str] = field(default_factory=dict)  # those not FP32
 
     @property
@@ -230,12 +230,12 @@ def _from_json(tree: Any) -> Manifest:
     refuse_flagged(tree)
     tensors = tree["tensors"]
     is_typed = tree["version"] > INDEXED
-    pieces: dict[str, tuple[Piece, ...]] = {}
-    runs: dict[str, tuple[Run, ...]] | None = None
+    pieces: dict[str, tuple[StoredPiece, ...]] = {}
+    runs: dict[str, tuple[PieceRun, ...]] | None = None
     if tree["version"] in (INDEXED, INDEXED + _TYPED):
         num_data = sum(not is_index(name) for name in tree["files"])
         runs = {
-            n: tuple(Run.from_json(run, num_files=num_data) for run in t["runs"])
+            n: tuple(PieceRun.from_json(run, num_files=num_data) for run in t["runs"])
             for n, t in tensors.items()
         }
     else:
@@ -270,9 +270,9 @@ def _type(name: Any) -> str:
     return str(name)
 
 
-def parse_piece(values: Any) -> Piece:
+def parse_piece(values: Any) -> StoredPiece:
     start, count, file, offset = values
-    return Piece(
+    return StoredPiece(
         start=whole(start, "start"),
         count=whole(count, "count"),
         file=str(file),

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
-from runner.checkpoint.disk.shards import Pace
+from runner.checkpoint.disk.shards import RateLimit
 from runner.checkpoint.disk.tier import DiskTier
 from runner.checkpoint.jobs import (
     JobProgress,
@@ -28,7 +28,7 @@ from runner.checkpoint.jobs import (
     start_alone,
 )
 from runner.checkpoint.lifecycle import Copy, Life
-from runner.checkpoint.memory.tier import NO_MEMORY, MemoryParts, MemoryTier
+from runner.checkpoint.memory.tier import NO_MEMORY, MemoryParts, MemoryTier, PinReason
 from runner.checkpoint.protocol import (
     CheckpointMetadata,
     Identity,
@@ -91,12 +91,12 @@ class Ring:
         self._reach: Reach | None = None
         self._also_kept: list[Callable[[], Collection[int]]] = []
         count = 3 if memory.replica is None else 4
-        self._queues = LockstepQueues(ranks.gather, world_size=ranks.world_size, count=count)
+        self._queues = LockstepQueues(ranks, count=count)
         self._snapshot_queue, self._disk_queue, self.upload_queue, *peer_queues = (
             self._queues.queues
         )
         self._not_waited_for = [self.upload_queue, *peer_queues]
-        self._pace = Pace(settings.write_mib_per_second * (1 << 20))
+        self._pace = RateLimit(settings.write_mib_per_second * (1 << 20))
         self._disk = DiskTier(
             directory,
             sharded=sharded,
@@ -316,14 +316,14 @@ class Ring:
             if copy is None:
                 return
             if copy.is_left_behind:
-                memory.written(pending.serial)
+                memory.unpin(pending.serial, PinReason.write)
                 self._forget(copy)
                 return
             pieces, check = memory.to_write(pending.serial)
         assert copy is not None
         failures = yield self._disk.write(pending, pieces, check)
         if memory is not None:
-            memory.written(pending.serial)
+            memory.unpin(pending.serial, PinReason.write)
         if not failures and not copy.is_left_behind:
             failures = yield self._disk.commit(pending)
             if not failures:
@@ -345,7 +345,7 @@ class Ring:
             memory.drop(pending.serial)
         elif failures:
             self._forget(copy)
-            memory.release(pending.serial)
+            memory.unpin(pending.serial, PinReason.kept)
             reason = f"snapshot {pending.serial} in memory: {'; '.join(failures)}"
             self._say("snapshot_failed", "go on without it", reason, pending.metadata.step)
         else:
@@ -527,14 +527,14 @@ class Ring:
 
     def turn(self) -> None:
         """Wait a moment for background work, and apply what is done. Collective."""
-        self._queues.turn(self._ranks.sum)
+        self._queues.turn()
 
     def _drain(
         self, queues: Sequence[LockstepQueue], is_late: Callable[[], bool] = lambda: False
     ) -> bool:
         self._pace.hurry.set()
         try:
-            return self._queues.drain(queues, self._ranks.sum, is_late)
+            return self._queues.drain(queues, is_late)
         finally:
             self._pace.hurry.clear()
 

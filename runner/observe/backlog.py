@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from runner.system.json_lines import Kept, LineFile
+from runner.system.json_lines import KeptLines, LineFile
 
 _MOST_BYTES = 64 << 20  # some hundred thousand lines
 
@@ -81,5 +81,5 @@ class Backlog:
         for file, one in self._kept():
             self.say(f"warning: {one.num_lines} lines of {file.path} are lost: {one.error}")
 
-    def _kept(self) -> list[tuple[LineFile, Kept]]:
+    def _kept(self) -> list[tuple[LineFile, KeptLines]]:
         return [(file, kept) for file in self._files if (kept := file.kept) is not None]

@@ -24,7 +24,7 @@ from runner.observe.console import is_calm, level_of
 from runner.observe.metrics import MetricsLine
 from runner.system import output
 from runner.system.files import make_folder, naming, read_bounded, replace_for_writing, write_json
-from runner.system.output import Outlet
+from runner.system.output import AsyncWriter
 from runner.system.parsing import json_text, parse_json
 from runner.system.process import host_name
 from runner.system.user_code import bound_target
@@ -140,7 +140,7 @@ def _read(path: Path) -> int:
     return number if type(number) is int and number >= 0 else 0
 
 
-class BackgroundTracker(Outlet[Callable[[Tracker], None]]):
+class BackgroundTracker(AsyncWriter[Callable[[Tracker], None]]):
     """Calls a :class:`Tracker` from a thread.
 
     Args:
@@ -413,7 +413,7 @@ _POLL_SECONDS = 0.01
 _LAST = frozenset({"crash", "halt", "preempted", "failed"})
 
 
-class CommandAlerts(Outlet[bytes]):
+class CommandAlerts(AsyncWriter[bytes]):
     """Runs a shell command for each incident, one after the other, in a thread of its own.
 
     The journal line is on its standard input, one JSON object with ``out``, ``host``, ``level`` and

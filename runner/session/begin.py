@@ -469,17 +469,7 @@ def _uploads(run: EngineRun, remote: RemoteRun | None) -> Uploads | None:
         return None
     for incident in remote.incidents(run.resumed.step):
         run.written.report(incident)
-    uploads = remote.uploads(
-        run.config.checkpoint,
-        run.lease.directory(run.group),
-        queue=run.ring.upload_queue,
-        ranks=run.ranks,
-        run_lease=run.lease.run_lease,
-        tainted=run.history.abandoned_serials(),
-        report=run.written.report,
-    )
-    uploads.show = run.group.console.work
-    return uploads
+    return remote.uploads(run)
 
 
 # -- the loop ------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
-from runner.checkpoint.jobs import LockstepQueue
 from runner.checkpoint.manifest import FileFacts, Manifest, by_kind
 from runner.checkpoint.remote.retrying_files import RemoteFault
 from runner.checkpoint.remote.store import (
@@ -26,7 +25,7 @@ from runner.checkpoint.remote.store import (
     WriterClaim,
     folder_bytes,
 )
-from runner.checkpoint.remote.upload import RemoteTarget, Uploads
+from runner.checkpoint.remote.upload import Uploads
 from runner.config.compose import from_yaml
 from runner.config.schema import CheckpointConfig, RunConfig
 from runner.distributed.agreement import Ranks, all_or_none_slowly
@@ -34,11 +33,11 @@ from runner.distributed.rendezvous import in_thread
 from runner.observe.journal import read_journal
 from runner.policy.decision.history import History, Incident
 from runner.policy.retention.records import Record, State, folder_name, resume_order
-from runner.run_dir.lease import RunLease
 from runner.run_dir.paths import RunDir, is_allowed, settings_differing
 from runner.system.error import CheckpointError, ConfigError, CorruptCheckpoint, RankError
 from runner.system.files import sync_directory
 from runner.system.json_lines import iter_lines
+from runner.train.run import Run
 
 _CONFIG_BYTES = 4 << 20
 
@@ -97,33 +96,20 @@ class RemoteRun:
             )
         ]
 
-    def uploads(
-        self,
-        settings: CheckpointConfig,
-        store: CheckpointDirectory,
-        *,
-        ranks: Ranks,
-        queue: LockstepQueue,
-        run_lease: RunLease,
-        tainted: set[int],
-        report: Callable[[Incident], None],
-    ) -> Uploads:
+    def uploads(self, run: Run) -> Uploads:
         """Make the uploads. The journal must have its first line by now."""
         return Uploads(
-            RemoteTarget(
-                ring=self.ring,
-                run=run_name(self.run_dir) if ranks.rank == 0 else "",
-                claim=WriterClaim(number=run_lease.number, token=secrets.token_hex(8)),
-                out=self.run_dir.out,
-                check=run_lease.check,
-            ),
-            store,
-            settings=settings,
+            self.ring,
+            run.lease.directory(run.group),
+            run=run_name(self.run_dir) if run.ranks.rank == 0 else "",
+            claim=WriterClaim(number=run.lease.run_lease.number, token=secrets.token_hex(8)),
+            settings=run.config.checkpoint,
             stored=list(self.seen.stored),
-            tainted=tainted,
-            queue=queue,
-            ranks=ranks,
-            report=report,
+            tainted=run.history.abandoned_serials(),
+            queue=run.ring.upload_queue,
+            ranks=run.ranks,
+            report=run.written.report,
+            show=run.group.console.work,
         )
 
 

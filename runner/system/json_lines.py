@@ -158,7 +158,7 @@ def parse_line(raw: bytes) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class KeptLines:
     """Lines that wait in memory: how many, since when, and the system's error."""
 
     num_lines: int
@@ -217,12 +217,12 @@ class LineFile:
                 self._try(durably=durably)
 
     @property
-    def kept(self) -> Kept | None:
+    def kept(self) -> KeptLines | None:
         """The lines that wait in memory; None when all are in the file."""
         trouble = self._trouble
         if trouble is None:
             return None
-        return Kept(
+        return KeptLines(
             num_lines=len(self._waiting) + (len(self._unsynced) if self._is_distrusted else 0),
             num_bytes=self._waiting_bytes + self._unsynced_bytes,
             seconds=self._clock() - trouble[0],

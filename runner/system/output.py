@@ -2,8 +2,8 @@
 
 A reader may be gone (EPIPE, EIO), the disk under a log may be full (ENOSPC), and a reader that
 sleeps leaves a full pipe or a stopped terminal on which a write waits for ever. So everything
-that Python code writes goes through an :class:`Outlet`, a bounded queue with a thread of its own,
-and the descriptors 1 and 2 are set so that C++ code that writes to them directly (gloo, c10,
+that Python code writes goes through an :class:`AsyncWriter`, a bounded queue with a thread of its
+own, and the descriptors 1 and 2 are set so that C++ code that writes to them directly (gloo, c10,
 a fatal signal's traceback) does not block either, see
 :func:`runner.system.process.unblock`. Losses are counted and reported once. Knows nothing of
 runs.
@@ -47,7 +47,7 @@ class Loss:
     time: float
 
 
-class Outlet(Generic[T]):
+class AsyncWriter(Generic[T]):
     """Delivers items in a thread of its own: :meth:`put` never blocks and never fails.
 
     Args:
@@ -144,7 +144,7 @@ class Outlet(Generic[T]):
             self._loss = Loss(outlet=self.name, reason=reason, time=time.time())
 
 
-class Sink(Outlet[bytes]):
+class Sink(AsyncWriter[bytes]):
     """An open file for lines; works in a forked process as well."""
 
     def __init__(self, descriptor: int, name: str) -> None:
@@ -230,7 +230,7 @@ class Stream(io.TextIOBase):
 
     @property
     def loss(self) -> Loss | None:
-        """See :attr:`Outlet.loss`."""
+        """See :attr:`AsyncWriter.loss`."""
         return self._sink.loss
 
     def write(self, text: str, /) -> int:
@@ -248,7 +248,7 @@ class Stream(io.TextIOBase):
             self._put(text)
 
     def drain(self, seconds: float | None) -> bool:
-        """See :meth:`Outlet.drain`."""
+        """See :meth:`AsyncWriter.drain`."""
         self.flush()
         return self._sink.drain(seconds)
 

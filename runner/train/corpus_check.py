@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoint.jobs import Job, Process, start
+from runner.checkpoint.jobs import Process, QueuedJob, start
 from runner.data.corpus_digest import Whole, stamp, whole_digest
 from runner.data.dataset import sampled_files
 from runner.policy.decision.history import Incident
@@ -97,7 +97,7 @@ class CorpusCheck:
 
     def _compare(self, *, reads: bool) -> Process[None]:
         """Read on the chosen ranks, then compare all results."""
-        failures = yield Job(
+        failures = yield QueuedJob(
             queue=self._ring.upload_queue,
             work=self._read if reads else _no_job,
         )

@@ -27,7 +27,7 @@ from runner.checkpoint.disk.shards import (
     write_rank_file,
 )
 from runner.checkpoint.disk.tier import DiskTier
-from runner.checkpoint.layout import Rows, Run, check_coverage, compress
+from runner.checkpoint.layout import PieceRun, check_coverage, compress
 from runner.checkpoint.manifest import INDEXED, data_name, index_name
 from runner.system.error import CheckpointError, CorruptCheckpoint
 from tests.crash_world import World
@@ -139,7 +139,7 @@ def test_runs_hold_the_same_pieces(found: list[tuple[int, int, int, int]]) -> No
     by_file = sorted(set(found), key=lambda piece: (piece[1], piece[0], piece[2]))
     columns = np.array(by_file, dtype=np.int64).reshape(-1, 4).T
     tensor, file, start, count = columns
-    runs = compress(Rows(tensor=tensor, start=start, count=count, file=file))
+    runs = compress(tensor=tensor, start=start, count=count, file=file)
     again = sorted(
         (number, place, at, run.count)
         for number, several in runs.items()
@@ -155,7 +155,7 @@ def test_the_size_does_not_grow_with_ranks_but_for_the_files() -> None:
     for world in (256, 16_384):
         rows = [(tensor, rank, rank * 10, 10) for rank in range(world) for tensor in range(4)]
         tensor, file, start, count = np.array(rows, dtype=np.int64).T
-        found = compress(Rows(tensor=tensor, start=start, count=count, file=file))
+        found = compress(tensor=tensor, start=start, count=count, file=file)
         sizes.append(sum(map(len, found.values())))
         for runs in found.values():
             check_coverage("x", world * 10, [span for run in runs for span in run.intervals()])
@@ -245,9 +245,9 @@ def test_runs_that_are_not_what_the_index_says(tmp_path: Path) -> None:
     """Two files swapped in the layout: each piece would be another's bytes."""
     entry = indexed(tmp_path / "ring")
     swapped = [
-        Run(1, 1, 0, 0, 4, 1, 0, 0),
-        Run(0, 1, 4, 0, 4, 1, 0, 0),
-        Run(2, 2, 8, 4, 4, 1, 0, 0),
+        PieceRun(1, 1, 0, 0, 4, 1, 0, 0),
+        PieceRun(0, 1, 4, 0, 4, 1, 0, 0),
+        PieceRun(2, 2, 8, 4, 4, 1, 0, 0),
     ]
 
     def change(tree: dict[str, Any]) -> None:

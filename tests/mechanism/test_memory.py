@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
-from runner.checkpoint.disk.shards import Pace, Snapshot, write_rank_file
+from runner.checkpoint.disk.shards import RateLimit, Snapshot, write_rank_file
 from runner.checkpoint.jobs import LockstepQueues
 from runner.checkpoint.memory.node_dir import NodeDir, OwnerProcess
 from runner.checkpoint.memory.peer_replica import ReplicaInventory, on_every_rank, peers
@@ -644,7 +644,7 @@ def test_ranks_agree_before_and_after_a_transfer_never_in_it(tmp_path: Path, fau
     own = later(tmp_path / "own")
     peer = Peer(header, values.clone(), own.layout.digest, ranks, has_room=fault != "no room")
     peer.into = own.room(0)
-    queues = LockstepQueues(lambda text: [text], world_size=1, count=2)
+    queues = LockstepQueues(ranks, count=2)
     snapshots, peer_queue = queues.queues
     tier = MemoryTier(own, (peer, peer_queue), sharded=state, ranks=ranks, queue=snapshots)  # type: ignore[arg-type]
     found, *_ = tier.inherit(3, metrics_bytes=10**6, journal_lines=99, is_wanted=lambda r: True)
@@ -670,7 +670,8 @@ def close(*work: LockstepQueues) -> None:
 
 def test_queues_are_told_apart_in_the_sums() -> None:
     """Three ranks: a job is over when all have said so, each queue for itself."""
-    world = [LockstepQueues(lambda text: [text] * 3, world_size=3, count=3) for _ in range(3)]
+    ranks: Any = SimpleNamespace(gather=lambda text: [text] * 3, world_size=3)
+    world = [LockstepQueues(ranks, count=3) for _ in range(3)]
     over: list[list[str]] = [[] for _ in world]
     for rank, queues in enumerate(world):
         for queue in queues.queues:
@@ -692,10 +693,10 @@ def test_queues_are_told_apart_in_the_sums() -> None:
 def test_a_limited_writer_takes_its_time_unless_somebody_waits(tmp_path: Path) -> None:
     piece = Snapshot(name="param/a", start=0, values=torch.arange(float(3 << 20)))
     began = time.monotonic()
-    write_rank_file(tmp_path / "slow", 0, [piece], Pace(24 << 20))
+    write_rank_file(tmp_path / "slow", 0, [piece], RateLimit(24 << 20))
     slow = time.monotonic() - began
     assert slow >= 0.45, "12 MiB at 24 MiB/s"
-    hurried = Pace(1 << 10)
+    hurried = RateLimit(1 << 10)
     threading.Timer(0.2, hurried.hurry.set).start()
     write_rank_file(tmp_path / "hurried", 0, [piece], hurried)  # three hours, otherwise
     files = [(tmp_path / name / "rank-00000.bin").read_bytes() for name in ("slow", "hurried")]

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from runner.system.output import Outlet
+from runner.system.output import AsyncWriter
 from tests.programs import ended
 
 # Outlets
@@ -32,7 +32,7 @@ def until(seen: Any, seconds: float = 30.0) -> None:
 
 def test_items_are_handed_on_in_order() -> None:
     taken: list[int] = []
-    outlet = Outlet("numbers", taken.append, most=1000)
+    outlet = AsyncWriter("numbers", taken.append, most=1000)
     for number in range(500):
         outlet.put(number)
     assert outlet.drain(30)
@@ -48,7 +48,7 @@ def test_what_raises_is_lost_and_told_once() -> None:
             raise OSError(errno.EPIPE, f"number {number}")
         taken.append(number)
 
-    outlet = Outlet("numbers", take, most=1000)
+    outlet = AsyncWriter("numbers", take, most=1000)
     for number in range(6):
         outlet.put(number)
     assert outlet.drain(30)
@@ -66,7 +66,7 @@ def test_who_never_returns_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None
         gate.wait()
         taken.append(word)
 
-    outlet = Outlet("words", take, most=10, weigh=len)
+    outlet = AsyncWriter("words", take, most=10, weigh=len)
     for word in ("one", "two", "three", "four", "x"):
         outlet.put(word)
     assert not outlet.drain(0.05)
@@ -82,7 +82,7 @@ def test_who_never_returns_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_stall_is_told_before_anything_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.system.output.STALL_SECONDS", 0.1)
     gate = threading.Event()
-    outlet = Outlet("words", lambda _: gate.wait() and None, most=10)
+    outlet = AsyncWriter("words", lambda _: gate.wait() and None, most=10)
     outlet.put("a")
     until(lambda: outlet.loss is not None)
     assert outlet.num_lost == 0

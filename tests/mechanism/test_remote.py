@@ -22,7 +22,7 @@ from runner.checkpoint.manifest import FileFacts
 from runner.checkpoint.protocol import Identity
 from runner.checkpoint.remote.retrying_files import RemoteFault, RemoteFiles
 from runner.checkpoint.remote.store import RemoteRing, RemoteTaken, WriterClaim
-from runner.checkpoint.remote.upload import RemoteTarget, Uploads
+from runner.checkpoint.remote.upload import Uploads
 from runner.checkpoint.ring import Ring
 from runner.command.ring import ring_command
 from runner.config.compose import compose, to_yaml
@@ -70,14 +70,10 @@ def uploads(
     said: list[Incident] = []
     ring = changes.pop("ring", None) or RemoteRing(url, pauses=())
     made = Uploads(
-        RemoteTarget(
-            ring=ring,
-            run=run,
-            claim=WriterClaim(number=number, token="0" * 8),
-            out=out,
-            check=changes.pop("check", lambda: None),
-        ),
-        CheckpointDirectory(out / "ring"),
+        ring,
+        CheckpointDirectory(out / "ring", check=changes.pop("check", lambda: None)),
+        run=run,
+        claim=WriterClaim(number=number, token="0" * 8),
         settings=CheckpointConfig(keep=keep),
         stored=list(changes.pop("stored", [])),
         tainted=set(changes.pop("tainted", [])),

@@ -13,7 +13,7 @@ import pytest
 
 from runner.observe.metrics import MetricsLine
 from runner.observe.tracker import Attempts, BackgroundTracker, RunFacts, Tracker
-from runner.system.output import Outlet
+from runner.system.output import AsyncWriter
 from tests.run import train
 from tests.stored import metrics_line
 from tests.tracking import Recorder, Slow
@@ -259,9 +259,11 @@ def test_one_that_never_connects_is_said_to_have_nothing(
     from tests.tracking import hanging
 
     waited: list[float] = []
-    drain = Outlet.drain
+    drain = AsyncWriter.drain
     monkeypatch.setattr(
-        Outlet, "drain", lambda outlet, limit: waited.append(limit) or drain(outlet, limit / 100)
+        AsyncWriter,
+        "drain",
+        lambda outlet, limit: waited.append(limit) or drain(outlet, limit / 100),
     )
     tracker = background(hanging, tmp_path)
     tracker.write(line(1))

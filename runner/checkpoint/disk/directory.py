@@ -75,7 +75,7 @@ class CheckpointDirectory:
     ) -> None:
         self.folder = folder
         self._owner = owner
-        self._check = check
+        self.check = check
 
     def writing_folder(self, serial: int) -> Path:
         """The folder for the ranks' files of a checkpoint that is being made."""
@@ -123,7 +123,7 @@ class CheckpointDirectory:
         writing, final = self.writing_folder(record.serial), self.folder_of(record)
         # A newer incarnation moves ``writing`` away before it reads the ring: from here on
         # either this rename comes first, and it sees the checkpoint, or this one fails.
-        self._check()
+        self.check()
         writing.rename(final)
         try:
             sync_directory(self.folder)
@@ -142,7 +142,7 @@ class CheckpointDirectory:
             OSError: the mark could not be written. A clean mark then does not count; a taint may
                 have been written in part.
         """
-        self._check()
+        self.check()
         path = self.folder_of(record) / _MARKS[state]
         try:
             write_durably(path, b"")
@@ -153,7 +153,7 @@ class CheckpointDirectory:
 
     def remove(self, record: Record) -> None:
         """Delete a checkpoint, its marker first."""
-        self._check()
+        self.check()
         folder = self.folder_of(record)
         if folder.exists():
             (folder / COMMITTED).unlink(missing_ok=True)
@@ -174,7 +174,7 @@ class CheckpointDirectory:
             and not (folder / COMMITTED).exists()
             and (folder.name.startswith(("writing-", _SWEPT)) or parse_name(folder.name))
         ]
-        self._check()  # after the listing, which has none of a newer one's
+        self.check()  # after the listing, which has none of a newer one's
         for folder in torn:
             # Renamed first, so that no process commits a folder that is half removed.
             if folder.is_symlink():  # only the link is ours to remove

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runner.checkpoint.layout import Numbers, Rows, Run, compress
+from runner.checkpoint.layout import Numbers, PieceRun, compress
 from runner.checkpoint.manifest import (
     FLOAT32,
     ITEM_BYTES,
@@ -142,10 +142,10 @@ def element_sizes(names: Sequence[str], dtypes: Mapping[str, str]) -> Numbers | 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class PieceLayout:
     """The places of all tensors' pieces, and the indexes from which they were computed."""
 
-    runs: Mapping[str, tuple[Run, ...]]
+    runs: Mapping[str, tuple[PieceRun, ...]]
     digests: tuple[bytes, ...]
 
 
@@ -154,9 +154,9 @@ def collect_indexes(
     names: Sequence[str],
     world_size: int,
     *,
-    known: Layout | None = None,
+    known: PieceLayout | None = None,
     dtypes: Mapping[str, str] | None = None,
-) -> tuple[Layout, dict[str, FileFacts]]:
+) -> tuple[PieceLayout, dict[str, FileFacts]]:
     """Combine all ranks' indexes into one layout; also returns the facts of all files.
 
     Args:
@@ -183,14 +183,13 @@ def collect_indexes(
         parse_index(data, path, num_tensors=len(ordered), sizes=sizes)
         for path, data in zip(paths, stored, strict=True)
     ]
-    rows = Rows(
+    runs = compress(
         tensor=np.concatenate([index.tensor for index in indexes]),
         start=np.concatenate([index.start for index in indexes]),
         count=np.concatenate([index.count for index in indexes]),
         file=np.repeat(np.arange(world_size), [len(index.tensor) for index in indexes]),
     )
-    runs = compress(rows)
-    return Layout(
+    return PieceLayout(
         runs={name: tuple(runs.get(at, ())) for at, name in enumerate(ordered)}, digests=digests
     ), files
 

@@ -35,7 +35,7 @@ from runner.checkpoint.manifest import (
     ITEM_SIZES,
     MOST_BYTES,
     FileFacts,
-    Piece,
+    StoredPiece,
     as_bytes,
     data_name,
     dtype_of,
@@ -84,7 +84,7 @@ def own_share(
     return parts
 
 
-class Pace:
+class RateLimit:
     """Limits a background writer to ``bytes_per_second`` (0: no limit).
 
     While ``hurry`` is set, somebody waits for the writer, and the limit is off.
@@ -111,7 +111,7 @@ def write_rank_file(
     folder: Path,
     rank: int,
     snapshots: Iterable[Snapshot],
-    pace: Pace | None = None,
+    pace: RateLimit | None = None,
     *,
     numbers: Mapping[str, int] | None = None,
 ) -> None:
@@ -154,13 +154,13 @@ def write_rank_file(
 
 def collect_pieces(
     folder: Path, world_size: int
-) -> tuple[dict[str, tuple[Piece, ...]], dict[str, FileFacts]]:
+) -> tuple[dict[str, tuple[StoredPiece, ...]], dict[str, FileFacts]]:
     """Merge the notes of all ranks and remove them.
 
     Raises:
         CorruptCheckpoint: a note is missing or invalid.
     """
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[StoredPiece]] = {}
     files: dict[str, FileFacts] = {}
     for rank in range(world_size):
         path, name = folder / f"rank-{rank:05d}.json", data_name(rank)
@@ -226,7 +226,7 @@ class Indexes:
         self._sizes = element_sizes(names, entry.manifest.dtypes)
         self._read: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
 
-    def pieces(self, name: str, start: int, stop: int) -> list[Piece]:
+    def pieces(self, name: str, start: int, stop: int) -> list[StoredPiece]:
         """Those that overlap ``[start, stop)``.
 
         Raises:
@@ -243,7 +243,9 @@ class Indexes:
                         f"{self._entry.folder / index_name(file)}: has not the elements of "
                         f"{name!r} from {at} on"
                     )
-                pieces.append(Piece(start=at, count=count, file=data_name(file), offset=offset))
+                pieces.append(
+                    StoredPiece(start=at, count=count, file=data_name(file), offset=offset)
+                )
         return pieces
 
     def _of(self, file: int) -> dict[tuple[int, int], tuple[int, int]]:
@@ -402,7 +404,7 @@ class ShardReader:
             raise CorruptCheckpoint(
                 f"{self._entry.folder}: has no elements {start}-{start + count} of {name!r}"
             )
-        stored: Sequence[Piece] = manifest.pieces.get(name, ())
+        stored: Sequence[StoredPiece] = manifest.pieces.get(name, ())
         if manifest.runs is not None:
             stored = self._indexes.pieces(name, start, start + count)
         result = torch.empty(count, dtype=dtype_of(manifest.dtype(name)))
@@ -412,7 +414,7 @@ class ShardReader:
                 self._piece(piece, first, result[first - start : stop - start])
         return result
 
-    def _piece(self, piece: Piece, first: int, into: torch.Tensor) -> None:
+    def _piece(self, piece: StoredPiece, first: int, into: torch.Tensor) -> None:
         path = self._entry.folder / piece.file
         offset = piece.offset + (first - piece.start) * into.itemsize
         data = as_bytes(into)

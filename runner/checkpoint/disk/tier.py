@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from runner.checkpoint.disk.directory import CheckpointDirectory, Entry
-from runner.checkpoint.disk.index import Layout, collect_indexes, numbers
+from runner.checkpoint.disk.index import PieceLayout, collect_indexes, numbers
 from runner.checkpoint.disk.shards import (
-    Pace,
+    RateLimit,
     ShardReader,
     Snapshot,
     Stamp,
@@ -24,9 +24,16 @@ from runner.checkpoint.disk.shards import (
     verify_files,
     write_rank_file,
 )
-from runner.checkpoint.jobs import Job, LockstepQueue
-from runner.checkpoint.layout import Run
-from runner.checkpoint.manifest import FLOAT32, MOST_LISTED_RANKS, Manifest, Piece, by_kind, name_of
+from runner.checkpoint.jobs import LockstepQueue, QueuedJob
+from runner.checkpoint.layout import PieceRun
+from runner.checkpoint.manifest import (
+    FLOAT32,
+    MOST_LISTED_RANKS,
+    Manifest,
+    StoredPiece,
+    by_kind,
+    name_of,
+)
 from runner.checkpoint.protocol import (
     Identity,
     PendingCheckpoint,
@@ -60,10 +67,10 @@ class DiskTier:
     ranks: Ranks
     identity: Identity
     queue: LockstepQueue
-    pace: Pace
+    pace: RateLimit
     before_write: Callable[[int], None]
     show: Callable[[str, int, int], None] = lambda what, done, total: None
-    _layout: Layout | None = None  # layout of the last save, on rank 0
+    _layout: PieceLayout | None = None  # layout of the last save, on rank 0
 
     # -- making one -----------------------------------------------------------------------
 
@@ -78,7 +85,7 @@ class DiskTier:
 
     def write(
         self, pending: PendingCheckpoint, snapshots: Sequence[Snapshot], check: Callable[[], None]
-    ) -> Job:
+    ) -> QueuedJob:
         """Write this rank's file.
 
         Args:
@@ -92,9 +99,9 @@ class DiskTier:
             write_rank_file(folder, self.ranks.rank, snapshots, self.pace, numbers=tensors)
             check()
 
-        return Job(queue=self.queue, work=work)
+        return QueuedJob(queue=self.queue, work=work)
 
-    def commit(self, pending: PendingCheckpoint) -> Job:
+    def commit(self, pending: PendingCheckpoint) -> QueuedJob:
         """Publish the checkpoint: every rank's file is written."""
         shards = self.sharded.shards()
         shapes = {shard.name: shard.shape for shard in shards}
@@ -109,8 +116,8 @@ class DiskTier:
         dtypes: Mapping[str, str],
     ) -> None:
         folder = self.directory.writing_folder(pending.serial)
-        pieces: Mapping[str, tuple[Piece, ...]] = {}
-        runs: Mapping[str, tuple[Run, ...]] | None = None
+        pieces: Mapping[str, tuple[StoredPiece, ...]] = {}
+        runs: Mapping[str, tuple[PieceRun, ...]] | None = None
         if self._is_indexed:
             self._layout, files = collect_indexes(
                 folder, list(shapes), self.ranks.world_size, known=self._layout, dtypes=dtypes
@@ -145,20 +152,20 @@ class DiskTier:
 
     # -- after the commit -----------------------------------------------------------------
 
-    def verify(self, record: Record) -> Job:
+    def verify(self, record: Record) -> QueuedJob:
         """Read every byte back, and refuse NaN and Inf."""
 
         def work() -> None:
             entry = self.directory.read(self.directory.folder_of(record))
             verify_files(entry, self._share_of(entry), finite=True)
 
-        return Job(queue=self.queue, work=work)
+        return QueuedJob(queue=self.queue, work=work)
 
-    def mark_clean(self, record: Record) -> Job:
+    def mark_clean(self, record: Record) -> QueuedJob:
         """Mark it clean, durably."""
         return self._on_first(lambda: self.directory.mark(record, State.clean))
 
-    def taint(self, record: Record) -> Job:
+    def taint(self, record: Record) -> QueuedJob:
         """Mark it tainted, durably, unless it is gone."""
 
         def work() -> None:
@@ -167,14 +174,14 @@ class DiskTier:
 
         return self._on_first(work)
 
-    def remove(self, record: Record) -> Job:
+    def remove(self, record: Record) -> QueuedJob:
         """Delete its files."""
         return self._on_first(lambda: self.directory.remove(record))
 
-    def _on_first(self, work: Callable[[], None]) -> Job:
+    def _on_first(self, work: Callable[[], None]) -> QueuedJob:
         """A job with work for rank 0 only."""
         is_first = self.ranks.rank == 0
-        return Job(queue=self.queue, work=work if is_first else lambda: None)
+        return QueuedJob(queue=self.queue, work=work if is_first else lambda: None)
 
     def _share_of(self, entry: Entry) -> list[str]:
         """The files that this rank verifies for all."""

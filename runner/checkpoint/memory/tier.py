@@ -13,7 +13,7 @@ from enum import Enum
 from pathlib import Path
 
 from runner.checkpoint.disk.shards import Snapshot, own_share
-from runner.checkpoint.jobs import Job, LockstepQueue, Process, start
+from runner.checkpoint.jobs import LockstepQueue, Process, QueuedJob, start
 from runner.checkpoint.memory.peer_replica import PeerReplica, ReplicaInventory, on_every_rank
 from runner.checkpoint.memory.snapshot import Memory
 from runner.checkpoint.protocol import (
@@ -100,7 +100,7 @@ class MemoryTier:
         """Whether a slot of this incarnation holds it."""
         return serial in self._entries
 
-    def _unpin(self, serial: int, why: PinReason) -> None:
+    def unpin(self, serial: int, why: PinReason) -> None:
         """Remove one pin; the last one frees the slot."""
         entry = self._entries.get(serial)
         if entry is not None:
@@ -108,8 +108,8 @@ class MemoryTier:
             if not entry.pins:
                 del self._entries[serial]
 
-    def _job(self, work: Callable[[], None]) -> Job:
-        return Job(queue=self.queue, work=work)
+    def _job(self, work: Callable[[], None]) -> QueuedJob:
+        return QueuedJob(queue=self.queue, work=work)
 
     def files(self) -> list[Path]:
         """This rank's files, oldest first."""
@@ -141,7 +141,7 @@ class MemoryTier:
         peer_queue: LockstepQueue,
         report_short: Callable[[str, list[str]], None],
     ) -> Process[None]:
-        failures = yield Job(queue=peer_queue, work=replica.prepare)
+        failures = yield QueuedJob(queue=peer_queue, work=replica.prepare)
         if failures:
             self.peer = None
             report_short("without copies on other nodes", failures)
@@ -164,7 +164,7 @@ class MemoryTier:
         failures = yield self._job(
             lambda: self.memory.seal(slot, pending.serial, pending.metadata, pending.counts)
         )
-        self._unpin(pending.serial, PinReason.seal)
+        self.unpin(pending.serial, PinReason.seal)
         return failures
 
     def to_write(self, serial: int) -> tuple[list[Snapshot], Callable[[], None]]:
@@ -177,16 +177,12 @@ class MemoryTier:
         pieces = ((place.name, place.start, v) for place, v in self.memory.pieces(slot))
         return own_share(pieces, self.sharded.replica), lambda: self.memory.check(slot)
 
-    def written(self, serial: int) -> None:
-        """Unpin a slot that was written to disk."""
-        self._unpin(serial, PinReason.write)
-
     def verify(self, serial: int) -> Process[list[str]]:
         """Compare every byte with what was sealed, and refuse NaN and Inf."""
         entry = self._entries[serial]
         entry.pins.add(PinReason.prove)
         failures = yield self._job(lambda: self.memory.check(entry.slot, finite=True))
-        self._unpin(serial, PinReason.prove)
+        self.unpin(serial, PinReason.prove)
         return failures
 
     def replicate(self, serial: int) -> None:
@@ -199,19 +195,15 @@ class MemoryTier:
     ) -> Process[None]:
         entry = self._entries[serial]
         entry.pins.add(PinReason.replica)
-        yield Job(queue=peer_queue, work=lambda: replica.exchange(entry.slot, serial))
-        self._unpin(serial, PinReason.replica)
-
-    def release(self, serial: int) -> None:
-        """Stop counting it as a copy of its checkpoint; a write in progress goes on."""
-        self._unpin(serial, PinReason.kept)
+        yield QueuedJob(queue=peer_queue, work=lambda: replica.exchange(entry.slot, serial))
+        self.unpin(serial, PinReason.replica)
 
     def drop(self, serial: int) -> None:
         """Drop it, for this process and for any later one on this node."""
         entry = self._entries.get(serial)
         if entry is not None:
             self.memory.invalidate(entry.slot)
-            self.release(serial)
+            self.unpin(serial, PinReason.kept)  # a write in progress goes on
 
     def taint(self, serial: int) -> None:
         """Drop it together with the copies on other nodes."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from runner.checkpoint.disk.directory import CLEAN, COMMITTED, MANIFEST, CheckpointDirectory
-from runner.checkpoint.jobs import Job, LockstepQueue, Process, start
+from runner.checkpoint.jobs import LockstepQueue, Process, QueuedJob, start
 from runner.checkpoint.manifest import by_kind
 from runner.checkpoint.protocol import Ranks
 from runner.checkpoint.remote.store import RemoteRing, WriterClaim
@@ -27,41 +27,26 @@ from runner.policy.retention.retire import kept_there
 _PATIENCE_SECONDS = 0.2  # between checks of the time at the end of a run
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteTarget:
-    """What one incarnation of a run uploads, where to, and under which claim.
-
-    Args:
-        ring: the remote.
-        run: names the run, the same for all its incarnations; "" on ranks other than 0.
-        claim: marks the remote as this incarnation's.
-        out: the run's directory, for copies of its journal, metrics and settings.
-        check: raises when a newer incarnation owns the run directory.
-    """
-
-    ring: RemoteRing
-    run: str
-    claim: WriterClaim
-    out: Path
-    check: Callable[[], None]
-
-
 @dataclass(eq=False)
 class Uploads:
     """See the module's docstring. Everything but :meth:`close` is called on all ranks alike.
 
     Args:
+        remote: where they go.
+        directory: of the ring; in a run's own, beside its journal, metrics and settings.
+        run: names the run, the same for all its incarnations; "" on ranks other than 0.
+        claim: marks the remote as this incarnation's.
         stored: whole clean checkpoints that are already at the remote.
         tainted: serials that a rollback left behind.
         queue: the ring's queue for it.
         report: takes incidents, alike on every rank.
-
-    Attributes:
         show: told at the end of a run how far this rank's share is, in bytes.
     """
 
-    target: RemoteTarget
+    remote: RemoteRing
     directory: CheckpointDirectory
+    run: str
+    claim: WriterClaim
     settings: CheckpointConfig
     stored: list[Record]
     tainted: set[int]
@@ -123,7 +108,7 @@ class Uploads:
 
     def close(self) -> None:
         """Stop; the next start continues an unfinished upload."""
-        self.target.ring.files.stop()
+        self.remote.files.stop()
 
     # -- one checkpoint -------------------------------------------------------------------
 
@@ -132,7 +117,7 @@ class Uploads:
         self._tried, self._sending = record.serial, record
         # First of all prepared, so that nothing is written into another run's remote.
         prepare = self._on_first(record, self._prepare)
-        for job in (prepare, Job(queue=self.queue, work=lambda: self._send(record))):
+        for job in (prepare, QueuedJob(queue=self.queue, work=lambda: self._send(record))):
             failures = yield job
             if not self._goes_on(record, failures):
                 self._sending = None
@@ -172,23 +157,23 @@ class Uploads:
 
     # -- its jobs -------------------------------------------------------------------------
 
-    def _on_first(self, record: Record, work: Callable[[Record], None]) -> Job:
+    def _on_first(self, record: Record, work: Callable[[Record], None]) -> QueuedJob:
         """A job with work for rank 0 only."""
         is_first = self.ranks.rank == 0
-        return Job(queue=self.queue, work=lambda: work(record) if is_first else None)
+        return QueuedJob(queue=self.queue, work=lambda: work(record) if is_first else None)
 
     def _own(self) -> None:
         """Check that this writer owns the remote, or fail."""
-        self.target.check()
+        self.directory.check()
         if not self._has_claimed:
-            self.target.ring.claim(self.target.claim, self.target.run)
+            self.remote.claim(self.claim, self.run)
             self._has_claimed = True
-        self.target.ring.check(self.target.claim)
+        self.remote.check(self.claim)
 
     def _prepare(self, record: Record) -> None:
         self._own()
         folder = self.directory.folder_of(record)
-        self.target.ring.prepare(folder.name, (folder / COMMITTED).read_bytes())
+        self.remote.prepare(folder.name, (folder / COMMITTED).read_bytes())
 
     def _send(self, record: Record) -> None:
         """Upload this rank's files, or its share of them after a change of the world size."""
@@ -199,7 +184,7 @@ class Uploads:
         def count(num_bytes: int) -> None:
             self._moved += num_bytes
 
-        files = self.target.ring.files
+        files = self.remote.files
         files.moved = count
         for name in names:
             facts = entry.manifest.files[name]
@@ -207,12 +192,12 @@ class Uploads:
         files.moved = lambda count: None
 
     def _publish(self, record: Record) -> None:
-        folder, files = self.directory.folder_of(record), self.target.ring.files
+        folder, files = self.directory.folder_of(record), self.remote.files
         # A name that the next start sweeps away, should this process end in here.
         with tempfile.TemporaryDirectory(
             prefix="writing-run-", dir=self.directory.folder
         ) as scratch:
-            self.target.ring.put_run_files(folder.name, self.target.out, Path(scratch))
+            self.remote.put_run_files(folder.name, self.directory.folder.parent, Path(scratch))
         for name in (MANIFEST, CLEAN):
             files.put_bytes(f"ring/{folder.name}/{name}", (folder / name).read_bytes())
         committed = (folder / COMMITTED).read_bytes()
@@ -221,11 +206,11 @@ class Uploads:
 
     def _sweep(self, kept: set[int], newest: Record) -> None:
         self._own()
-        self.target.ring.sweep(kept, below=newest.serial)
+        self.remote.sweep(kept, below=newest.serial)
 
     def _remove(self, record: Record) -> None:
         self._own()
-        self.target.ring.remove(self.directory.folder_of(record).name)
+        self.remote.remove(self.directory.folder_of(record).name)
 
     def _say(self, reason: str) -> None:
         self.report(
@@ -233,7 +218,7 @@ class Uploads:
                 kind="upload_failed",
                 step=self._step,
                 decision="go on; tried again with the next clean checkpoint",
-                reason=f"{self.target.ring.url}: {reason}",
+                reason=f"{self.remote.url}: {reason}",
                 detail={"stored": [record.serial for record in self.stored]},
             )
         )
