@@ -20,7 +20,7 @@ from runner.checkpoint.disk.directory import CheckpointDirectory
 from runner.checkpoint.disk.shards import verify_files
 from runner.checkpoint.manifest import Manifest
 from runner.checkpoint.protocol import CheckpointMetadata, Identity
-from runner.checkpoint.ring import Ring
+from runner.checkpoint.ring import CheckpointRing
 from runner.config.schema import CheckpointConfig
 from runner.distributed.env import JobEnv
 from runner.engine.protocol import Shard
@@ -164,7 +164,7 @@ class World:
             patience_seconds=300.0, ask_to_stop=len, from_first=ranks.from_first, say=len
         )
         backlog.add(file)
-        self.ring = Ring(
+        self.ring = CheckpointRing(
             _Store(self.dir.ring, fence, self._fact),
             sharded=self.holder,
             ranks=ranks,

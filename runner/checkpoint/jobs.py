@@ -25,7 +25,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from runner.checkpoint.protocol import Ranks
+from runner.checkpoint.protocol import RingRanks
 
 _NICER_BY = 10  # niceness, at most 19
 _PATIENCE_SECONDS = 0.2  # between checks of the time while a disk is slow
@@ -150,7 +150,7 @@ class LockstepQueue:
 class LockstepQueues:
     """Several queues whose jobs do not wait for each other."""
 
-    def __init__(self, ranks: Ranks, *, count: int) -> None:
+    def __init__(self, ranks: RingRanks, *, count: int) -> None:
         self.queues = [LockstepQueue(ranks.gather) for _ in range(count)]
         self._ranks = ranks
 

@@ -190,14 +190,15 @@ class Manifest(CheckpointMetadata):
             "train_state": self.train_state,
             "update_counts": self.update_counts,
             "tensors": {
-                name: {"shape": list(shape), **self._type(name), **self._places(name)}
+                name: {
+                    "shape": list(shape),
+                    **({"dtype": self.dtypes[name]} if name in self.dtypes else {}),
+                    **self._places(name),
+                }
                 for name, shape in self.shapes.items()
             },
             "files": {name: facts.to_json() for name, facts in self.files.items()},
         }
-
-    def _type(self, name: str) -> dict[str, str]:
-        return {"dtype": self.dtypes[name]} if name in self.dtypes else {}
 
     def _places(self, name: str) -> dict[str, list[list[Any]]]:
         if self.runs is not None:
@@ -294,18 +295,18 @@ def _check(manifest: Manifest) -> None:
         check_coverage(name, manifest.numel(name), [(p.start, p.count) for p in pieces])
     if manifest.runs is None:
         _check_files(manifest)
-        return
-    for name, runs in manifest.runs.items():
+    else:
+        _check_runs(manifest, manifest.runs)
+
+
+def _check_runs(manifest: Manifest, by_name: Mapping[str, tuple[PieceRun, ...]]) -> None:
+    for name, runs in by_name.items():
         intervals = [interval for run in runs for interval in run.intervals()]
         check_coverage(name, manifest.numel(name), intervals)
     ranks = range(len(manifest.files) // 2)
     if manifest.files.keys() != {name(rank) for rank in ranks for name in (data_name, index_name)}:
         raise ValueError(f"files: not those of {len(ranks)} ranks, each with an index")
-    _check_total(manifest)
-
-
-def _check_total(manifest: Manifest) -> None:
-    """Check that the files together have the right size; the indexes assign their bytes."""
+    # The files together must have the right size; the indexes assign their bytes.
     needed = sum(manifest.numel(name) * manifest.item_bytes(name) for name in manifest.shapes)
     stored = sum(f.num_bytes for name, f in manifest.files.items() if not is_index(name))
     if needed != stored:

@@ -13,7 +13,7 @@ from runner.policy.retention.records import Record, State, Tier
 from runner.system.error import CheckpointError
 
 
-class Shard(Protocol):
+class SavedShard(Protocol):
     """See ``runner.engine.protocol.Shard``."""
 
     @property
@@ -26,7 +26,7 @@ class Shard(Protocol):
     def local(self) -> torch.Tensor: ...
 
 
-def element_type(shard: Shard) -> torch.dtype:
+def element_type(shard: SavedShard) -> torch.dtype:
     """The type of ``shard.local``, without making that tensor, which can be costly."""
     element = getattr(shard, "element_type", None)
     return element if isinstance(element, torch.dtype) else shard.local.dtype
@@ -37,7 +37,7 @@ class ShardedState(Protocol):
 
     @property
     def replica(self) -> tuple[int, int]: ...
-    def shards(self) -> Sequence[Shard]: ...
+    def shards(self) -> Sequence[SavedShard]: ...
     def update_counts(self) -> dict[str, int]: ...
     def finish_load(self, update_counts: Mapping[str, int]) -> None:
         """Collective: called after every rank has filled its shards."""
@@ -55,7 +55,7 @@ def check_counts(sharded: ShardedState, counts: Mapping[str, int], source: Path)
         raise CheckpointError(f"{source}: has no update count of {missing[0]!r}")
 
 
-class Ranks(Protocol):
+class RingRanks(Protocol):
     """See ``runner.distributed.agreement.Ranks``."""
 
     @property

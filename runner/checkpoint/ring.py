@@ -33,8 +33,8 @@ from runner.checkpoint.protocol import (
     CheckpointMetadata,
     Identity,
     PendingCheckpoint,
-    Ranks,
     Restored,
+    RingRanks,
     ShardedState,
 )
 from runner.checkpoint.remote.upload import Uploads
@@ -59,7 +59,7 @@ from runner.system.error import (
 )
 
 
-class Ring:
+class CheckpointRing:
     """See the module's docstring.
 
     Args:
@@ -73,7 +73,7 @@ class Ring:
         directory: CheckpointDirectory,
         *,
         sharded: ShardedState,
-        ranks: Ranks,
+        ranks: RingRanks,
         settings: CheckpointConfig,
         identity: Identity,
         report: Callable[[Incident], None],
@@ -95,7 +95,6 @@ class Ring:
         self._snapshot_queue, self._disk_queue, self.upload_queue, *peer_queues = (
             self._queues.queues
         )
-        self._not_waited_for = [self.upload_queue, *peer_queues]
         self._pace = RateLimit(settings.write_mib_per_second * (1 << 20))
         self._disk = DiskTier(
             directory,
@@ -547,10 +546,9 @@ class Ring:
         self._pace.hurry.set()
         if self.uploads is not None:
             self.uploads.close()
-        for queue in (self._snapshot_queue, self._disk_queue):
-            queue.close(wait=wait)
-        for queue in self._not_waited_for:  # a thread may wait for a dead rank
-            queue.close(wait=False)
+        for queue in self._queues.queues:
+            # The other threads may wait for a dead rank, or for the network.
+            queue.close(wait=wait and queue in (self._snapshot_queue, self._disk_queue))
         if self._memory is not None:
             self._memory.close(forget=forget)
 

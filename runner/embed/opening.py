@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from runner.checkpoint.memory.tier import NO_MEMORY, MemoryParts
 from runner.checkpoint.protocol import Identity
-from runner.checkpoint.ring import Ring
+from runner.checkpoint.ring import CheckpointRing
 from runner.config.schema import RunConfig
 from runner.distributed.agreement import Ranks
 from runner.distributed.env import RankEnv, launch_from, place_from
@@ -278,7 +278,7 @@ def open_run(
     backlog = backlog_of(lease, group, run_journal)
     pending = PendingTensors(lease, group, sharded)
     memory = pending.slots_for(inventory.records)
-    ring = Ring(
+    ring = CheckpointRing(
         lease.directory(group),
         sharded=sharded,
         ranks=ranks,

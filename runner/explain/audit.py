@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runner.checkpoint.ring import Ring
+from runner.checkpoint.ring import CheckpointRing
 from runner.data.feed import MicroBatch
 from runner.explain.clean_weights import CleanWeights
 from runner.explain.same_batch import SameBatch
@@ -80,7 +80,7 @@ class AgreedNumbers:
         *,
         same: SameBatch,
         weights: CleanWeights,
-        ring: Ring,
+        ring: CheckpointRing,
         is_saved: Callable[[int], bool],
     ) -> None:
         self._same = same

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from runner.checkpoint.memory.node_dir import free_memory_bytes
-from runner.checkpoint.ring import Ring
+from runner.checkpoint.ring import CheckpointRing
 from runner.engine.protocol import Engine
 from runner.policy.retention.records import Record
 from runner.system.error import CheckpointError, ReadError
@@ -23,7 +23,7 @@ _SHARE = 0.5
 
 
 @contextmanager
-def state_restored(engine: Engine, ring: Ring) -> Iterator[None]:
+def state_restored(engine: Engine, ring: CheckpointRing) -> Iterator[None]:
     """Copy the engine's state to host memory, and put it back at the end."""
     copy = HostCopy(engine)
     try:

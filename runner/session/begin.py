@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from runner.checkpoint.remote.upload import Uploads
-from runner.checkpoint.ring import Ring
+from runner.checkpoint.ring import CheckpointRing
 from runner.config.network import is_hf
 from runner.config.schema import DebugKind, Offload, RunConfig
 from runner.config.validate import is_zero, odd_settings
@@ -120,7 +120,7 @@ def build(
         faults.at("save", step)
         backlog.require_written()
 
-    ring = Ring(
+    ring = CheckpointRing(
         lease.directory(group),
         sharded=engine,
         ranks=group.ranks,

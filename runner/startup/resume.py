@@ -11,7 +11,7 @@ from typing import Any
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
 from runner.checkpoint.manifest import Manifest
-from runner.checkpoint.ring import Ring
+from runner.checkpoint.ring import CheckpointRing
 from runner.config.schema import RunConfig
 from runner.config.sources import unsteady_samples
 from runner.data.cursor import SampleStream
@@ -227,7 +227,11 @@ def _named(config: RunConfig) -> str:
 
 
 def resume_from(
-    inventory: RunInventory, run_dir: RunDir, ring: Ring, journal: Journal, state: TrainState
+    inventory: RunInventory,
+    run_dir: RunDir,
+    ring: CheckpointRing,
+    journal: Journal,
+    state: TrainState,
 ) -> Resumed:
     """Load the newest checkpoint that can be used, or begin. Collective.
 

@@ -16,7 +16,7 @@ from runner.checkpoint.memory.node_dir import NodeDir, free_bytes
 from runner.checkpoint.memory.peer_replica import KEPT, PeerReplica
 from runner.checkpoint.memory.snapshot import Memory, SlotLayout, empty_header
 from runner.checkpoint.memory.tier import MemoryParts
-from runner.checkpoint.protocol import Identity, Shard
+from runner.checkpoint.protocol import Identity, SavedShard
 from runner.config.schema import CheckpointConfig, RunConfig
 from runner.distributed.agreement import Ranks
 from runner.distributed.env import RankEnv
@@ -43,7 +43,7 @@ class StateOnDevice(Protocol):
 
     @property
     def device(self) -> torch.device: ...
-    def shards(self) -> Sequence[Shard]: ...
+    def shards(self) -> Sequence[SavedShard]: ...
 
 
 def node_folder(run_id: str, out: Path) -> NodeDir:

@@ -27,12 +27,8 @@ _UNSYNCED_BYTES = 1 << 20
 _NO_FILE = (errno.EINVAL, errno.EACCES, errno.EPERM, errno.ELOOP)
 
 
-def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The whole lines of a file and their length in bytes; see :func:`iter_lines`."""
-    return _read_from(path, 0)
-
-
-def _read_from(path: Path, start: int) -> tuple[list[dict[str, Any]], int]:
+def read_lines(path: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
+    """The whole lines of a file, and where the last of them ends; see :func:`iter_lines`."""
     lines = list(_whole_lines(path, start))
     return [line for line, _ in lines], lines[-1][1] if lines else start
 
@@ -118,7 +114,7 @@ def tail(path: Path, num_bytes: int) -> tuple[list[dict[str, Any]], int]:
             file.seek(start - 1)  # a line may begin right there
             file.readline(LINE_BYTES)
             start = file.tell()
-    return _read_from(path, start)
+    return read_lines(path, start)
 
 
 def step_of(line: dict[str, Any]) -> int:

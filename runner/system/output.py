@@ -88,8 +88,14 @@ class AsyncWriter(Generic[T]):
             if self._waiting + weight > self._most:
                 self._lose("no reader, and too much is waiting")
                 return False
-            if not self._begin():
-                return False
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # at the end of the interpreter
+                    self._lose(str(error))
+                    return False
+                self._thread = thread
             self._waiting += weight
             self._queue.put(item)
             return True
@@ -110,17 +116,6 @@ class AsyncWriter(Generic[T]):
         if self._loss is None and since is not None and time.monotonic() > since + patience:
             self._note(f"no reader for {patience:g} s")
         return self._loss
-
-    def _begin(self) -> bool:
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name=self.name, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:  # at the end of the interpreter
-                self._lose(str(error))
-                return False
-            self._thread = thread
-        return True
 
     def _run(self) -> None:
         while True:

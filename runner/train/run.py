@@ -14,7 +14,7 @@ import torch
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
 from runner.checkpoint.memory.tier import MemoryParts
-from runner.checkpoint.ring import Ring
+from runner.checkpoint.ring import CheckpointRing
 from runner.config.schema import RunConfig
 from runner.data.cursor import SampleStream
 from runner.data.dataset import Dataset
@@ -166,7 +166,7 @@ class Run:
     lease: Lease
     written: RunJournal
     backlog: Backlog
-    ring: Ring
+    ring: CheckpointRing
     state: TrainState
     resumed: Resumed = field(init=False)
     reporter: Reporter = field(init=False)

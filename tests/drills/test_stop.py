@@ -72,7 +72,7 @@ PHASES = {
     "evaluation under ZeRO": Phase("zero", f"{EVALUATOR}.loss 2 3", 12, NEXT),
     "A under ZeRO": Phase("zero", f"{BENCH}.compute 1 2", 14, ANEW),
     "audit": Phase("plain", "runner.explain.same_batch:SameBatch.compute 3 0", 12),
-    "save": Phase("plain", "runner.checkpoint.ring:Ring.save 2 0", 7),
+    "save": Phase("plain", "runner.checkpoint.ring:CheckpointRing.save 2 0", 7),
     "last proof": Phase("plain", "runner.train.checkpoints:LastProof.fault 1 0", 20),
     "A": Phase("samples", f"{BENCH}.compute 1 2", 14, ANEW),
     "J": Phase("samples", f"{BENCH}.read 1 0", 14, ANEW),

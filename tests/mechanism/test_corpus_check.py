@@ -15,7 +15,7 @@ import pytest
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
 from runner.checkpoint.protocol import Identity
-from runner.checkpoint.ring import Ring
+from runner.checkpoint.ring import CheckpointRing
 from runner.config.schema import CheckpointConfig
 from runner.data.corpus_digest import Whole
 from runner.data.dataset import TokenFile, TokenStream, Windows, name_in_files
@@ -70,7 +70,7 @@ class World:
         )
         self.dataset.sampled_files = [("a.bin", path)]
         self.holder = Holder()
-        self.ring = Ring(
+        self.ring = CheckpointRing(
             CheckpointDirectory(self.folder / "ring"),
             sharded=self.holder,
             ranks=self.ranks,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.checkpoint.ring import Ring
+from runner.checkpoint.ring import CheckpointRing
 from runner.config.compose import compose
 from runner.config.validate import check
 from runner.distributed.device import code_digest
@@ -315,7 +315,7 @@ def test_the_steps_of_tests_gpu_are_nothing_but_steps(
             loop.step()
         others = []
         monkeypatch.setattr(Forward, "evaluate", lambda *_: others.append("evaluation"))
-        monkeypatch.setattr(Ring, "save", lambda *_, **__: others.append("save"))
+        monkeypatch.setattr(CheckpointRing, "save", lambda *_, **__: others.append("save"))
         assert loop._steps._ahead is not None, "no step is launched ahead after 40"
         for _ in range(50):
             loop.step()

@@ -10,7 +10,7 @@ import pytest
 
 from runner.checkpoint import lifecycle as module
 from runner.checkpoint.lifecycle import MOVES, Copy, Life
-from runner.checkpoint.ring import Ring
+from runner.checkpoint.ring import CheckpointRing
 from runner.policy.retention.records import Record, State, Tier, rollback_targets
 from runner.system.error import CheckpointError
 from tests.mechanism.test_memory import Rig, flip
@@ -60,14 +60,14 @@ def test_what_is_found_is_recorded_as_it_was(state: State) -> None:
     assert not copy.is_being_saved and not copy.is_being_proven
 
 
-def back_to(ring: Ring, rig: Rig, step: int) -> None:
+def back_to(ring: CheckpointRing, rig: Rig, step: int) -> None:
     """As a rollback does it."""
     [target] = [r for r in rollback_targets(ring.records, cursor=10_000, step=step)][:1]
     rig.step = ring.restore([target]).step
     ring.abandon_after(target.serial)
 
 
-def trained(rig: Rig, steps: int, *, with_memory: bool = True) -> Ring:
+def trained(rig: Rig, steps: int, *, with_memory: bool = True) -> CheckpointRing:
     ring = rig.ring(with_memory=with_memory)
     ring.begin()
     for _ in range(steps):

@@ -34,7 +34,7 @@ from runner.checkpoint.memory.snapshot import (
 )
 from runner.checkpoint.memory.tier import MemoryParts, MemoryTier
 from runner.checkpoint.protocol import CheckpointMetadata, Identity
-from runner.checkpoint.ring import Ring
+from runner.checkpoint.ring import CheckpointRing
 from runner.config.schema import CheckpointConfig, RunConfig
 from runner.distributed.env import RankEnv
 from runner.engine.protocol import Shard
@@ -719,9 +719,9 @@ class Rig:
     def __post_init__(self) -> None:
         self.write_gate.set()
 
-    def ring(self, *, incarnation: int = 1, with_memory: bool = True) -> Ring:
+    def ring(self, *, incarnation: int = 1, with_memory: bool = True) -> CheckpointRing:
         slots = memory(self.folder, self.state, incarnation=incarnation) if with_memory else None
-        made = Ring(
+        made = CheckpointRing(
             CheckpointDirectory(self.folder / "ring"),
             sharded=self.state,
             ranks=OneRank(),
@@ -733,14 +733,14 @@ class Rig:
         )
         return made
 
-    def begun(self, steps: int = 0, **options: Any) -> Ring:
+    def begun(self, steps: int = 0, **options: Any) -> CheckpointRing:
         """A ring of so many steps."""
         ring = self.ring(**options)
         ring.begin()
         self.train(ring, steps)
         return ring
 
-    def train(self, ring: Ring, steps: int) -> None:
+    def train(self, ring: CheckpointRing, steps: int) -> None:
         """Steps; a snapshot after each odd one, one to disk after each fourth."""
         for _ in range(steps):
             ring.before_update()
@@ -752,7 +752,7 @@ class Rig:
                 ring.save(moment(self.step), disk=self.step % 4 == 0)
             self.settle(ring)
 
-    def settle(self, ring: Ring) -> None:
+    def settle(self, ring: CheckpointRing) -> None:
         """What a step's agreement does, given time for the quick work."""
         limit = time.monotonic() + 20
         snapshots = ring._snapshot_queue
@@ -771,7 +771,7 @@ def allowed(record: Record) -> bool:
     return False
 
 
-def copies(ring: Ring) -> list[tuple[int, str, str]]:
+def copies(ring: CheckpointRing) -> list[tuple[int, str, str]]:
     return sorted((r.step, r.tier.value, r.state.value) for r in ring.records)
 
 

@@ -23,7 +23,7 @@ from runner.checkpoint.protocol import Identity
 from runner.checkpoint.remote.retrying_files import RemoteFault, RemoteFiles
 from runner.checkpoint.remote.store import RemoteRing, RemoteTaken, WriterClaim
 from runner.checkpoint.remote.upload import Uploads
-from runner.checkpoint.ring import Ring
+from runner.checkpoint.ring import CheckpointRing
 from runner.command.ring import ring_command
 from runner.config.compose import compose, to_yaml
 from runner.config.schema import CheckpointConfig
@@ -677,7 +677,7 @@ def test_a_checkpoint_is_not_retired_while_it_is_sent(tmp_path: Path, url: str) 
     folder = tmp_path / "run"
     store = CheckpointDirectory(folder / "ring")
     store.sweep()
-    ring = Ring(
+    ring = CheckpointRing(
         store,
         sharded=Holder(),
         ranks=OneRank(),

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import BinaryIO
 
@@ -35,6 +36,7 @@ from runner.checkpoint.manifest import (
     ITEM_SIZES,
     MOST_BYTES,
     FileFacts,
+    Manifest,
     StoredPiece,
     as_bytes,
     data_name,
@@ -204,16 +206,24 @@ def files_needed(entry: Entry, ranges: Iterable[tuple[str, int, int]]) -> set[st
     needed: set[str] = set()
     for name, start, count in ranges:
         stop = start + count
-        for run in (manifest.runs or {}).get(name, ()):
-            starts, files = run.pieces()
-            hits = files[(starts < stop) & (starts + run.count > start)].tolist()
-            needed |= {kind(file) for file in hits for kind in (data_name, index_name)}
+        for file, _, _ in _overlapping(manifest, name, start, stop):
+            needed |= {data_name(file), index_name(file)}
         needed |= {
             piece.file
             for piece in manifest.pieces.get(name, ())
             if max(start, piece.start) < min(stop, piece.start + piece.count)
         }
     return needed
+
+
+def _overlapping(
+    manifest: Manifest, name: str, start: int, stop: int
+) -> Iterator[tuple[int, int, int]]:
+    """(file, flat start, count) of a tensor's pieces that overlap, from its runs."""
+    for run in (manifest.runs or {}).get(name, ()):
+        starts, files = run.pieces()
+        hits = (starts < stop) & (starts + run.count > start)
+        yield from zip(files[hits].tolist(), starts[hits].tolist(), repeat(run.count))
 
 
 class Indexes:
@@ -233,19 +243,14 @@ class Indexes:
             CorruptCheckpoint: an index is damaged, or is not what the manifest says.
         """
         pieces = []
-        for run in (self._entry.manifest.runs or {}).get(name, ()):
-            starts, files = run.pieces()
-            hits = (starts < stop) & (starts + run.count > start)
-            for at, file in zip(starts[hits].tolist(), files[hits].tolist(), strict=True):
-                count, offset = self._of(file).get((self._numbers[name], at), (0, 0))
-                if count != run.count:
-                    raise CorruptCheckpoint(
-                        f"{self._entry.folder / index_name(file)}: has not the elements of "
-                        f"{name!r} from {at} on"
-                    )
-                pieces.append(
-                    StoredPiece(start=at, count=count, file=data_name(file), offset=offset)
+        for file, at, count in _overlapping(self._entry.manifest, name, start, stop):
+            found, offset = self._of(file).get((self._numbers[name], at), (0, 0))
+            if found != count:
+                raise CorruptCheckpoint(
+                    f"{self._entry.folder / index_name(file)}: has not the elements of {name!r} "
+                    f"from {at} on"
                 )
+            pieces.append(StoredPiece(start=at, count=count, file=data_name(file), offset=offset))
         return pieces
 
     def _of(self, file: int) -> dict[tuple[int, int], tuple[int, int]]:

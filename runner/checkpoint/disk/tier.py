@@ -37,8 +37,8 @@ from runner.checkpoint.manifest import (
 from runner.checkpoint.protocol import (
     Identity,
     PendingCheckpoint,
-    Ranks,
     Restored,
+    RingRanks,
     ShardedState,
     check_counts,
     element_type,
@@ -64,7 +64,7 @@ class DiskTier:
 
     directory: CheckpointDirectory
     sharded: ShardedState
-    ranks: Ranks
+    ranks: RingRanks
     identity: Identity
     queue: LockstepQueue
     pace: RateLimit

@@ -19,7 +19,7 @@ import torch
 from runner.checkpoint.manifest import ITEM_BYTES, is_finite, name_of, parse_fields
 from runner.checkpoint.memory.node_dir import NodeDir
 from runner.checkpoint.memory.shared_buffer import SharedBuffer
-from runner.checkpoint.protocol import CheckpointMetadata, Identity, Shard
+from runner.checkpoint.protocol import CheckpointMetadata, Identity, SavedShard
 from runner.system.error import CorruptCheckpoint
 from runner.system.files import read_bounded
 from runner.system.parsing import json_text, refuse_flagged
@@ -128,7 +128,7 @@ class SlotPlace:
 class SlotLayout:
     """The place of each shard in a slot; ``digest`` is equal if two slots have the same places."""
 
-    def __init__(self, shards: Iterable[Shard]) -> None:
+    def __init__(self, shards: Iterable[SavedShard]) -> None:
         self.places: list[SlotPlace] = []
         self.is_fp32 = True  # bytes of the whole slot
         rows = []
@@ -208,7 +208,7 @@ class Memory:
 
     # -- taking one ------------------------------------------------------------------------
 
-    def fill(self, slot: int, shards: Sequence[Shard], *, overlap: bool = True) -> None:
+    def fill(self, slot: int, shards: Sequence[SavedShard], *, overlap: bool = True) -> None:
         """Copy the state.
 
         Args:
@@ -280,7 +280,7 @@ class Memory:
         if finite and not is_fp32 and not all(map(is_finite, self.layout.views(buffer.values))):
             raise CorruptCheckpoint(f"{buffer.path}: holds NaN or Inf")
 
-    def copy_out(self, slot: int, shards: Sequence[Shard]) -> None:
+    def copy_out(self, slot: int, shards: Sequence[SavedShard]) -> None:
         """Copy the snapshot into the state."""
         for view, shard in zip(self.layout.views(self._buffers[slot].values), shards, strict=True):
             shard.local.copy_(view)

@@ -19,8 +19,8 @@ from runner.checkpoint.memory.snapshot import Memory
 from runner.checkpoint.protocol import (
     CheckpointMetadata,
     PendingCheckpoint,
-    Ranks,
     Restored,
+    RingRanks,
     ShardedState,
     check_counts,
 )
@@ -74,7 +74,7 @@ class MemoryTier:
     memory: Memory
     peer: tuple[PeerReplica, LockstepQueue] | None
     sharded: ShardedState
-    ranks: Ranks
+    ranks: RingRanks
     queue: LockstepQueue
     _entries: dict[int, SlotEntry] = field(default_factory=dict)  # by serial
     _ready: list[int] = field(default_factory=list)  # slots that can be filled

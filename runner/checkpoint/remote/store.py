@@ -152,19 +152,15 @@ class RemoteRing:
             try:
                 manifest, _ = self.manifest(folder)
                 if verify:
-                    self._verify_all(folder, manifest)
+                    of_run = {f"run/{name}": f for name, f in self.run_facts(folder).items()}
+                    for name, facts in {**manifest.files, **of_run}.items():
+                        self.files.verify(f"ring/{folder}/{name}", facts)
             except CorruptCheckpoint as error:
                 damaged.append(str(error))
                 continue
             found = replace(record, cursor=manifest.cursor)
             sound.append(Entry(record=found, folder=Path(folder), manifest=manifest))
         return sound, damaged
-
-    def _verify_all(self, folder: str, manifest: Manifest) -> None:
-        for name, facts in manifest.files.items():
-            self.files.verify(f"ring/{folder}/{name}", facts)
-        for name, facts in self.run_facts(folder).items():
-            self.files.verify(f"ring/{folder}/run/{name}", facts)
 
     def manifest(self, folder: str) -> tuple[Manifest, bytes]:
         """A checkpoint's manifest and its bytes, checked like a local one.

@@ -17,7 +17,7 @@ from pathlib import Path
 from runner.checkpoint.disk.directory import CLEAN, COMMITTED, MANIFEST, CheckpointDirectory
 from runner.checkpoint.jobs import LockstepQueue, Process, QueuedJob, start
 from runner.checkpoint.manifest import by_kind
-from runner.checkpoint.protocol import Ranks
+from runner.checkpoint.protocol import RingRanks
 from runner.checkpoint.remote.store import RemoteRing, WriterClaim
 from runner.config.schema import CheckpointConfig
 from runner.policy.decision.history import Incident
@@ -51,7 +51,7 @@ class Uploads:
     stored: list[Record]
     tainted: set[int]
     queue: LockstepQueue
-    ranks: Ranks
+    ranks: RingRanks
     report: Callable[[Incident], None]
     show: Callable[[str, int, int], None] = lambda what, done, total: None
     _has_claimed: bool = False

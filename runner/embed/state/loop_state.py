@@ -40,7 +40,7 @@ def plain_name(name: str) -> str:
 
 
 class LoopState(StagedState):
-    """Models and optimizers, as :class:`runner.checkpoint.ring.Ring` saves them.
+    """Models and optimizers, as :class:`runner.checkpoint.ring.CheckpointRing` saves them.
 
     Args:
         models: their parameters and changing buffers are saved.

@@ -109,7 +109,7 @@ class TensorSlice:
 
 
 class StagedState:
-    """State as the shards that :class:`runner.checkpoint.ring.Ring` saves and loads.
+    """State as the shards that :class:`runner.checkpoint.ring.CheckpointRing` saves and loads.
 
     ``before_change`` is called before a save with other tensors than the last one. Collective.
     """
