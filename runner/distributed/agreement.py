@@ -14,9 +14,10 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from runner.distributed.rendezvous import difference, in_thread
+from runner.distributed.rendezvous import difference
 from runner.policy.decision.signals import NUM_LANES, all_equal, lanes
 from runner.system.error import RankError, RunnerError
+from runner.system.process import in_thread
 
 T = TypeVar("T")
 FINGERPRINT_SIZE = 2 * NUM_LANES

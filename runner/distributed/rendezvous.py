@@ -9,12 +9,10 @@ import resource
 import secrets
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistStoreError
@@ -22,9 +20,9 @@ from torch.distributed import DistStoreError
 from runner.distributed.env import RankEnv, rendezvous_endpoint
 from runner.system.environment import changeable, variables
 from runner.system.error import StartError
+from runner.system.process import in_thread
 
 Facts = Mapping[str, Any]
-T = TypeVar("T")
 
 _ROUND = "holdfast/round"  # number of rounds that a rank 0 has opened
 _OPEN, _OVER = "open", "over"  # of a round
@@ -78,23 +76,6 @@ def connect_store(place: RankEnv, *, seconds: float) -> Store:
         raise _unreachable(place, seconds, silence) from None
     except (KeyError, RuntimeError, ValueError) as error:
         raise _unreachable(place, seconds, error) from None
-
-
-def in_thread(work: Callable[[], T], name: str) -> Future[T]:
-    """Call ``work`` in a thread: Python handles no signals while torch waits.
-
-    Not in a pool: Python waits for its threads at exit, even when a disk hangs.
-    """
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:  # also a Rust panic; the waiting thread raises it
-            done.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return done
 
 
 def allow_connections(num_connections: int, process: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 from concurrent.futures import Future
 from typing import Any
 
@@ -21,7 +20,7 @@ from runner.observe.metrics import MetricsLine
 from runner.policy.decision.early import SpikeScore
 from runner.policy.decision.history import Incident
 from runner.system.json_lines import LineFile, iter_lines
-from runner.system.process import run_beside
+from runner.system.process import in_thread, run_beside
 from runner.train.agreed_step import StepInfo
 from runner.train.run import EngineRun
 
@@ -143,16 +142,13 @@ class CurveReader:
         command += ["--nice", str(nice)]
         if self._entropy:
             command += ["--corpus-entropy", repr(self._entropy)]
-        future = self._found = Future()
 
-        def work() -> None:
-            try:
-                output = run_beside(command, seconds=_LONGEST_SECONDS)
-                future.set_result(json.loads(output or b"{}")["signatures"])
-            except Exception as error:
-                future.set_exception(error)
+        def read() -> list[dict[str, Any]]:
+            output = run_beside(command, seconds=_LONGEST_SECONDS)
+            signatures: list[dict[str, Any]] = json.loads(output or b"{}")["signatures"]
+            return signatures
 
-        threading.Thread(target=work, name=KIND, daemon=True).start()
+        self._found = in_thread(read, KIND)
 
     def _collect(self) -> None:
         step, self._begun = self._begun, None

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import wait
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -53,7 +54,14 @@ from runner.system.environment import variables
 from runner.system.error import EXIT_CRASH, Superseded
 from runner.system.files import write_json
 from runner.system.json_lines import last_line, step_of
-from runner.system.process import host_name, is_alive, num_oom_kills, pid_namespace, signal_name
+from runner.system.process import (
+    host_name,
+    in_thread,
+    is_alive,
+    num_oom_kills,
+    pid_namespace,
+    signal_name,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -350,9 +358,7 @@ class CauseReporter:
                 journal(cause, run_lease.number)
 
         # The training thread may be stuck in this very file: the next start can write it too.
-        writer = threading.Thread(target=write, daemon=True)
-        writer.start()
-        writer.join(_JOURNAL_SECONDS)
+        wait([in_thread(write, "journal")], _JOURNAL_SECONDS)
 
     def _end_silent_peers(self) -> None:
         """End stopped peers: each would hold the launcher up for half a minute."""

@@ -8,8 +8,8 @@ hook records: each such backend has a recorder of its own, known by the backend'
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from runner.health.flight_recorder import entries_of
+from runner.system.process import in_thread
 
 _SECONDS = 3.0
 _RECORDED_BY_HOOK = ("nccl2", "nccl-lazy")
@@ -45,18 +46,11 @@ def collectives(*, seconds: float = _SECONDS) -> tuple[list[dict[str, Any]], str
     dumps = _nccl_dumps()
     if not dumps:
         return entries, ""
-    answers: list[list[dict[str, Any]]] = []
-
-    def ask() -> None:
-        answers.append([entry for dump in dumps for entry in _entries(dump)])
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not answers:
+    answer = in_thread(lambda: [e for dump in dumps for e in _entries(dump)], "recorders")
+    if not wait([answer], seconds).done or answer.exception():
         return entries, f"NCCL's flight recorder did not answer within {seconds:g} s"
     known = {(entry["group"], entry["seq"], entry["op"]) for entry in entries}
-    more = [e for e in answers[0] if (e["group"], e["seq"], e["op"]) not in known]
+    more = [e for e in answer.result() if (e["group"], e["seq"], e["op"]) not in known]
     return entries + more, ""
 
 

@@ -15,6 +15,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import wait
 from functools import partial
 
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -22,7 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from runner.distributed.env import RankEnv
 from runner.distributed.rendezvous import first_line, without_frames
 from runner.health.cause_reporter import CauseReporter
-from runner.system.process import host_name
+from runner.system.process import host_name, in_thread
 
 _DEAD = "dead"
 _OVER = "over"
@@ -73,9 +74,7 @@ class StartWatch:
                 _announce(self._connect(), problem)
 
         # In a thread: a store that is gone does not answer.
-        teller = threading.Thread(target=set_it, daemon=True)
-        teller.start()
-        teller.join(_TELL_SECONDS)
+        wait([in_thread(set_it, "start problem")], _TELL_SECONDS)
 
     def _connect(self) -> Store:
         # A connection of its own: the training thread keeps the other one while it waits.

@@ -11,10 +11,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 
 from runner.system.output import Loss
-from runner.system.process import run_beside
+from runner.system.process import in_thread, run_beside
 
 NAME = OUTLET = "report.html"
 _LONGEST_SECONDS = 900.0  # a page that takes longer is abandoned
@@ -57,10 +58,8 @@ class PageWriter:
             self._thread.join(seconds)  # it has to end its process
 
         # A thread: the file system may hang, and the run must end all the same.
-        last = threading.Thread(target=self._write, args=(seconds, "0", lambda: False), daemon=True)
-        last.start()
-        last.join(seconds + _GRACE_SECONDS)
-        if last.is_alive():
+        last = in_thread(lambda: self._write(seconds, "0", lambda: False), OUTLET)
+        if not wait([last], seconds + _GRACE_SECONDS).done:
             self._note(f"it takes longer than {seconds:g} s")
 
     def _run(self) -> None:

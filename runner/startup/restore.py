@@ -29,7 +29,6 @@ from runner.checkpoint.remote.upload import Uploads
 from runner.config.compose import from_yaml
 from runner.config.schema import CheckpointConfig, RunConfig
 from runner.distributed.agreement import Ranks, all_or_none_slowly
-from runner.distributed.rendezvous import in_thread
 from runner.observe.journal import read_journal
 from runner.policy.decision.history import History, Incident
 from runner.policy.retention.records import Record, State, folder_name, resume_order
@@ -37,6 +36,7 @@ from runner.run_dir.paths import RunDir, is_allowed, settings_differing
 from runner.system.error import CheckpointError, ConfigError, CorruptCheckpoint, RankError
 from runner.system.files import sync_directory
 from runner.system.json_lines import iter_lines
+from runner.system.process import in_thread
 from runner.train.run import Run
 
 _CONFIG_BYTES = 4 << 20

@@ -17,10 +17,15 @@ import stat
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
+
+T = TypeVar("T")
 
 # Fields of /proc/PID/stat after the command's name, see proc(5).
 _STATE, _PARENT, _STARTED, _EXIT_CODE = 0, 1, 19, -1
@@ -285,3 +290,21 @@ def run_beside(
         error_text = stderr.decode(errors="replace").strip()[-_TAIL:]
         raise OSError(f"{arguments[0]}: exited with {process.returncode}: {error_text}")
     return result
+
+
+def in_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """Call ``work``, which may never return, in a thread.
+
+    Python handles no signals while torch waits. Not in a pool: Python waits for its threads at
+    exit, even when a disk hangs.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # also a Rust panic; the waiting thread raises it
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done
