@@ -132,7 +132,7 @@ def _open(path: Path) -> BinaryIO:
     """A file to read; nothing is in one that does not exist."""
     try:
         return open_regular(path, follow=True)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return io.BytesIO()
     except OSError as error:
         if error.errno in _NO_FILE:
