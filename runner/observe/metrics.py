@@ -107,39 +107,32 @@ def held_out_before(path: Path, step: int) -> float | None:
 # Tokens per second, MFU and time to go.
 
 
-# Dense BF16 peak in TFLOP/s by a part of the device's name (vendors' data sheets). The first match
-# counts: a name that is part of another comes after it.
-_PEAKS = (
-    ("GB300", 2500.0),
-    ("GB200", 2500.0),
-    ("B300", 2250.0),
-    ("B200", 2250.0),
-    ("B100", 1750.0),
-    ("H200 NVL", 836.0),
-    ("H200", 989.0),  # GH200 as well
-    ("H100 NVL", 835.0),
-    ("H100 PCIe", 756.0),
-    ("H100", 989.0),
-    ("H800 PCIe", 756.0),
-    ("H800", 989.0),
-    ("H20", 148.0),
-    ("A100", 312.0),
-    ("A800", 312.0),
-    ("A40", 150.0),
-    ("A30", 165.0),
-    ("L40S", 362.0),
-    ("L40", 181.0),
-    ("MI355X", 2500.0),
-    ("MI350X", 2300.0),
-    ("MI325X", 1307.0),
-    ("MI300X", 1307.0),
-)
+# Dense BF16 peak in TFLOP/s of devices with these words in their names (vendors' data sheets). The
+# longest match counts.
+_PEAKS = {
+    2500.0: ("GB300", "GB200", "MI355X"),
+    2300.0: ("MI350X",),
+    2250.0: ("B300", "B200"),
+    1750.0: ("B100",),
+    1307.0: ("MI325X", "MI300X"),
+    989.0: ("H200", "H100", "H800"),  # GH200 as well
+    836.0: ("H200 NVL",),
+    835.0: ("H100 NVL",),
+    756.0: ("H100 PCIe", "H800 PCIe"),
+    362.0: ("L40S",),
+    312.0: ("A100", "A800"),
+    181.0: ("L40",),
+    165.0: ("A30",),
+    150.0: ("A40",),
+    148.0: ("H20",),
+}
 _STEPS_AVERAGED = 20
 
 
 def peak_tflops(device_name: str) -> float | None:
     """Peak of one device, or None if its name is unknown here."""
-    return next((peak for part, peak in _PEAKS if part in device_name), None)
+    found = {part: peak for peak, parts in _PEAKS.items() for part in parts if part in device_name}
+    return found[max(found, key=len)] if found else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
