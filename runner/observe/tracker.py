@@ -23,9 +23,10 @@ from runner.config.schema import TrackConfig
 from runner.observe.console import is_calm, level_of
 from runner.observe.metrics import MetricsLine
 from runner.system import output
-from runner.system.files import make_folder, naming, read_bounded, replace_for_writing, write_json
+from runner.system.files import make_folder, naming, replace_for_writing, write_json
+from runner.system.json_lines import count_of, read_object
 from runner.system.output import AsyncWriter
-from runner.system.parsing import json_text, parse_json
+from runner.system.parsing import json_text
 from runner.system.process import host_name
 from runner.system.user_code import bound_target
 
@@ -100,7 +101,7 @@ class Attempts:
     def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
         self._path = path
         self._check = check
-        self.newest = self._reserved = _read(path)
+        self.newest = self._reserved = count_of(read_object(path, _MOST_BYTES), "newest")
 
     newest: int
     """The number given last; 0 before the first."""
@@ -129,15 +130,6 @@ class Attempts:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         write_json(self._path, {"newest": number})
         self._reserved = number
-
-
-def _read(path: Path) -> int:
-    try:
-        stored: Any = parse_json(read_bounded(path, _MOST_BYTES))
-        number = stored["newest"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return 0
-    return number if type(number) is int and number >= 0 else 0
 
 
 class BackgroundTracker(AsyncWriter[Callable[[Tracker], None]]):

@@ -26,6 +26,7 @@ from typing import Any
 from runner.distributed.env import JobEnv
 from runner.system.error import ConfigError, Superseded
 from runner.system.files import make_folder, naming, read_bounded, sync_directory
+from runner.system.json_lines import read_object
 from runner.system.process import is_alive, own_process
 
 BEAT_SECONDS = 2.0
@@ -207,16 +208,11 @@ def _create(path: Path, claim: bytes) -> bool:
 
 def _read_claim(path: Path) -> dict[str, Any]:
     """Read a claim; empty when the file is not one of ours."""
-    try:
-        claim = json.loads(read_bounded(path, _CLAIM_BYTES))
-        return claim if _is_claim(claim) else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
+    claim = read_object(path, _CLAIM_BYTES)
+    return claim if "job" in claim and _is_claim(claim) else {}
 
 
-def _is_claim(claim: Any) -> bool:
-    if not isinstance(claim, dict) or "job" not in claim:
-        return False
+def _is_claim(claim: dict[str, Any]) -> bool:
     order, when = claim.get("order"), claim.get("time")
     fields = [claim.get(name) for name in ("host", "boot", "started", "step")]
     job, pid = claim.get("job"), claim.get("pid")

@@ -16,6 +16,7 @@ from runner.config.former_keys import FIXED_VALUES
 from runner.config.schema import SYNTHETIC_VOCABULARY, ResumeConfig, RunConfig
 from runner.system.error import ConfigError
 from runner.system.files import make_folder, read_bounded, write_durably
+from runner.system.json_lines import read_object
 from runner.system.parsing import parse_json, whole
 
 _CONFIG_BYTES = _SUMMARY_BYTES = 4 << 20
@@ -69,11 +70,7 @@ class RunDir:
 
     def stored_summary(self) -> dict[str, Any] | None:
         """What ``summary.json`` holds; None where there is none that can be read."""
-        try:
-            summary = parse_json(read_bounded(self.summary, _SUMMARY_BYTES, follow=True))
-        except (OSError, ValueError, RecursionError):
-            return None
-        return summary if isinstance(summary, dict) else None
+        return read_object(self.summary, _SUMMARY_BYTES, follow=True) or None
 
     def incident(self, number: int) -> Path:
         """The folder for the failure reports of an incarnation."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from runner.system.error import ConfigError
-from runner.system.files import naming, open_regular, replace_for_writing
+from runner.system.files import naming, open_regular, read_bounded, replace_for_writing
 from runner.system.parsing import json_text, parse_json
 
 LINE_BYTES = 1 << 24  # far more than any line of ours
@@ -142,6 +142,14 @@ def _open(path: Path) -> BinaryIO:
 
 def _parsed(raw: bytes) -> dict[str, Any] | None:
     return parse_line(raw) if raw.endswith(b"\n") else None
+
+
+def read_object(path: Path, limit: int, *, follow: bool = False) -> dict[str, Any]:
+    """The JSON object in a file of at most ``limit`` bytes; empty where none can be read."""
+    try:
+        return parse_line(read_bounded(path, limit, follow=follow)) or {}
+    except OSError:
+        return {}
 
 
 def parse_line(raw: bytes) -> dict[str, Any] | None:

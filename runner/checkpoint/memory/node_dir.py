@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from runner.system.files import read_bounded
+from runner.system.json_lines import read_object
 
 OWNER = "owner.json"
 _RUN = re.compile(r"[0-9a-f]{32}")
@@ -194,14 +194,12 @@ def _folders(parent: Path, name: re.Pattern[str]) -> list[Path]:
 
 def _owner(folder: Path) -> dict[str, Any] | None:
     """The folder's owner; None if that is unknown."""
-    try:
-        owner = json.loads(read_bounded(folder / OWNER, _OWNER_BYTES))
-        process = owner["process"]
-        texts = [owner["out"], process["host"], process["boot"], process["started"]]
-        sound = all(isinstance(text, str) for text in texts) and type(process["pid"]) is int
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+    owner = read_object(folder / OWNER, _OWNER_BYTES)
+    process = owner.get("process")
+    if not isinstance(process, dict) or type(process.get("pid")) is not int:
         return None
-    return owner if sound else None
+    texts = [owner.get("out"), *(process.get(name) for name in ("host", "boot", "started"))]
+    return owner if all(isinstance(text, str) for text in texts) else None
 
 
 def _age_seconds(folder: Path) -> float:
