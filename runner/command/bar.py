@@ -36,7 +36,6 @@ class Bar:
         self._total = total
         self._done = 0
         self._working = Working(what, clock, unit=unit)
-        self._working.begin(0)
         self._console = console or RichConsole(file=sys.stderr, highlight=False, soft_wrap=True)
         self._live: Live | None = None
 

@@ -80,17 +80,23 @@ class Working:
 
     Args:
         unit: what is counted, in the plural; empty for bytes.
+        first: what was already done at the beginning.
     """
 
     def __init__(
-        self, what: str, clock: Callable[[], float] = time.monotonic, *, unit: str = ""
+        self,
+        what: str,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        unit: str = "",
+        first: int = 0,
     ) -> None:
         self.what = what
         self._unit = unit
         self._clock = clock
         self._began = clock()
         self._due = {True: self._began + _QUIET_SECONDS, False: self._began + _PLAIN_SECONDS}
-        self._first: int | None = None
+        self._first = first
 
     def is_due(self, *, live: bool) -> bool:
         """Whether to show it now: in the live line not for work of two seconds, nor all the time;
@@ -101,14 +107,8 @@ class Working:
         self._due[live] = now + (_LIVE_SECONDS if live else _PLAIN_SECONDS)
         return True
 
-    def begin(self, done: int) -> None:
-        """Set what was already done at the beginning."""
-        self._first = done if self._first is None else self._first
-
     def text(self, done: int, total: int) -> str:
         """``tokenising [####----] 50%  1.2 of 2.4 GiB  40 MiB/s  ETA 4m10s``."""
-        self.begin(done)
-        assert self._first is not None
         seconds = self._clock() - self._began
         rate = (done - self._first) / seconds if seconds > 1.0 else 0.0
         share = min(1.0, done / total)
@@ -201,9 +201,8 @@ class Console:
         if self._silent or not total:
             return
         if self._working is None or self._working.what != what or done < self._work_done:
-            self._working = Working(what)
+            self._working = Working(what, first=done)
         self._work_done = done
-        self._working.begin(done)
         if self._working.is_due(live=self._has_live):
             text = self._working.text(done, total)
             self._show(text, {"bytes_done": done, "bytes_total": total})

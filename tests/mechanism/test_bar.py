@@ -45,6 +45,5 @@ def test_other_things_are_counted_too() -> None:
 def test_what_takes_seconds_each_has_a_pace_too() -> None:
     now = [0.0]
     working = Working("short runs", lambda: now[0], unit="runs")
-    working.begin(0)
     now[0] = 45.0
     assert working.text(3, 10).endswith("3 of 10 runs  0.067 runs/s  ETA 1m45s")

@@ -234,7 +234,7 @@ def test_the_live_line_is_gone_at_the_end(on_terminal: Callable[..., str]) -> No
 
 def test_long_work_has_a_bar_a_rate_and_an_end() -> None:
     now = [0.0]
-    working = Working("tokenising", clock=lambda: now[0])
+    working = Working("tokenising", clock=lambda: now[0], first=1 << 30)
     assert working.text(1 << 30, 4 << 30) == (
         "tokenising [######------------------] 25%  1.00 of 4.00 GiB"
     )
