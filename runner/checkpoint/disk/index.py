@@ -26,7 +26,6 @@ import numpy as np
 from runner.checkpoint.layout import Numbers, PieceRun, compress
 from runner.checkpoint.manifest import (
     FLOAT32,
-    ITEM_BYTES,
     ITEM_SIZES,
     FileFacts,
     data_name,
@@ -50,20 +49,12 @@ class RankIndex:
     tensor: Numbers
     start: Numbers
     count: Numbers
-    sizes: Numbers | None = None  # bytes of an element, by tensor number; None: all FP32
-
-    def num_bytes(self) -> Numbers:
-        """Bytes of each piece: INT64 [pieces]."""
-        return self.count * (ITEM_BYTES if self.sizes is None else self.sizes[self.tensor])
-
-    def offsets(self) -> Numbers:
-        """Offset of each piece in the file, in bytes: INT64 [pieces]."""
-        ends: Numbers = np.cumsum(self.num_bytes())
-        return np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if len(ends) else ends
+    num_bytes: Numbers
 
     def places(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """(tensor number, start) to (count, offset)."""
-        columns = (self.tensor, self.start, self.count, self.offsets())
+        """(tensor number, start) to (count, offset in the file)."""
+        offsets = np.cumsum(self.num_bytes) - self.num_bytes
+        columns = (self.tensor, self.start, self.count, offsets)
         rows = zip(*(column.tolist() for column in columns), strict=True)
         return {(tensor, start): (count, offset) for tensor, start, count, offset in rows}
 
@@ -104,12 +95,10 @@ def _facts(data: bytes, path: Path) -> tuple[FileFacts, int]:
 _COLUMNS = ((0, "<u4"), (1, "<u8"), (2, "<u8"))
 
 
-def parse_index(
-    data: bytes, path: Path, *, num_tensors: int, sizes: Numbers | None = None
-) -> RankIndex:
+def parse_index(data: bytes, path: Path, sizes: Numbers) -> RankIndex:
     """
     Args:
-        sizes: bytes of an element, by tensor number; None: all FP32.
+        sizes: see :func:`element_sizes`.
 
     Raises:
         CorruptCheckpoint: the data is not an index, or its sizes do not add up.
@@ -125,18 +114,16 @@ def parse_index(
         at += column.nbytes
     tensor, start, count = columns
     # Added as floats first: the numbers of a damaged file may exceed 64 bits.
-    is_sane = not size or (int(tensor.max()) < num_tensors and int(count.min()) > 0)
+    is_sane = not size or (int(tensor.max()) < len(sizes) and int(count.min()) > 0)
     is_sane = is_sane and float(count.sum(dtype=np.float64)) < 1 << 60
-    index = RankIndex(facts=facts, tensor=tensor, start=start, count=count, sizes=sizes)
-    if not is_sane or int(index.num_bytes().sum()) != facts.num_bytes:
+    num_bytes = count * sizes[tensor] if is_sane else count
+    if not is_sane or int(num_bytes.sum()) != facts.num_bytes:
         raise CorruptCheckpoint(f"{path}: its pieces do not add up to {facts.num_bytes} bytes")
-    return index
+    return RankIndex(facts=facts, tensor=tensor, start=start, count=count, num_bytes=num_bytes)
 
 
-def element_sizes(names: Sequence[str], dtypes: Mapping[str, str]) -> Numbers | None:
-    """Bytes of an element of each tensor, by the tensor's number; None if all are FP32."""
-    if not dtypes:
-        return None
+def element_sizes(names: Sequence[str], dtypes: Mapping[str, str]) -> Numbers:
+    """Bytes of an element of each tensor, by the tensor's number."""
     sizes = [ITEM_SIZES[dtypes.get(name, FLOAT32)] for name in sorted(names)]
     return np.array(sizes, dtype=np.int64)
 
@@ -179,10 +166,7 @@ def collect_indexes(
     if known is not None and known.digests == digests:
         return known, files
     sizes, ordered = element_sizes(names, dtypes or {}), sorted(names)
-    indexes = [
-        parse_index(data, path, num_tensors=len(ordered), sizes=sizes)
-        for path, data in zip(paths, stored, strict=True)
-    ]
+    indexes = [parse_index(data, path, sizes) for path, data in zip(paths, stored, strict=True)]
     runs = compress(
         tensor=np.concatenate([index.tensor for index in indexes]),
         start=np.concatenate([index.start for index in indexes]),

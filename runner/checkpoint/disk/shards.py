@@ -260,7 +260,7 @@ class Indexes:
                 data = read_bounded(path, MOST_INDEX_BYTES)
             except OSError as error:
                 raise unreadable(path, error) from None
-            index = parse_index(data, path, num_tensors=len(self._numbers), sizes=self._sizes)
+            index = parse_index(data, path, self._sizes)
             files = self._entry.manifest.files
             if hashlib.sha256(data).hexdigest() != files[index_name(file)].sha256:
                 raise CorruptCheckpoint(f"{path}: digest differs from the manifest's")
