@@ -35,7 +35,7 @@ from tests.run import Started, environment_of, metrics_step, skip_override
 SETTINGS = """
 model=tiny data=synthetic data.workers=0 eval.every=20 eval.samples=8 schedule.warmup=5
 checkpoint.every=10 checkpoint.clean_after=5 checkpoint.keep=9 guard.min_history=10
-guard.cooldown=1 guard.max_rollbacks=1000 track.every=1000
+guard.cooldown_steps=0 guard.max_rollbacks=1000 track.every=1000
 watchdog.floor_seconds=8 watchdog.slow_seconds=60 resume.stale_seconds=5
 """
 BATCH = 32

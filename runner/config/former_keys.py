@@ -26,6 +26,10 @@ FIXED: Final = {
     "guard.level_spread": "0.1",
     "guard.budget_window": "1000",
     "guard.max_discards": "100",
+    "guard.skip": "true",
+    "guard.widen": "2",
+    "guard.cooldown": "0.5; guard.cooldown_steps=0 leaves the rate as it is",
+    "checkpoint.mtbf_hours": "24, or 6,300 divided by the number of nodes if that is less",
     "checkpoint.remote_keep": "as checkpoint.keep says",
     "debug.nccl_subsystems": "INIT,COLL,ENV; NCCL_DEBUG_SUBSYS in the environment comes before it",
     "watchdog.factor": "20",
@@ -47,6 +51,9 @@ FIXED_VALUES: Final[dict[str, Any]] = {
     "guard.level_spread": 0.1,
     "guard.budget_window": 1000,
     "guard.max_discards": 100,
+    "guard.skip": True,
+    "guard.widen": 2.0,
+    "guard.cooldown": 0.5,
 }
 
 

@@ -460,23 +460,17 @@ class GuardConfig:
         "verdict: a step with a transient fault is redone and nothing is skipped, of bad data "
         "only the culprits are skipped (see explain); discard: a bad step is always discarded",
     )
-    skip: bool = exact(
-        True, "false: after a rollback the same samples are read again (for comparison only)"
-    )
     margin: int = exact(1, "number of steps before the onset whose samples are skipped, too", ge=0)
     ahead: int = exact(
         0, "number of steps after the last bad one whose samples are skipped, too", ge=0
     )
     back: int = exact(0, "roll back at least this many steps before the onset", ge=0)
-    widen: float = exact(2.0, "each repeat skips this many times as far ahead", ge=1)
-    cooldown: float = exact(
-        0.5,
-        "learning-rate factor from the second repeat on; if the data is suspected, only at the "
-        "last rollback before a halt",
-        gt=0,
-        le=1,
+    cooldown_steps: int = exact(
+        100,
+        "from the second repeat on, updates at half the learning rate; if the data is suspected, "
+        "only at the last rollback before a halt; 0: none",
+        ge=0,
     )
-    cooldown_steps: int = exact(100, "number of updates for which the factor lasts", ge=0)
     level_steps: int = exact(
         20, "finite, level bad steps in a row that become the new baseline", ge=2
     )
@@ -491,12 +485,6 @@ class CheckpointConfig:
         50, "steps between checkpoints; auto: chosen by their cost", choices=("auto",), ge=1
     )
     auto_most: int = key(1000, "every=auto: at most so many steps; at least clean_after", ge=1)
-    mtbf_hours: float | None = key(
-        None,
-        "every=auto: hours between failures of the whole job, before any is seen; null: 24, or "
-        "6,300 divided by the number of nodes if that is less",
-        gt=0,
-    )
     clean_after: int = key(10, "clean steps in a row that prove a checkpoint; at most every", ge=1)
     keep: int = key(
         3,

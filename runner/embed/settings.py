@@ -19,7 +19,6 @@ _NOT_HERE = {
     "remote": "copy the clean checkpoints of out/ring yourself",
     "memory_mirror": "snapshots stay on their own node",
     "remedy": "the guard cannot compute a step of your loop again",
-    "cooldown": "the learning rate is your schedule's",
     "cooldown_steps": "the learning rate is your schedule's",
 }
 _RESUME = ("allow_change", "take_over", "stale_seconds")

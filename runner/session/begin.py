@@ -498,7 +498,7 @@ def _stepper(run: FaultyRun) -> Stepper:
 
 def _loop(run: FaultyRun, columns: SourceColumns, corpus_check: CorpusCheck) -> Loop:
     group, config, state = run.group, run.config, run.state
-    best = BestCheckpoint.of(config.checkpoint, run)
+    best = BestCheckpoint.of(run)
     saves = SaveSchedule.of(run, in_memory=run.memory.memory is not None, best=best)
     inspections = _inspections(run, saves)
     evaluator = Evaluator.of(config.eval, run)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from runner.config.schema import CheckpointConfig
 from runner.policy.decision.history import History, Incident
 from runner.policy.retention.interval import (
     MOST_SNAPSHOT_STEPS,
@@ -55,26 +54,16 @@ class _IntervalByCost(FixedInterval):
 
     So the times of saves depend on the clock. The result does not: the run ends the same whatever
     checkpoint it goes back to. A restart begins with the newest interval in the journal.
-
-    Args:
-        from_first: collective; rank 0's JSON value.
-        report: takes incidents, alike on every rank.
     """
 
     _key = ""  # of the interval in the journal
+    _what = ""
 
-    def __init__(
-        self,
-        rules: IntervalRules | SnapshotRules,
-        history: History,
-        from_first: Callable[[Any], Any],
-        report: Callable[[Incident], None],
-    ) -> None:
-        lines = [line.detail for line in history.incidents if line.kind == "interval"]
+    def __init__(self, run: Run, rules: IntervalRules | SnapshotRules) -> None:
+        lines = [line.detail for line in run.history.incidents if line.kind == "interval"]
         known = [detail[self._key] for detail in lines if self._key in detail]
         super().__init__(rules.bounded(known[-1]) if known else rules.first)
-        self._from_first = from_first
-        self._report = report
+        self._run = run
         self._costs = SaveCosts()
 
     def step(self, seconds: float, *, busy: bool) -> None:
@@ -86,77 +75,65 @@ class _IntervalByCost(FixedInterval):
         began = time.monotonic()
         yield
         self._costs.saved(time.monotonic() - began)
-        self._saved(updates)
+        measured = self._measure(updates)
+        if measured is None:
+            return
+        was, (self.steps, reason) = self.steps, self._next(measured)
+        if self.steps != was:
+            self._run.written.report(
+                Incident(
+                    kind="interval",
+                    step=updates,
+                    decision=f"a {self._what} every {self.steps} steps",
+                    reason=reason,
+                    detail={self._key: self.steps, "measured": measured.to_json()},
+                )
+            )
 
-    def _saved(self, updates: int) -> None:
-        """Estimate the interval anew, if it is time. Collective."""
+    def _measure(self, updates: int) -> Measured | None:
+        """Rank 0's costs, if it is time to estimate the interval anew. Collective then."""
         raise NotImplementedError
 
-    def _change(self, updates: int, what: str, reason: str, measured: Measured) -> None:
-        """Report the new interval."""
-        self._report(
-            Incident(
-                kind="interval",
-                step=updates,
-                decision=f"a {what} every {self.steps} steps",
-                reason=reason,
-                detail={self._key: self.steps, "measured": measured.to_json()},
-            )
-        )
+    def _next(self, measured: Measured) -> tuple[int, str]:
+        """The next interval, and why."""
+        raise NotImplementedError
 
 
 class AutoInterval(_IntervalByCost):
-    """The interval of checkpoints, estimated anew at every save.
-
-    Args:
-        updates: the update at which this start resumes.
-        spent: seconds by kind, see :mod:`runner.run_dir.time_account`.
-    """
+    """The interval of checkpoints, estimated anew at every save."""
 
     _key = "interval_steps"
+    _what = "checkpoint"
 
-    def __init__(
-        self,
-        *,
-        rules: IntervalRules,
-        updates: int,
-        history: History,
-        from_first: Callable[[Any], Any],
-        spent: Callable[[], Mapping[str, float]],
-        report: Callable[[Incident], None],
-    ) -> None:
-        super().__init__(rules, history, from_first, report)
+    def __init__(self, run: Run, rules: IntervalRules) -> None:
+        super().__init__(run, rules)
         self._rules = rules
-        self._last = updates
-        self._history = history
-        self._spent = spent
+        self._last = run.resumed.step
 
     def is_due(self, updates: int) -> bool:
         """Whether the interval since the last save, or the last rollback's target, is over."""
         self._last = min(self._last, updates - 1)
         return updates - self._last >= self.steps
 
-    def _saved(self, updates: int) -> None:
+    def _measure(self, updates: int) -> Measured | None:
         self._last = updates
-        numbers = self._from_first(self._measured())
-        if numbers is None:
-            return
-        measured = Measured(**numbers)
-        was, self.steps = self.steps, next_steps(self.steps, measured, self._rules)
-        if self.steps != was:
-            reason = why(was, self.steps, measured, self._rules)
-            self._change(updates, "checkpoint", reason, measured)
+        numbers = self._run.ranks.from_first(
+            self._own().to_json() if self._costs.is_known else None
+        )
+        return None if numbers is None else Measured(**numbers)
 
-    def _measured(self) -> dict[str, Any] | None:
-        if not self._costs.is_known:
-            return None
-        spent = dict(self._spent())
+    def _own(self) -> Measured:
+        spent, history = dict(self._run.reporter.spent()), self._run.history
         down = spent.pop("restart", 0.0)
         return self._costs.measured(
-            restart=down / max(1, self._history.num_starts - 1),
-            failures=num_failures(self._history),
+            restart=down / max(1, history.num_starts - 1),
+            failures=num_failures(history),
             up=sum(spent.values()),
-        ).to_json()
+        )
+
+    def _next(self, measured: Measured) -> tuple[int, str]:
+        steps = next_steps(self.steps, measured, self._rules)
+        return steps, why(self.steps, steps, measured, self._rules)
 
 
 class SnapshotInterval(_IntervalByCost):
@@ -166,29 +143,24 @@ class SnapshotInterval(_IntervalByCost):
     """
 
     _key = "snapshot_steps"
+    _what = "snapshot in memory"
 
-    def __init__(
-        self,
-        *,
-        rules: SnapshotRules,
-        history: History,
-        from_first: Callable[[Any], Any],
-        report: Callable[[Incident], None],
-    ) -> None:
-        super().__init__(rules, history, from_first, report)
+    def __init__(self, run: Run, rules: SnapshotRules) -> None:
+        super().__init__(run, rules)
         self._rules = rules
         self._count = 0
 
-    def _saved(self, updates: int) -> None:
+    def _measure(self, updates: int) -> Measured | None:
         self._count += 1
         is_look = self._count >= _FIRST_LOOK and self._count & (self._count - 1) == 0
         if not is_look or self._rules.bounded(self._rules.most) == self._rules.first:
-            return
+            return None
         own = self._costs.measured(restart=0.0, failures=0, up=0.0)
-        measured = Measured(**self._from_first(own.to_json()))
-        was, self.steps = self.steps, snapshot_steps(self.steps, measured, self._rules)
-        if self.steps != was:
-            self._change(updates, "snapshot in memory", why_snapshots(was, measured), measured)
+        return Measured(**self._run.ranks.from_first(own.to_json()))
+
+    def _next(self, measured: Measured) -> tuple[int, str]:
+        steps = snapshot_steps(self.steps, measured, self._rules)
+        return steps, why_snapshots(self.steps, measured)
 
 
 def num_failures(history: History) -> int:
@@ -209,9 +181,9 @@ class BestCheckpoint:
         self._best_at = -1
 
     @classmethod
-    def of(cls, settings: CheckpointConfig, run: EngineRun) -> BestCheckpoint | None:
+    def of(cls, run: EngineRun) -> BestCheckpoint | None:
         """None if it is switched off. Collective."""
-        if not settings.keep_best:
+        if not run.config.checkpoint.keep_best:
             return None
         path, length = run.group.run_dir.metrics, run.resumed.metrics_bytes
         lowest = run.ranks.of_first(
@@ -293,18 +265,12 @@ def _disk_times(run: Run) -> FixedInterval:
     if isinstance(settings.every, int):
         return FixedInterval(settings.every)
     nodes = -(-place.world_size // place.local_world_size)
-    return AutoInterval(
-        rules=IntervalRules(
-            clean_after=settings.clean_after,
-            most=settings.auto_most,
-            prior_seconds=prior_seconds(settings.mtbf_hours, nodes),
-        ),
-        updates=run.resumed.step,
-        history=run.history,
-        from_first=run.ranks.from_first,
-        spent=run.reporter.spent,
-        report=run.written.report,
+    rules = IntervalRules(
+        clean_after=settings.clean_after,
+        most=settings.auto_most,
+        prior_seconds=prior_seconds(nodes),
     )
+    return AutoInterval(run, rules)
 
 
 def _snapshot_times(run: Run) -> FixedInterval | None:
@@ -317,9 +283,4 @@ def _snapshot_times(run: Run) -> FixedInterval | None:
         return FixedInterval(every)
     # An interval above the disk's would never be due.
     most = settings.every if isinstance(settings.every, int) else settings.auto_most
-    return SnapshotInterval(
-        rules=SnapshotRules(first=every, most=min(most, MOST_SNAPSHOT_STEPS)),
-        history=run.history,
-        from_first=run.ranks.from_first,
-        report=run.written.report,
-    )
+    return SnapshotInterval(run, SnapshotRules(first=every, most=min(most, MOST_SNAPSHOT_STEPS)))

@@ -19,7 +19,7 @@ _RATES = {"adamw": 1e-2, "sgd": 0.5, "lion": 2e-3, "muon": 1e-2, "adafactor": 5e
 _ALIKE = (
     *(f"steps={STEPS}", f"schedule.total={STEPS}", "schedule.warmup=3", "eval.samples=24"),
     *(f"batch.global_size={BATCH}", f"data.seq_len={SEQ_LEN}", "data.held_out=0.1"),
-    *("checkpoint.every=6", "checkpoint.clean_after=3", "guard.cooldown=1", "guard.widen=1"),
+    *("checkpoint.every=6", "checkpoint.clean_after=3", "guard.cooldown_steps=0"),
     *("guard.min_history=8", "resume.stale_seconds=5", "debug.check_devices=false"),
 )
 

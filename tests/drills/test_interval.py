@@ -10,10 +10,8 @@ from tests.drills.compare import assert_every_sample_once, assert_same_end
 from tests.drills.conftest import POISON
 from tests.run import Result, journalled, start, train
 
-# Begins with 6 steps; failures are expected so seldom that it goes up to the bound at once, however
-# slow the machine makes a step beside a save.
+# Begins with 6 steps; failures are expected so seldom that it goes up to the bound at once.
 AUTO = (
-    "checkpoint.mtbf_hours=1e6",
     "checkpoint.every=auto",
     "checkpoint.clean_after=3",
     "checkpoint.auto_most=15",

@@ -29,7 +29,6 @@ SHIFT = (
 CUT = (
     "faults=[poison@samples=700-1200]",
     "guard.max_rollbacks=3",
-    "guard.cooldown=0.25",
     "guard.cooldown_steps=12",
 )
 # What tells when, not what; the digest of settings that differ by guard.sync, paths in out.

@@ -104,7 +104,6 @@ def test_trouble_that_comes_back_lowers_the_rate(tmp_path: Path, clean: Result) 
         tmp_path / "long",
         "faults=[poison@samples=700-1200]",
         "guard.max_rollbacks=3",  # the last one cuts the rate, though the data is suspected
-        "guard.cooldown=0.25",
         "guard.cooldown_steps=12",
     )
     rollbacks = hit.journal("rollback")
@@ -112,12 +111,12 @@ def test_trouble_that_comes_back_lowers_the_rate(tmp_path: Path, clean: Result) 
     widths = [line["samples"][1] - line["samples"][0] for line in rollbacks]
     assert widths == sorted(set(widths)), "each time a wider range"
     last = rollbacks[-1]
-    assert "repeat 2" in last["reason"] and "learning rate times 0.25" in last["reason"]
-    assert last["detail"]["cut_factor"] == 0.25 and last["detail"]["cut_steps"] == 12
+    assert "repeat 2" in last["reason"] and "learning rate times 0.5" in last["reason"]
+    assert last["detail"]["cut_factor"] == 0.5 and last["detail"]["cut_steps"] == 12
     began = last["detail"]["onset_step"] - 1
     ended = began + 12
     expected = [
-        line["lr"] * (0.25 if began < line["step"] <= ended else 1.0) for line in in_order(clean)
+        line["lr"] * (0.5 if began < line["step"] <= ended else 1.0) for line in in_order(clean)
     ]
     assert [line["lr"] for line in in_order(hit)] == expected
     assert_every_sample_once(hit)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +29,17 @@ from runner.train.save_schedule import (
 RULES = IntervalRules(clean_after=5, most=40, prior_seconds=86400.0)
 
 
+def run_of(history: History, from_first: Callable[[Any], Any], updates: int = 0) -> Any:
+    """What an interval needs of a run."""
+    return SimpleNamespace(
+        history=history,
+        ranks=SimpleNamespace(from_first=from_first),
+        reporter=SimpleNamespace(spent=lambda: {"productive": 100.0, "restart": 7.0}),
+        resumed=SimpleNamespace(step=updates),
+        written=SimpleNamespace(report=history.add),
+    )
+
+
 def auto(history: History, told: list[Any], *, updates: int = 0, rank: int = 0) -> AutoInterval:
     """One rank's; ``told`` is what rank 0 says, in order."""
 
@@ -36,14 +49,7 @@ def auto(history: History, told: list[Any], *, updates: int = 0, rank: int = 0) 
             return value
         return told.pop(0)
 
-    return AutoInterval(
-        rules=RULES,
-        updates=updates,
-        history=history,
-        from_first=from_first,
-        spent=lambda: {"productive": 100.0, "restart": 7.0},
-        report=history.add,
-    )
+    return AutoInterval(run_of(history, from_first, updates), RULES)
 
 
 def drive(one: FixedInterval, first: int, last: int, seconds: float) -> list[int]:
@@ -149,7 +155,7 @@ def test_ranks_take_snapshots_at_the_same_steps(monkeypatch: pytest.MonkeyPatch)
     ways = (first, lambda _: told[0])
     saved = [
         drive(
-            SnapshotInterval(rules=SNAPSHOTS, history=history, from_first=way, report=history.add),
+            SnapshotInterval(run_of(history, way), SNAPSHOTS),
             *(1, 200, 1.0),
         )
         for history, way in zip(histories, ways, strict=True)
@@ -159,9 +165,7 @@ def test_ranks_take_snapshots_at_the_same_steps(monkeypatch: pytest.MonkeyPatch)
     (line,) = histories[0].incidents
     assert line.decision == "a snapshot in memory every 30 steps" and "1.43%" in line.reason
     assert histories[0].incidents == histories[1].incidents
-    again = SnapshotInterval(
-        rules=SNAPSHOTS, history=histories[0], from_first=lambda v: v, report=print
-    )
+    again = SnapshotInterval(run_of(histories[0], lambda v: v), SNAPSHOTS)
     assert again.steps == 30 and auto(histories[0], []).steps == RULES.first
 
 

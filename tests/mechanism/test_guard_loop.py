@@ -533,7 +533,7 @@ def test_a_stop_is_saved_and_has_its_exit_code(tmp_path: Path) -> None:
         ({"window": 2}, "guard.window=2"),
         ({"remote": "s3://a"}, "not available in a loop of your own"),
         ({"clip": -1.0}, "clip=-1.0"),
-        ({"cooldown": 0.5}, "your schedule"),
+        ({"cooldown_steps": 5}, "your schedule"),
         ({"accumulate": 0}, "accumulate=0"),
         ({"skip": [[3, 3]]}, "half-open"),
     ],

@@ -508,7 +508,7 @@ TOLD = {
         {"rollback", "rebaseline"},
     ),
     "rate cut": (
-        Story(stretches=((100, 170, math.nan),), rules={"cooldown": 0.25, "max_rollbacks": 3}),
+        Story(stretches=((100, 170, math.nan),), rules={"max_rollbacks": 3}),
         {"discard", "rollback"},
     ),
     "halt at once": (

@@ -97,9 +97,8 @@ def test_a_rate_of_few_failures(failures: int, up: float, hours: float) -> None:
 
 
 def test_the_rate_to_begin_with() -> None:
-    assert prior_seconds(None, 1) == 24 * HOUR
-    assert prior_seconds(None, 2048) == pytest.approx(3.093 * HOUR, abs=5)
-    assert prior_seconds(0.5, 2048) == 0.5 * HOUR
+    assert prior_seconds(1) == 24 * HOUR
+    assert prior_seconds(2048) == pytest.approx(3.093 * HOUR, abs=5)
 
 
 def test_what_a_save_costs_is_told_from_the_steps_around_it() -> None:

@@ -41,8 +41,6 @@ TABLE = {
     "margin": 1,
     "ahead": 0,
     "back": 0,
-    "widen": 2.0,
-    "cooldown": 0.5,
     "cooldown_steps": 40,
     "level_steps": 6,
     "max_rollbacks": 5,
@@ -378,16 +376,6 @@ def test_a_drift_older_than_the_ring_goes_back_as_far_as_there_is() -> None:
     assert oldest.step == 30
     assert action.skip == (30 * BATCH, 61 * BATCH), "nothing before it: those steps stay"
     assert action.onset_step == 11
-
-
-def test_without_skipping_the_same_samples_are_read_again() -> None:
-    run = run_to(38, skip=False, persist=1)
-    action = run.attempt(Kind.spike)
-    assert isinstance(action, Rollback)
-    assert action.read_again
-    assert list(run.history.ledger) == []
-    run.healthy(8)
-    assert run.cursor == 38 * BATCH, "where the trouble was"
 
 
 @pytest.mark.parametrize("kind", [Kind.spike, Kind.non_finite])

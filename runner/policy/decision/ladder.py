@@ -75,7 +75,7 @@ class Rebaseline:
 class Rollback:
     """Go back to the first usable one of ``targets`` (best first) and never read ``skip``.
 
-    ``read_again``: read it again, like a plain restart (``guard.skip=false``). ``lacks_target``:
+    ``read_again``: read it again, like a plain restart. ``lacks_target``:
     see :class:`Halt`; the oldest checkpoint must do. ``cuts_at_once``: the rate is lower from the
     checkpoint on, not from the onset.
     """
@@ -114,6 +114,8 @@ class BadStep:
 
 
 _FOR_GOOD = 1 << 40  # updates
+# Of the learning rate, for guard.cooldown_steps updates.
+_COOLDOWN = 0.5
 # Attempted steps among which guard.persist bad ones force a rollback (twice persist, if that is
 # more): three hard batches within ten steps would be one false rollback.
 _PERSIST_WINDOW = 10
@@ -399,7 +401,7 @@ def _go_back(case: DecisionInput) -> Rollback | Halt:
         reason=_explain(case, cut),
         targets=tuple(older_targets(targets, older)),
         skip=skip,
-        read_again=not guard.skip or case.reads_again,
+        read_again=case.reads_again,
         onset_step=onset_step,
         repeat=repeat,
         cut_factor=cut.factor,
@@ -422,12 +424,12 @@ class Cut:
         guard = case.rules.guard
         if case.replayed.rate_factor is not None:
             # A rate that is too high again is cut for good.
-            for_good = any(cut.factor != guard.cooldown for cut in case.history.cuts)
+            for_good = any(cut.factor != _COOLDOWN for cut in case.history.cuts)
             return cls(
                 case.replayed.rate_factor, _FOR_GOOD if for_good else max(1, guard.cooldown_steps)
             )
         if case.repeat >= 2 and may_cool and not case.reads_again and guard.cooldown_steps:
-            return cls(guard.cooldown, guard.cooldown_steps)
+            return cls(_COOLDOWN, guard.cooldown_steps)
         return cls()
 
 
@@ -460,9 +462,7 @@ def _skip_range(case: DecisionInput) -> tuple[int, int]:
     The margin counts samples that were read, excluding the ledger's.
     """
     guard, batch = case.rules.guard, case.rules.batch
-    ahead = guard.ahead
-    if case.repeat:
-        ahead = round(max(guard.ahead, guard.persist) * guard.widen**case.repeat)
+    ahead = max(guard.ahead, guard.persist) * 2**case.repeat if case.repeat else guard.ahead
     start = case.history.ledger.before(case.onset[1], guard.margin * batch)
     return start, case.signals.stop + ahead * batch
 

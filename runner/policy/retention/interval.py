@@ -98,9 +98,9 @@ class Measured:
         return asdict(self)
 
 
-def prior_seconds(given_hours: float | None, num_nodes: int) -> float:
-    """Prior seconds between failures: as configured, or from the job's size."""
-    return 3600 * (given_hours or min(_OWN_HOURS, NODE_MTBF_HOURS / num_nodes))
+def prior_seconds(num_nodes: int) -> float:
+    """Prior seconds between failures, from the job's size."""
+    return 3600 * min(_OWN_HOURS, NODE_MTBF_HOURS / num_nodes)
 
 
 def mtbf_seconds(measured: Measured, rules: IntervalRules) -> float:
