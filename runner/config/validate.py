@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -348,30 +348,36 @@ _HIGH_RATE = 0.02  # of AdamW, whose steps are about as large as its rate
 
 def odd_settings(config: RunConfig) -> list[str]:
     """Sentences that name the key, its value and its usual effect; none if all is usual."""
-    optim, sentences = config.optim, []
+    optim, schedule = config.optim, config.schedule
     is_adamw = optim.kind is OptimKind.adamw and optim._target_ is None
-    if is_adamw and optim.beta2 < _LOW_BETA2:
-        sentences.append(
-            f"optim.beta2={optim.beta2:g}: the second moment forgets within "
-            f"{1 / (1 - optim.beta2):.0f} updates; 0.95 to 0.999 are usual"
-        )
     memory = 1 / (1 - optim.beta2)
-    is_short = config.schedule._target_ is None and config.schedule.warmup < round(memory)
-    if is_adamw and is_short and _LONG * memory <= config.steps:
-        sentences.append(
-            f"schedule.warmup={config.schedule.warmup}: the second moment (optim.beta2="
-            f"{optim.beta2:g}) needs about {memory:.0f} updates to settle, and the full rate comes "
-            "before; a spike there is no surprise"
-        )
-    if optim.clip == 0:
-        sentences.append(
-            "optim.clip=0: one large gradient that the gate lets pass is applied in full"
-        )
-    if is_adamw and optim.lr > _HIGH_RATE:
-        sentences.append(f"optim.lr={optim.lr:g}: AdamW mostly diverges above {_HIGH_RATE:g}")
-    if not config.guard.enabled:
-        sentences.append("guard.enabled=false: a NaN is applied, and there are no rollbacks")
-    return sentences
+    is_short = schedule._target_ is None and schedule.warmup < round(memory)
+    rules = [
+        (
+            is_adamw and optim.beta2 < _LOW_BETA2,
+            f"optim.beta2={optim.beta2:g}: the second moment forgets within {memory:.0f} updates; "
+            "0.95 to 0.999 are usual",
+        ),
+        (
+            is_adamw and is_short and _LONG * memory <= config.steps,
+            f"schedule.warmup={schedule.warmup}: the second moment (optim.beta2={optim.beta2:g}) "
+            f"needs about {memory:.0f} updates to settle, and the full rate comes before; a spike "
+            "there is no surprise",
+        ),
+        (
+            optim.clip == 0,
+            "optim.clip=0: one large gradient that the gate lets pass is applied in full",
+        ),
+        (
+            is_adamw and optim.lr > _HIGH_RATE,
+            f"optim.lr={optim.lr:g}: AdamW mostly diverges above {_HIGH_RATE:g}",
+        ),
+        (
+            not config.guard.enabled,
+            "guard.enabled=false: a NaN is applied, and there are no rollbacks",
+        ),
+    ]
+    return [sentence for is_odd, sentence in rules if is_odd]
 
 
 def check_extras(config: RunConfig) -> None:
@@ -380,27 +386,21 @@ def check_extras(config: RunConfig) -> None:
     Raises:
         MissingPackage: names each setting whose extra is not installed, one per line.
     """
-    problems = [lacking(what, extra) for what, extra in _needed(config) if not is_installed(extra)]
+    track, data, kind = config.track, config.data, config.parallel.kind
+    is_s3 = (config.checkpoint.remote or "").startswith(("s3://", "s3a://"))
+    is_tokenized = data.kind is DataKind.text and data.tokenizer is not None
+    needs = [
+        (is_zero(kind), f"parallel={kind.value}", "zero"),
+        (track.tensorboard, "track=tensorboard", "tensorboard"),
+        (track.wandb, "track=wandb", "wandb"),
+        (track.mlflow, "track=mlflow", "mlflow"),
+        (is_tokenized, f"data.tokenizer={data.tokenizer}", "text"),
+        (is_hf(config.model), "model=hf", "hf"),
+        (data._target_ is None and data.kind is DataKind.hf, "data=hf", "hf"),
+        (is_s3, "checkpoint.remote=s3://...", "remote"),
+    ]
+    problems = [
+        lacking(what, extra) for is_set, what, extra in needs if is_set and not is_installed(extra)
+    ]
     if problems:
         raise MissingPackage("\n".join(problems))
-
-
-def _needed(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Pairs of a setting that needs an extra, and that extra."""
-    kind = config.parallel.kind.value
-    if kind.startswith("zero"):
-        yield f"parallel={kind}", "zero"
-    if config.track.tensorboard:
-        yield "track=tensorboard", "tensorboard"
-    if config.track.wandb:
-        yield "track=wandb", "wandb"
-    if config.track.mlflow:
-        yield "track=mlflow", "mlflow"
-    if config.data.kind.value == "text" and config.data.tokenizer is not None:
-        yield f"data.tokenizer={config.data.tokenizer}", "text"
-    if is_hf(config.model):
-        yield "model=hf", "hf"
-    if config.data._target_ is None and config.data.kind.value == "hf":
-        yield "data=hf", "hf"
-    if (config.checkpoint.remote or "").startswith(("s3://", "s3a://")):
-        yield "checkpoint.remote=s3://...", "remote"

@@ -380,7 +380,7 @@ def watch_layers(run: EngineRun) -> None:
     if made is None or isinstance(made, Failure):
         return
     watch, log = made
-    run.stepper.watch(watch)
+    run.stepper.layers = watch
     run.reporter.add_columns("layer report", log.columns)
 
 

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 from runner.config.schema import ScheduleConfig, ScheduleKind
-
-
-class Rates(Protocol):
-    """A learning rate for every update."""
-
-    def rate(self, updates: int) -> float:
-        """Learning rate of the update that follows ``updates`` applied ones."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 
+from runner.checkpoint.protocol import Identity
 from runner.checkpoint.remote.upload import Uploads
 from runner.checkpoint.ring import CheckpointRing
 from runner.config.network import is_hf
@@ -44,7 +45,6 @@ from runner.session.corpus import data_words, digest_notes
 from runner.session.opening import (
     Inventory,
     backlog_of,
-    identity_of,
     open_slots,
     start_incident,
     time_before,
@@ -65,7 +65,7 @@ from runner.startup.resume_check import ResumeCheck, recomputed
 from runner.system.error import CheckpointError, ConfigError, RankError
 from runner.train.checkpoints import Checkpoints, LastProof
 from runner.train.corpus_check import CorpusCheck, known_digest
-from runner.train.evaluate import Evaluator, SourceColumns
+from runner.train.evaluate import Evaluator, source_columns
 from runner.train.guard import Guard
 from runner.train.loop import Loop
 from runner.train.periodic import Inspection, Periodic, falls_due
@@ -112,7 +112,9 @@ def build(
         parts.give_twin(engine, config, corpus.network, group.place, faults)
     limit_groups(config.parallel.timeout_seconds)
     has_weights = _keep_buffers(group, config, corpus, inventory, engine)
-    identity = identity_of(lease, corpus)
+    identity = Identity(
+        config_digest=lease.config_digest, data_fingerprint=corpus.dataset.fingerprint()
+    )
     memory = open_slots(lease, group, engine, identity)
     backlog = backlog_of(lease, group, written)
 
@@ -282,7 +284,7 @@ def begin(run: FaultyRun, inventory: Inventory, remote: RemoteRun | None) -> Non
         line = run.observers.alone("memory line", lambda: memory_line(run, saved), "")
         group.console.say(line)
     rows = recomputed(run)  # before the reporter cuts the metrics
-    columns = _open_reporter(run, spent)
+    _open_reporter(run, spent)
     start = start_incident(
         run,
         spent,
@@ -311,12 +313,12 @@ def begin(run: FaultyRun, inventory: Inventory, remote: RemoteRun | None) -> Non
     known = known_digest(journal_before, corpus.dataset.fingerprint()) if run.resumed.step else None
     corpus_check = CorpusCheck(run, known=known, notes=digest_notes(config))
     corpus_check.begin()
-    run.loop = _loop(run, columns, corpus_check)
+    run.loop = _loop(run, corpus_check)
     if run.pages is not None:
         run.pages.begin()
 
 
-def _open_reporter(run: EngineRun, spent: Past) -> SourceColumns:
+def _open_reporter(run: EngineRun, spent: Past) -> None:
     """Make the reporter, and what adds to its lines. Collective."""
     group, track = run.group, run.config.track
     throughput = parts.throughput(track, run.corpus.network, group.place, group.device)
@@ -342,13 +344,10 @@ def _open_reporter(run: EngineRun, spent: Past) -> SourceColumns:
                 group.run_dir.rank_times, check=check, attempt=lambda: run.journal.attempt
             )
             run.rank_times = RankTimes(lines, every=run.config.watchdog.straggler_every)
-    columns = SourceColumns(run.corpus.mixture)
-    run.reporter.add_columns("sources", columns.of)
     watch_spikes(run)
     watch_layers(run)
     if track.read and run.config.eval.every:
         CurveReader.attach(run, total=run.config.steps, warmup=run.config.schedule.warmup)
-    return columns
 
 
 def _check_devices(run: FaultyRun) -> None:
@@ -496,18 +495,18 @@ def _stepper(run: FaultyRun) -> Stepper:
     )
 
 
-def _loop(run: FaultyRun, columns: SourceColumns, corpus_check: CorpusCheck) -> Loop:
+def _loop(run: FaultyRun, corpus_check: CorpusCheck) -> Loop:
     group, config, state = run.group, run.config, run.state
     best = BestCheckpoint.of(run)
     saves = SaveSchedule.of(run, in_memory=run.memory.memory is not None, best=best)
     inspections = _inspections(run, saves)
-    evaluator = Evaluator.of(config.eval, run)
+    evaluator = Evaluator.of(run)
+    run.reporter.add_columns("sources", partial(source_columns, run.corpus.mixture, evaluator))
 
     def evaluate() -> float | None:
         loss = evaluator.loss()
         if best is not None:
             best.evaluated(state.updates, loss)
-        columns.held_out = evaluator.by_group()
         return loss
 
     periodic = Periodic(

@@ -18,7 +18,6 @@ from runner.config.compose import digest, flat
 from runner.config.schema import RunConfig
 from runner.config.sources import unsteady_samples
 from runner.data.corpus_digest import Progress
-from runner.data.dataset import Dataset
 from runner.distributed.agreement import all_or_none_slowly
 from runner.distributed.device import device_facts, ranks_on, versions
 from runner.distributed.env import JobEnv
@@ -107,10 +106,9 @@ def open_corpus(lease: Lease, group: RankGroup) -> Corpus:
     """
     config, ranks = lease.config, group.ranks
     prepared = _prepare_data(config, group)
-    dataset, fingerprint = ranks.all_or_none(
-        "opening the data", lambda: _opened(open_dataset(config, prepared))
-    )
-    prints = ranks.gather(fingerprint)
+    dataset = ranks.all_or_none("opening the data", lambda: open_dataset(config, prepared))
+    # A user's data set is read for it, which may fail on one rank.
+    prints = ranks.gather(ranks.all_or_none("reading the data", dataset.fingerprint))
     if len(set(prints)) > 1:
         raise ConfigError(
             f"ranks see different data; fingerprints by rank: {[one[:12] for one in prints]}; give "
@@ -121,10 +119,13 @@ def open_corpus(lease: Lease, group: RankGroup) -> Corpus:
         "opening data.val_path", lambda: open_validation(config, prepared)
     )
     model_files = ranks.of_first("looking for the model's files", lambda: kept_files(group.run_dir))
-    network = ranks.all_or_none(
-        "sizing the model",
-        lambda: _sized(config, dataset, Path(model_files) if model_files else None),
-    )
+
+    def sized() -> Blueprint:
+        network = parts.blueprint(config, dataset, Path(model_files) if model_files else None)
+        rules_matched(config, network)  # raises for one that takes nothing
+        return network
+
+    network = ranks.all_or_none("sizing the model", sized)
     return Corpus(dataset=dataset, stream=stream, validation=validation, network=network)
 
 
@@ -175,7 +176,8 @@ def open_journal(lease: Lease, inventory: Inventory, group: RankGroup) -> RunJou
         "opening the journal", lambda: _journal(lease, run_inventory, group, listeners)
     )
     written = RunJournal(journal=journal, console=group.console, alerts=alerts, trackers=trackers)
-    _report_all(run_inventory.changes, written)
+    for line in run_inventory.changes:
+        written.report(Incident.from_json(line))
     if group.is_first:
         # Only once they are journalled, so that a crash now does not hide them.
         lease.run_lease.check()
@@ -185,7 +187,8 @@ def open_journal(lease: Lease, inventory: Inventory, group: RankGroup) -> RunJou
             "keeping the model's files",
             lambda: keep_small_files(lease.config, group.run_dir) if group.is_first else None,
         )
-    _report_all(run_inventory.crashes, written)
+    for line in run_inventory.crashes:
+        written.report(Incident.from_json(line))
     if group.is_first:
         clear_fatal_logs(group.run_dir, lease.run_lease.number)
         group.monitor.write_causes_to(
@@ -259,24 +262,6 @@ def open_slots(
     )
 
 
-def identity_of(lease: Lease, corpus: Corpus) -> Identity:
-    """Return the identity of this command's checkpoints."""
-    return Identity(
-        config_digest=lease.config_digest, data_fingerprint=corpus.dataset.fingerprint()
-    )
-
-
-def _sized(config: RunConfig, dataset: Dataset, files: Path | None) -> Blueprint:
-    network = parts.blueprint(config, dataset, files)
-    rules_matched(config, network)  # raises for one that takes nothing
-    return network
-
-
-def _opened(dataset: Dataset) -> tuple[Dataset, str]:
-    """With its fingerprint, for which a user's data set is read: that may fail on one rank."""
-    return dataset, dataset.fingerprint()
-
-
 def _require_equal_settings(config: RunConfig, group: RankGroup) -> None:
     """Compare the settings, which every rank composes separately."""
     ranks = group.ranks
@@ -341,23 +326,13 @@ def _journal(
         file = LineFile(
             group.run_dir.journal, length=run_inventory.journal_bytes, check=lease.run_lease.check
         )
-    ranges = [(start, stop) for start, stop in lease.config.data.skip]
 
     def tell(line: Mapping[str, Any]) -> None:
         for listener in listeners:
             listener(line)
 
-    return Journal(
-        run_inventory.journal,
-        told_to_skip=ranges,
-        file=file,
-        tell=tell,
-    )
-
-
-def _report_all(lines: Sequence[dict[str, Any]], written: RunJournal) -> None:
-    for line in lines:
-        written.report(Incident.from_json(line))
+    ranges = [(start, stop) for start, stop in lease.config.data.skip]
+    return Journal(run_inventory.journal, told_to_skip=ranges, file=file, tell=tell)
 
 
 def backlog_of(lease: Lease, group: RankGroup, written: RunJournal) -> Backlog:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 import re
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -57,7 +57,7 @@ from runner.model.pretrained import (
     read_config,
 )
 from runner.observe.metrics import Throughput, peak_tflops
-from runner.policy.schedule import Rates, Schedule
+from runner.policy.schedule import Schedule
 from runner.run_dir.paths import RunDir
 from runner.system.error import ConfigError
 from runner.system.user_code import call_target, find_target
@@ -472,57 +472,33 @@ def kept_files(run_dir: RunDir) -> str:
 _NAMED = 8  # parameters in a message
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnSchedule:
-    """A learning rate from the user's function of ``updates`` and ``arguments``.
-
-    ``offered`` has values for parameters of those names.
-    """
-
-    target: str
-    arguments: Mapping[str, Any]
-    offered: Mapping[str, Any]
-
-    def rate(self, updates: int) -> float:
-        """Learning rate of the update that follows ``updates`` applied ones.
-
-        Raises:
-            ConfigError: the function does not return a finite number of at least 0.
-        """
-        key = "schedule._target_"
-        given = {"updates": updates, **self.arguments}
-        value = call_target(key, self.target, given, self.offered)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or value < 0:
-            raise ConfigError(
-                f"{key}={self.target}: returns {value!r} after {updates} updates; must be a finite "
-                "learning rate of 0 or more"
-            )
-        return float(value)
-
-
-def schedule(config: RunConfig) -> Rates:
-    """Make the learning-rate schedule.
+def schedule(config: RunConfig) -> Callable[[int], float]:
+    """The learning rate of the update that follows so many applied ones.
 
     Raises:
         ConfigError: ``schedule._target_`` cannot be called.
     """
-    settings = config.schedule
+    settings, peak = config.schedule, config.optim.lr
     total = settings.total or config.steps
-    if settings._target_ is not None:
-        own = OwnSchedule(
-            target=settings._target_,
-            arguments=settings.arguments or {},
-            offered={
-                "peak": config.optim.lr,
-                "total": total,
-                "warmup": settings.warmup,
-                "floor": settings.floor,
-            },
-        )
-        own.rate(0)
-        return own
-    return Schedule(schedule=settings, peak=config.optim.lr, total=total)
+    if settings._target_ is None:
+        return Schedule(schedule=settings, peak=peak, total=total).rate
+    target = settings._target_
+    offered = {"peak": peak, "total": total, "warmup": settings.warmup, "floor": settings.floor}
+
+    def own_rate(updates: int) -> float:
+        key = "schedule._target_"
+        given = {"updates": updates, **(settings.arguments or {})}
+        value = call_target(key, target, given, offered)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or value < 0:
+            raise ConfigError(
+                f"{key}={target}: returns {value!r} after {updates} updates; must be a finite "
+                "learning rate of 0 or more"
+            )
+        return float(value)
+
+    own_rate(0)
+    return own_rate
 
 
 def rules_matched(config: RunConfig, network: Blueprint) -> list[tuple[str, int]]:

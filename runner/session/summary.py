@@ -176,36 +176,27 @@ def collect_digest(engine: Engine, ranks: Ranks, is_late: Callable[[], bool]) ->
     shapes = {shard.name: shard.shape for shard in engine.shards()}
     if not is_whole(shapes.values()):
         return _digest_by_sums(engine, ranks, is_late)
-    tensors = _WholeTensors(engine, ranks, is_late)
+    was_late = False
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal was_late
+        since = _CLOCK_INTERVAL
+        for shard in sorted(engine.shards(), key=lambda shard: shard.name):
+            if since >= _CLOCK_INTERVAL:
+                was_late = ranks.sum([float(is_late())])[0] > 0
+                since = 0
+            if was_late:
+                return
+            yield shard.name, engine.full(shard.name)
+            since += math.prod(shard.shape)
+
     counts = engine.update_counts()
     if ranks.rank == 0:
-        digest = state_digest(tensors, counts)
-    else:
-        digest = None
-        for _ in tensors:
-            pass
-    return None if tensors.was_late else digest
-
-
-class _WholeTensors:
-    """Iterates over all tensors by name; stops early on every rank if one is late."""
-
-    def __init__(self, engine: Engine, ranks: Ranks, is_late: Callable[[], bool]) -> None:
-        self._engine = engine
-        self._ranks = ranks
-        self._is_late = is_late
-        self.was_late = False
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        since = _CLOCK_INTERVAL
-        for shard in sorted(self._engine.shards(), key=lambda one: one.name):
-            if since >= _CLOCK_INTERVAL:
-                self.was_late = self._ranks.sum([float(self._is_late())])[0] > 0
-                since = 0
-            if self.was_late:
-                return
-            yield shard.name, self._engine.full(shard.name)
-            since += math.prod(shard.shape)
+        digest = state_digest(tensors(), counts)
+        return None if was_late else digest
+    for _ in tensors():
+        pass
+    return None
 
 
 def _digest_by_sums(engine: Engine, ranks: Ranks, is_late: Callable[[], bool]) -> str | None:

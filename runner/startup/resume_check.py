@@ -7,13 +7,13 @@ weights are right, and differs from the second on.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from runner.observe.metrics import MetricsLine
 from runner.policy.decision.finding import Recorded, from_rows, recorded_in
 from runner.policy.decision.history import Incident
+from runner.policy.decision.signals import json_float
 from runner.system.json_lines import iter_lines
 from runner.train.run import Run
 
@@ -101,8 +101,8 @@ class ResumeCheck:
                 ),
                 samples=row.samples,
                 detail={
-                    "loss": _word(line.loss),
-                    "recorded_loss": _word(row.loss),
+                    "loss": json_float(line.loss),
+                    "recorded_loss": json_float(row.loss),
                     "exactly": self._exactly,
                 },
             )
@@ -114,7 +114,3 @@ class ResumeCheck:
         return abs(row.loss - line.loss) <= _NEAR_LOSS and abs(
             row.grad_norm - line.grad_norm
         ) <= _NEAR_NORM * max(row.grad_norm, 1e-12)
-
-
-def _word(value: float) -> float | str:
-    return value if math.isfinite(value) else repr(value)

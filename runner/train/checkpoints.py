@@ -109,9 +109,19 @@ class Checkpoints:
             with self._reporter.stall("checkpoint"), memory.save(state.updates):
                 self._save(state, disk=False)
 
-    def commit(self, state: TrainState) -> None:
-        """Commit the present state to disk, if the disk accepts it. Collective."""
-        self._save_last(state)
+    def commit(self, state: TrainState, is_late: Callable[[], bool] = lambda: False) -> bool:
+        """Commit the present state to disk, if the disk accepts it and it is not committed yet.
+
+        Collective. False when the grace ran out.
+        """
+        self._heart.enter("save")
+        with self._reporter.stall("checkpoint"):
+            if not self._ring.drain(is_late):
+                return False
+            if self._is_saved(state):
+                return True
+            self._save(state)
+            return self._ring.drain(is_late)
 
     def finish(self, state: TrainState, held_out: Callable[[], float | None]) -> str | None:
         """Commit and prove the end state; returns why it is not clean, or None. Collective.
@@ -126,7 +136,7 @@ class Checkpoints:
         """
         self._settle_corpus(state)
         for _ in range(_LAST_TRIES):
-            self._save_last(state)
+            self.commit(state)
             if not self._is_saved(state):
                 break
             self._heart.enter("save")
@@ -173,7 +183,7 @@ class Checkpoints:
             left: what the next start has to do, for the reason.
         """
         reasons = who_asked(self._group.asked_to_stop()) + left
-        in_time = self._save_last(state, lambda: self._group.stop.is_late)
+        in_time = self.commit(state, lambda: self._group.stop.is_late)
         saved = self._ring.saved_step
         if in_time and saved == state.updates:
             raise Preempted(f"asked to stop ({reasons}); saved at step {saved}")
@@ -212,17 +222,6 @@ class Checkpoints:
             ),
             disk=disk,
         )
-
-    def _save_last(self, state: TrainState, is_late: Callable[[], bool] = lambda: False) -> bool:
-        """Commit the present state unless it is committed; False when the grace ran out."""
-        self._heart.enter("save")
-        with self._reporter.stall("checkpoint"):
-            if not self._ring.drain(is_late):
-                return False
-            if self._is_saved(state):
-                return True
-            self._save(state)
-            return self._ring.drain(is_late)
 
 
 def _left_to_next_start(state: TrainState, attempted: StepInfo | None) -> str:

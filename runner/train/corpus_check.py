@@ -9,7 +9,6 @@ proven.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ class CorpusCheck:
     """
 
     def __init__(self, run: EngineRun, *, known: Mapping[str, Any] | None, notes: Path) -> None:
-        dataset, heart = run.corpus.dataset, run.group.heart
+        dataset = run.corpus.dataset
         self._files = sampled_files(dataset)
         self._fingerprint = dataset.fingerprint()
         self._ranks = run.ranks
@@ -42,9 +41,8 @@ class CorpusCheck:
         self._is_change_allowed = run.config.resume.allow_change
         self._notes = notes
         self._good_step = self._step = run.resumed.step
-        self._report = run.written.report
-        self._journal = run.journal.add
-        self._moved = partial(heart.enter, "save")
+        self._written = run.written
+        self._heart = run.group.heart
         self._is_over = not self._files
         self._digest: Whole | None = None
         self._count = 0
@@ -55,7 +53,9 @@ class CorpusCheck:
         if self._is_over:
             return
         ranks = self._ranks
-        stamps = ranks.gather(ranks.all_or_none("looking at the corpus", self._stamp))
+        stamps = ranks.gather(
+            ranks.all_or_none("looking at the corpus", lambda: stamp(self._files))
+        )
         reads = stamps.index(stamps[ranks.rank]) == ranks.rank
         start(self._compare(reads=reads))
 
@@ -83,28 +83,23 @@ class CorpusCheck:
             [count] = self._ranks.sum([float(self._count)])
             if count != last:
                 last = count
-                self._moved()
+                self._heart.enter("save")
         self.look(step)
 
-    def _stamp(self) -> str:
-        return stamp(self._files)
-
     def _read(self) -> None:
-        self._digest = whole_digest(self._files, notes=self._notes, progress=self._tell)
+        def tell(what: str, done: int, total: int) -> None:
+            self._count += 1
 
-    def _tell(self, what: str, done: int, total: int) -> None:
-        self._count += 1
+        self._digest = whole_digest(self._files, notes=self._notes, progress=tell)
 
     def _compare(self, *, reads: bool) -> Process[None]:
         """Read on the chosen ranks, then compare all results."""
-        failures = yield QueuedJob(
-            queue=self._ring.upload_queue,
-            work=self._read if reads else _no_job,
-        )
+        work = self._read if reads else lambda: None
+        failures = yield QueuedJob(queue=self._ring.upload_queue, work=work)
         self._is_over = True
         if failures:
             # Steps handle samples that cannot be read; the next start reads again.
-            self._report(self._incident("data_unchecked", "go on", "; ".join(failures), {}))
+            self._written.report(self._incident("data_unchecked", "go on", "; ".join(failures), {}))
             return
         digests = self._ranks.gather(self._digest.sha256 if self._digest else None)
         whole = self._ranks.from_first(_plain(self._digest) if self._digest else None)
@@ -119,11 +114,12 @@ class CorpusCheck:
             self._end(_message(self._known, whole), whole)
 
     def _note(self, reason: str, whole: dict[str, Any]) -> None:
-        self._journal(self._incident("data_digest", "go on", f"the corpus was {reason}", whole))
+        incident = self._incident("data_digest", "go on", f"the corpus was {reason}", whole)
+        self._written.journal.add(incident)
 
     def _end(self, message: str, whole: dict[str, Any]) -> None:
         self._changed = message
-        self._report(self._incident("data_changed", "end", message, whole))
+        self._written.report(self._incident("data_changed", "end", message, whole))
 
     def _incident(
         self, kind: str, decision: str, reason: str, whole: Mapping[str, Any]
@@ -140,10 +136,6 @@ def known_digest(journal: Iterable[Mapping[str, Any]], fingerprint: str) -> dict
         if line["kind"] == "data_digest" and detail.get("data") == fingerprint:
             newest = dict(detail) if isinstance(detail.get("sha256"), str) else None
     return newest
-
-
-def _no_job() -> None:
-    pass
 
 
 def _plain(whole: Whole) -> dict[str, Any]:

@@ -7,29 +7,25 @@ is not finite, or no counted token. It becomes a journal line and does not end t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from runner.config.schema import EvalConfig
 from runner.data.cursor import Indices
 from runner.data.dataset import Dataset, describe
 from runner.data.feed import Feed
 from runner.data.mixture import Mixed, MixtureOrder
+from runner.distributed.agreement import FINGERPRINT_SIZE
 from runner.engine.protocol import Evaluated
 from runner.policy.decision.history import Incident
-from runner.policy.decision.signals import NUM_LANES, all_equal, lanes
 from runner.policy.decision.skip_ledger import Unreadable
-from runner.system.error import RankError
 from runner.train.agreed_step import StepInfo
 from runner.train.run import EngineRun, open_feed
 
 # Indices into the FP64 vector that is summed over ranks.
 _LOSS, _TOKENS, _NONFINITE, _UNREADABLE = range(4)
-_LANES = 4
-_SQUARES = _LANES + NUM_LANES
-_GROUPS = _SQUARES + NUM_LANES
+_FINGERPRINT = 4
+_GROUPS = _FINGERPRINT + FINGERPRINT_SIZE
 _MOST_NAMED = 8  # samples that one rank names, and that one sentence names
 
 
@@ -48,7 +44,11 @@ class FixedSet:
 
 
 class Evaluator:
-    """Computes the loss of ``samples`` of ``dataset``, which ``feed`` reads."""
+    """Computes the loss of ``samples`` of ``dataset``, which ``feed`` reads.
+
+    Attributes:
+        by_group: the last loss of each group by name, without groups in which no token counts.
+    """
 
     def __init__(self, run: EngineRun, feed: Feed, dataset: Dataset, samples: FixedSet) -> None:
         self._engine = run.engine
@@ -61,12 +61,12 @@ class Evaluator:
         self._stop = run.group.stop_look
         self._batches = feed.fixed(self._indices) if len(self._indices) else []
         self._reported = ""
-        self._by_group: dict[str, float] = {}
+        self.by_group: dict[str, float] = {}
 
     @classmethod
-    def of(cls, settings: EvalConfig, run: EngineRun) -> Evaluator:
+    def of(cls, run: EngineRun) -> Evaluator:
         """On held-out samples, by source for a mixture; or on ``data.val_path``."""
-        corpus = run.corpus
+        corpus, settings = run.corpus, run.config.eval
         count = settings.samples if settings.every else 0
         if corpus.validation is not None:
             group, dataset = run.group, corpus.validation
@@ -97,22 +97,29 @@ class Evaluator:
         evaluated = self._engine.evaluate(
             self._stop.over([batch.to(self._engine.device) for batch in self._batches])
         )
-        sums = self._ranks.sum([*self._own_numbers(evaluated), *self._own_groups(evaluated)])
-        if not all_equal(
-            sums[_LANES:_SQUARES], sums[_SQUARES : _SQUARES + NUM_LANES], self._ranks.world_size
-        ):
-            identities = self._ranks.gather(self._identity())
-            raise RankError(f"ranks drifted apart in an evaluation: {identities} by rank")
+        identity = {
+            "evaluation at step": self._state.updates,
+            "samples": len(self._indices),
+            "their sum": int(self._indices.sum()),
+            "batches": len(self._batches),
+        }
+        total = float(evaluated.total.item())
+        own = [
+            total,
+            float(evaluated.num_tokens),
+            float(not math.isfinite(total)),
+            float(any(batch.unreadable for batch in self._batches)),
+        ]
+        sums = self._ranks.sum(
+            [*own, *self._ranks.fingerprint(identity), *self._own_groups(evaluated)]
+        )
+        self._ranks.require_alike(sums[_FINGERPRINT:_GROUPS], identity)
         loss = sums[_LOSS] / sums[_TOKENS] if sums[_TOKENS] else None
         groups = zip(self._samples.names, sums[_GROUPS::2], sums[_GROUPS + 1 :: 2], strict=True)
-        self._by_group = {name: total / count for name, total, count in groups if count}
+        self.by_group = {name: total / count for name, total, count in groups if count}
         if loss is None or not math.isfinite(loss) or sums[_NONFINITE] or sums[_UNREADABLE]:
             self._report_problem(evaluated, is_counted=loss is not None)
         return loss
-
-    def by_group(self) -> dict[str, float]:
-        """The last loss of each group by name, without groups in which no token counts."""
-        return dict(self._by_group)
 
     def _own_groups(self, evaluated: Evaluated) -> list[float]:
         """The summed loss and the token count of each group, on this rank."""
@@ -127,26 +134,6 @@ class Evaluator:
                     sums[2 * group] += loss
                     sums[2 * group + 1] += count
         return sums
-
-    def _own_numbers(self, evaluated: Evaluated) -> list[float]:
-        numbers = [float(n) for n in lanes(repr(self._identity()))]
-        total = float(evaluated.total.item())
-        return [
-            total,
-            float(evaluated.num_tokens),
-            float(not math.isfinite(total)),
-            float(any(batch.unreadable for batch in self._batches)),
-            *numbers,
-            *(n * n for n in numbers),
-        ]
-
-    def _identity(self) -> list[int]:
-        return [
-            self._state.updates,
-            len(self._indices),
-            int(self._indices.sum()),
-            len(self._batches),
-        ]
 
     def _report_problem(self, evaluated: Evaluated, *, is_counted: bool) -> None:
         """Report a problem, unless the last evaluation had the same. Collective."""
@@ -236,34 +223,27 @@ def spread_over(dataset: Dataset, count: int) -> FixedSet:
     )
 
 
-class SourceColumns:
-    """``samples/NAME`` counts a step's samples; ``loss/NAME`` is their training loss, in nats a
-    token, and ``eval_loss/NAME`` the held-out loss of a source or of a set of ``data.val_path``.
+def source_columns(
+    order: MixtureOrder | None, evaluator: Evaluator, info: StepInfo | None
+) -> dict[str, float]:
+    """The columns of a step, or of an evaluation (None); none for a step that was not computed.
 
-    Attributes:
-        held_out: the held-out losses of the present state, by source or set.
+    ``samples/NAME`` counts a step's samples; ``loss/NAME`` is their training loss, in nats a token,
+    and ``eval_loss/NAME`` the held-out loss of a source or of a set of ``data.val_path``.
 
     Args:
         order: order of the samples of several sources; None without sources.
     """
-
-    def __init__(self, order: MixtureOrder | None) -> None:
-        self._order = order
-        self.held_out: Mapping[str, float] = {}
-
-    def of(self, info: StepInfo | None) -> dict[str, float]:
-        """The columns of an evaluation, or of one step; none for one that was not computed."""
-        if info is None:
-            return {f"eval_loss/{name}": loss for name, loss in self.held_out.items()}
-        if info.batch is None or self._order is None:
-            return {}
-        names = self._order.names
-        counts = np.bincount(self._order.sources(info.batch.indices), minlength=len(names))
-        columns: dict[str, float] = {
-            f"samples/{name}": count for name, count in zip(names, counts.tolist(), strict=True)
-        }
-        return columns | {
-            f"loss/{name}": total / count
-            for name, (total, count) in zip(names, info.source_sums, strict=False)
-            if count and math.isfinite(total)
-        }
+    if info is None:
+        return {f"eval_loss/{name}": loss for name, loss in evaluator.by_group.items()}
+    if info.batch is None or order is None:
+        return {}
+    counts = np.bincount(order.sources(info.batch.indices), minlength=len(order.names)).tolist()
+    columns: dict[str, float] = {
+        f"samples/{name}": count for name, count in zip(order.names, counts, strict=True)
+    }
+    return columns | {
+        f"loss/{name}": total / count
+        for name, (total, count) in zip(order.names, info.source_sums, strict=False)
+        if count and math.isfinite(total)
+    }

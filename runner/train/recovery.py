@@ -133,17 +133,18 @@ class Recovery:
     def _note_discard(self, info: StepInfo, verdict: Verdict, reason: str) -> None:
         if info.known is not None:
             return
-        ranks, names, positions = self._suspected(info)
+        ranks, names, known = self._blamed(info)
         incident = discard_incident(info.signals, verdict=verdict.kind.value, reason=reason)
-        incident = replace(
-            incident,
-            ranks=ranks,
-            sample_ids=names,
-            cost_steps=1,
-            cost_seconds=info.seconds,
-            detail={**incident.detail, "suspects": positions, **_cause(info), **self._warned(info)},
+        self._written.report(
+            replace(
+                incident,
+                ranks=ranks,
+                sample_ids=names,
+                cost_steps=1,
+                cost_seconds=info.seconds,
+                detail={**incident.detail, **known},
+            )
         )
-        self._written.report(incident)
 
     def rebaseline(
         self, state: TrainState, info: StepInfo, verdict: Verdict, action: Rebaseline
@@ -171,7 +172,7 @@ class Recovery:
     ) -> None:
         """Load the newest usable checkpoint of ``action.targets``; skip the bad range."""
         began = time.monotonic()
-        ranks, names, positions = self._suspected(info)
+        ranks, names, known = self._blamed(info)
         self._reporter.step(info, verdict, "rollback", learning_rate=0.0, state=state)
         metrics_bytes = self._reporter.metrics_bytes()
         lost = state.updates
@@ -195,7 +196,6 @@ class Recovery:
             cost_seconds=info.seconds + time.monotonic() - began,
             detail={
                 "verdict": verdict.kind.value,
-                "suspects": positions,
                 "onset_step": action.onset_step,
                 "to_step": restored.step,
                 "cursor": restored.cursor,
@@ -209,8 +209,7 @@ class Recovery:
                 "cut_steps": action.cut_steps,
                 "held_limits": state.baseline.to_hold.to_json(),
                 **({"cut_start": restored.step} if action.cuts_at_once else {}),
-                **_cause(info),
-                **self._warned(info),
+                **known,
             },
         )
         self._written.report(incident)
@@ -253,7 +252,7 @@ class Recovery:
 
     def halt(self, info: StepInfo, verdict: Verdict, action: Halt) -> None:
         """Journal why the run halts and a person must look."""
-        ranks, names, positions = self._suspected(info)
+        ranks, names, known = self._blamed(info)
         self._reporter.step(info, verdict, "halt", learning_rate=0.0, state=None)
         incident = Incident(
             kind="halt",
@@ -263,35 +262,27 @@ class Recovery:
             ranks=ranks,
             samples=(info.signals.start, info.signals.stop),
             sample_ids=names,
-            detail={
-                "verdict": verdict.kind.value,
-                "suspects": positions,
-                **_cause(info),
-                **self._warned(info),
-            },
+            detail={"verdict": verdict.kind.value, **known},
         )
         self._written.report(incident)
 
-    def _warned(self, info: StepInfo) -> dict[str, Any]:
-        """The preceding early warnings, for the journal."""
-        warnings = self._history.warnings_before(info.signals.step)
-        return {"warnings": warnings} if warnings else {}
-
-    def _suspected(self, info: StepInfo) -> tuple[tuple[int, ...], tuple[str, ...], list[int]]:
-        """Suspected ranks, sample names and positions. Collective for a live step."""
+    def _blamed(self, info: StepInfo) -> tuple[tuple[int, ...], tuple[str, ...], dict[str, Any]]:
+        """Suspected ranks and samples, and for the journal's detail: the samples' positions, the
+        cause found by replays, the preceding early warnings. Collective for a live step."""
+        suspects: list[Suspect] = []
+        cause, known = info.cause, info.known
+        ranks: tuple[int, ...] = ()
+        names: tuple[str, ...] = ()
         if info.batch is None:
-            known = info.known
-            return (known.ranks, known.sample_ids, []) if known else ((), (), [])
-        if info.cause is not None and not may_be_data(info.cause):
-            return tuple(info.cause["ranks"]), (), []
-        suspects: list[Suspect] = self._stepper.suspects(info.batch)
-        return (
-            tuple(sorted({suspect.rank for suspect in suspects})),
-            tuple(suspect.name for suspect in suspects),
-            [suspect.position for suspect in suspects],
-        )
-
-
-def _cause(info: StepInfo) -> dict[str, Any]:
-    """The cause found by replays, for the journal."""
-    return {} if info.cause is None else {"cause": dict(info.cause)}
+            if known is not None:
+                ranks, names = known.ranks, known.sample_ids
+        elif cause is not None and not may_be_data(cause):
+            ranks = tuple(cause["ranks"])
+        else:
+            suspects = self._stepper.suspects(info.batch)
+            ranks = tuple(sorted({suspect.rank for suspect in suspects}))
+            names = tuple(suspect.name for suspect in suspects)
+        warnings = self._history.warnings_before(info.signals.step)
+        detail: dict[str, Any] = {"suspects": [suspect.position for suspect in suspects]}
+        detail |= {"cause": dict(cause)} if cause is not None else {}
+        return ranks, names, detail | ({"warnings": warnings} if warnings else {})

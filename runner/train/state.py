@@ -11,7 +11,7 @@ from runner.observe.metrics import MetricsLine
 from runner.policy.decision.history import History
 from runner.policy.decision.judge import Baseline
 from runner.policy.decision.ladder import BadStepTracker, RemedyRules, reach
-from runner.policy.decision.signals import StepSignals
+from runner.policy.decision.signals import StepSignals, json_float
 from runner.policy.retention.records import Reach
 from runner.system.error import CheckpointError
 from runner.system.parsing import whole
@@ -62,7 +62,7 @@ class TrainState:
         return {
             "updates": self.updates,
             "cursor": self.cursor,
-            "last_loss": _word(self.last_loss),
+            "last_loss": None if self.last_loss is None else json_float(self.last_loss),
             "baseline": self.baseline.to_json(),
             "trouble": self.trouble.to_json(),
             **({"unreported": self.unreported.to_state()} if self.unreported else {}),
@@ -93,11 +93,6 @@ class TrainState:
             ) from None
         if self._carried is not None:
             self._carried.load_json(state.get("loop", {}))
-
-
-def _word(value: float | None) -> float | str | None:
-    """Write a number that may be NaN, which JSON lacks, as a word that float() reads back."""
-    return value if value is None or math.isfinite(value) else repr(value)
 
 
 def reach_of(state: TrainState, rules: RemedyRules, history: History) -> Reach:

@@ -159,6 +159,9 @@ class SourceLosses:
 class Stepper:
     """Runs attempted steps on one rank.
 
+    Attributes:
+        layers: measures the layers, from the next step on.
+
     Args:
         before_update: called before the weights may change.
         distrust: called collectively with a step: checkpoints of later steps must not be used
@@ -177,7 +180,7 @@ class Stepper:
         before_update: Callable[[], None] = lambda: None,
         distrust: Callable[[int], None] = lambda step: None,
     ) -> None:
-        self._layers: LayerWatch | None = None
+        self.layers: LayerWatch | None = None
         self._late_layers: Callable[[], Measured] | None = None
         self._engine = engine
         self._sources = SourceLosses(rules.mixture, feed.own_positions)
@@ -199,10 +202,6 @@ class Stepper:
         """The samples of the last step read; None before any."""
         return None if self._newest is None else self._newest.plan.batch
 
-    def watch(self, layers: LayerWatch) -> None:
-        """Measure the layers when due, from the next step on."""
-        self._layers = layers
-
     @property
     def newest(self) -> InFlightStep:
         """The last step read."""
@@ -216,13 +215,13 @@ class Stepper:
         Args:
             looked_at: has the engine look at the stop request before each micro-batch.
         """
-        saved, late = (self._newest, self._gate_before, self._layers), self._late_layers
-        self._layers = self._late_layers = None
+        saved, late = (self._newest, self._gate_before, self.layers), self._late_layers
+        self.layers = self._late_layers = None
         self._looked_at = looked_at
         try:
             yield
         finally:
-            (self._newest, self._gate_before, self._layers), self._late_layers = saved, late
+            (self._newest, self._gate_before, self.layers), self._late_layers = saved, late
             self._looked_at = list
 
     def may_be_speculative(self, step: int) -> bool:
@@ -245,7 +244,7 @@ class Stepper:
         self._host_seconds.append(time.monotonic() - began)
         self._heart.enter("compute")
         works = self._works(plan.batch, fetched)
-        watched = None if plan.is_wide else self._layers
+        watched = None if plan.is_wide else self.layers
         watch = watched if watched and watched.begin(plan.step) else None
         sums = self._accumulate(works, is_wide=plan.is_wide)
         if watch:
@@ -314,9 +313,9 @@ class Stepper:
         the host when the next step is read.
         """
         late, self._late_layers = self._late_layers, None
-        if step.layers is not None and not signals.gated and self._layers is not None:
+        if step.layers is not None and not signals.gated and self.layers is not None:
             self._ranks.all_reduce(step.layers)
-            numbers, length = HostNumbers(step.layers), self._layers.length
+            numbers, length = HostNumbers(step.layers), self.layers.length
 
             def measured() -> Measured:
                 """Waits for the device unless a later step was read."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 from runner.data.cursor import BatchPlan
 from runner.policy.decision.history import Incident, discarded_signals
 from runner.policy.decision.signals import Bounds
-from runner.policy.schedule import Rates, cut_factor
+from runner.policy.schedule import cut_factor
 from runner.train.agreed_step import StepInfo
 from runner.train.run import EngineRun
 from runner.train.state import TrainState
@@ -24,7 +24,7 @@ from runner.train.step import InFlightStep, Stepper, StepPlan
 class StepPlanner:
     """Plans a step, including this rank's reports to the others."""
 
-    def __init__(self, run: EngineRun, schedule: Rates) -> None:
+    def __init__(self, run: EngineRun, schedule: Callable[[int], float]) -> None:
         self.stream = run.corpus.stream
         self.journal = run.journal
         self.schedule = schedule
@@ -56,7 +56,7 @@ class StepPlanner:
 
     def learning_rate(self, updates: int) -> float:
         """Learning rate of the step after ``updates`` applied ones, with rollback cuts."""
-        return self.schedule.rate(updates) * cut_factor(updates, self.journal.history.cuts)
+        return self.schedule(updates) * cut_factor(updates, self.journal.history.cuts)
 
 
 class StepRunner:

@@ -95,8 +95,7 @@ class World:
             ring=self.ring,
             config=one(resume=one(allow_change=allowed)),
             resumed=one(step=10),
-            written=one(report=self.told.append),
-            journal=one(add=self.noted.append),
+            written=one(report=self.told.append, journal=one(add=self.noted.append)),
         )
         made = CorpusCheck(run, known=known, notes=self.folder / "notes")
         made.begin()

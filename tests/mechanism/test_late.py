@@ -384,7 +384,7 @@ def live(story: Story, folder: Path, *, late: bool) -> tuple[End, Lines]:
         ],
     )
     rates = Schedule(schedule=ScheduleConfig(warmup=5), peak=0.1, total=STEPS)
-    planner = StepPlanner(run, rates)
+    planner = StepPlanner(run, rates.rate)
     steps = StepRunner(
         stepper,
         planner,

@@ -229,13 +229,13 @@ def difference(row: Row, place: RankEnv) -> str:
     rates = schedule(config)
     told, expected, found, uneven = [], [], [], False
     for updates, plan in enumerate(own.plans(STEPS)):
-        pending = own.launch(plan, step=updates + 1, rate=rates.rate(updates))
+        pending = own.launch(plan, step=updates + 1, rate=rates(updates))
         signals = own.stepper.read(pending).signals
         told.append(
             Trained(
                 loss=signals.loss,
                 grad_norm=signals.grad_norm,
-                rate=rates.rate(updates),
+                rate=rates(updates),
                 tokens=signals.tokens,
             )
         )
@@ -300,7 +300,7 @@ def trained_weights(row: Row, place: RankEnv) -> str:
     data = Documents(vocab_size=13, seq_len=config.data.seq_len)
     own, rates = Parts.build(config, data, place), schedule(config)
     for updates, plan in enumerate(own.plans(STEPS)):
-        own.stepper.read(own.launch(plan, step=updates + 1, rate=rates.rate(updates)))
+        own.stepper.read(own.launch(plan, step=updates + 1, rate=rates(updates)))
     weights = {name: tensor.flatten().tolist() for name, tensor in weights_of(own).items()}
     return "" if place.rank else json.dumps(weights)
 

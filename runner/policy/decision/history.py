@@ -6,13 +6,12 @@ cuts, the number of attempts. Every rank has the same one; rank 0's copy is on d
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from runner.policy.decision.signals import Limits, StepSignals, limits_of
+from runner.policy.decision.signals import Limits, StepSignals, json_float, limits_of
 from runner.policy.decision.skip_ledger import Ledger
 from runner.policy.retention.records import Record
 from runner.policy.schedule import RateCut
@@ -329,8 +328,8 @@ def discard_incident(signals: StepSignals, *, verdict: str, reason: str) -> Inci
         samples=(signals.start, signals.stop),
         detail={
             "verdict": verdict,
-            "loss": _word(signals.loss),
-            "grad_norm": _word(signals.grad_norm),
+            "loss": json_float(signals.loss),
+            "grad_norm": json_float(signals.grad_norm),
             "tokens": signals.tokens,
             "nonfinite_ranks": signals.nonfinite_ranks,
             "withheld": signals.withheld,
@@ -353,8 +352,3 @@ def discarded_signals(incident: Incident) -> StepSignals:
         gated=True,
         withheld=detail.get("withheld"),
     )
-
-
-def _word(value: float) -> float | str:
-    """A number as a word if JSON lacks it (NaN, Infinity); float() reads it back."""
-    return value if math.isfinite(value) else repr(value)

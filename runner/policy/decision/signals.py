@@ -81,6 +81,11 @@ class Limits:
         return [limit if math.isfinite(limit) else None for limit in pair]
 
 
+def json_float(value: float) -> float | str:
+    """A number as a word if JSON lacks it (NaN, Infinity); float() reads it back."""
+    return value if math.isfinite(value) else repr(value)
+
+
 def limits_of(pair: Sequence[float | None]) -> Limits:
     """Inverse of :meth:`Limits.to_json`."""
     loss, norm = (math.inf if limit is None else limit for limit in pair)
