@@ -135,7 +135,7 @@ def _prepare_rows(data: DataConfig, seed: int, progress: Progress) -> Prepared |
     notice = rows.notice() if rows is not None else ""
     if not data.pack:
         return Prepared(place=Path(), notice=notice) if rows is not None else None
-    dataset = _own_dataset(data, seed, data._target_) if data._target_ else _adapted(data)
+    dataset = _samples(data, seed)
     place, unreadable = prepare_packs(
         _unpadded(dataset),
         seq_len=data.seq_len,
@@ -156,7 +156,10 @@ def _rows(data: DataConfig) -> Rows:
     return Rows(data, token_cache(data.cache) / "rows")
 
 
-def _adapted(data: DataConfig) -> Dataset:
+def _samples(data: DataConfig, seed: int) -> Dataset:
+    """The samples of the user's code, or of rows."""
+    if data._target_ is not None:
+        return _own_dataset(data, seed, data._target_)
     return _adapt(_rows(data), data, "data.path")
 
 
@@ -177,7 +180,7 @@ def _open(data: DataConfig, seed: int, place: str) -> Dataset:
         place: path of the prepared data, or empty.
     """
     if data._target_ is not None or data.kind is DataKind.hf:
-        dataset = _own_dataset(data, seed, data._target_) if data._target_ else _adapted(data)
+        dataset = _samples(data, seed)
         if not data.pack:
             return dataset
         return Packed(_unpadded(dataset), Path(place), seq_len=data.seq_len)

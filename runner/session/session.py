@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import asdict
 
 from runner.config.schema import RunConfig
 from runner.config.validate import check, check_extras
@@ -101,13 +101,17 @@ def close(run: EngineRun, end: RunEnd) -> int:
     if run.rank_times is not None:
         run.rank_times.close()
     run.backlog.finish()
-    is_late = _is_late(run, end)
-    digest = collect_digest(run.engine, group.ranks, is_late) if end.in_time else None
+
+    def is_late() -> bool:
+        return group.stop.is_late
+
+    clock = at_a_stop(is_late) if end.status == "preempted" else is_late
+    digest = collect_digest(run.engine, group.ranks, clock) if end.in_time else None
     words = data_words(lease.config.data, run.corpus.dataset)
     summary = sum_up(run, end, digest=digest, data=words)
     if summary is not None:
         for tracker in run.written.trackers:
-            if warning := tracker.finish(summary.to_json(), in_time=end.in_time):
+            if warning := tracker.finish(asdict(summary), in_time=end.in_time):
                 group.console.say(f"warning: {warning}")
     if run.written.alerts is not None:
         run.written.alerts.close()
@@ -123,15 +127,6 @@ def _write_last_page(pages: PageWriter, run: EngineRun, end: RunEnd) -> None:
     pages.finish(0.0 if not may else _PAGE_SECONDS_ASKED if is_preempted else _PAGE_SECONDS)
     if pages.loss is not None:
         run.group.console.say(f"warning: no {pages.loss.outlet} was written: {pages.loss.reason}")
-
-
-def _is_late(run: EngineRun, end: RunEnd) -> Callable[[], bool]:
-    stop = run.group.stop
-
-    def is_late() -> bool:
-        return stop.is_late
-
-    return at_a_stop(is_late) if end.status == "preempted" else is_late
 
 
 def _is_over(run: EngineRun, end: RunEnd) -> bool:

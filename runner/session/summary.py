@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 
@@ -77,9 +76,6 @@ class Summary:
     redone_steps: int = 0
     data: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def sum_up(run: Run, end: RunEnd, *, digest: str | None, data: str = "") -> Summary | None:
     """Write the summary and print it on rank 0, which returns it.
@@ -119,7 +115,7 @@ def sum_up(run: Run, end: RunEnd, *, digest: str | None, data: str = "") -> Summ
         data=data,
     )
     try:
-        write_json(run_dir.summary, summary.to_json())
+        write_json(run_dir.summary, asdict(summary))
     except OSError as error:  # the run is over, and its exit code still says how it ended
         group.console.say(f"warning: no summary was written: {error}")
     on = "; the same command resumes it" if end.status == "preempted" else ""
