@@ -119,43 +119,6 @@ class StepRules:
     mixture: MixtureOrder | None = None
 
 
-class SourceLosses:
-    """The training loss of each source of a mixture, summed with the step's other numbers.
-
-    Args:
-        order: order of the sources; None without sources, so nothing is summed.
-        own_positions: stream positions of this rank's rows, None for padding.
-    """
-
-    def __init__(
-        self, order: MixtureOrder | None, own_positions: Callable[[BatchPlan], list[int | None]]
-    ) -> None:
-        self._order = order
-        self._own_positions = own_positions
-        self.num = 0 if order is None else len(order.names)
-
-    def packed(self, plan: BatchPlan, sequences: Sequences) -> list[torch.Tensor]:
-        """This rank's sums: each source's loss, then its number of terms; FP64 ``[2 * num]``.
-
-        In a list, which is empty without sources. Does not wait.
-        """
-        if self._order is None:
-            return []
-        sources = self._order.sources(plan.indices).tolist()
-        source_of = dict(zip(plan.positions.tolist(), sources, strict=True))
-        rows = [-1 if at is None else source_of.get(at, -1) for at in self._own_positions(plan)]
-        values = torch.stack([torch.cat(sequences.losses), torch.cat(sequences.counts)]).double()
-        of_row = on_device([float(source) for source in rows], values.device)
-        numbers = torch.arange(self.num, dtype=torch.float64, device=values.device)
-        # Selected, not multiplied by a mask: a NaN row must affect its own source only.
-        chosen = torch.where(of_row == numbers[:, None, None], values, 0.0)
-        return [chosen.sum(dim=2).T.reshape(-1)]
-
-    def read(self, sums: list[float]) -> tuple[tuple[float, float], ...]:
-        """(loss, count) of each source, from the sums over all ranks."""
-        return tuple(zip(sums[: self.num], sums[self.num :], strict=True))
-
-
 class Stepper:
     """Runs attempted steps on one rank.
 
@@ -183,7 +146,6 @@ class Stepper:
         self.layers: LayerWatch | None = None
         self._late_layers: Callable[[], Measured] | None = None
         self._engine = engine
-        self._sources = SourceLosses(rules.mixture, feed.own_positions)
         self._feed = feed
         self._dataset = dataset
         self._ranks = ranks
@@ -293,12 +255,13 @@ class Stepper:
         self._step_seconds.append(seconds)
         self._newest = step
         info, sources = step.read(self._ranks)
+        num_sources = len(sources) // 2
         self._require_one_gate(numbers[GATES], step.step)
         unreadable, shares = self._gather_unreadable(numbers, step)
         return replace(
             info,
             learning_rate=step.plan.learning_rate,
-            source_sums=self._sources.read(sources),
+            source_sums=tuple(zip(sources[:num_sources], sources[num_sources:], strict=True)),
             seconds=seconds,
             wait_seconds=step.fetched.wait_seconds,
             unreadable=unreadable,
@@ -394,7 +357,7 @@ class Stepper:
             [
                 torch.stack(computed),
                 on_device(report.numbers(self._ranks), self._engine.device),
-                *self._sources.packed(plan.batch, sums.sequences),
+                *self._source_losses(plan.batch, sums.sequences),
             ]
         )
         self._ranks.all_reduce(packed)
@@ -415,6 +378,25 @@ class Stepper:
         self._gate_before = closed.double()
         # With loss and norm, so that the judge sees the same bits as the gate.
         return torch.cat([packed, torch.stack([loss, norm, self._gate_before])]), withheld
+
+    def _source_losses(self, plan: BatchPlan, sequences: Sequences) -> list[torch.Tensor]:
+        """This rank's sums for each source of a mixture: its loss, then its number of terms.
+
+        FP64 ``[2 * sources]`` in a list, which is empty without sources. Does not wait.
+        """
+        order = self._rules.mixture
+        if order is None:
+            return []
+        sources = order.sources(plan.indices).tolist()
+        source_of = dict(zip(plan.positions.tolist(), sources, strict=True))
+        positions = self._feed.own_positions(plan)
+        rows = [-1.0 if at is None else float(source_of.get(at, -1)) for at in positions]
+        values = torch.stack([torch.cat(sequences.losses), torch.cat(sequences.counts)]).double()
+        of_row = on_device(rows, values.device)
+        numbers = torch.arange(len(order.names), dtype=torch.float64, device=values.device)
+        # Selected, not multiplied by a mask: a NaN row must affect its own source only.
+        chosen = torch.where(of_row == numbers[:, None, None], values, 0.0)
+        return [chosen.sum(dim=2).T.reshape(-1)]
 
     def _gather_unreadable(
         self, numbers: Sequence[float], step: InFlightStep

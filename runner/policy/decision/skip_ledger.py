@@ -42,11 +42,6 @@ class Ledger:
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return iter(zip(self._starts, self._stops, strict=True))
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Ledger) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
     def copy(self) -> Ledger:
         """An independent copy."""
         return Ledger(self)
