@@ -60,7 +60,9 @@ def compose(overrides: Sequence[str], *, config_dir: str | None = None) -> RunCo
         _reject_launcher_keys(text)
         _reject_deletion(text)
         _reject_whole_group(text)
-        _reject_former(text)
+        key, _, value = text.lstrip("+").partition("=")
+        if (what := former_key(key)) is not None:
+            raise ConfigError(f"{key}={value}: {what}")
     if config_dir is not None:
         if not Path(config_dir).is_dir():
             raise ConfigError(f"--config-dir {config_dir}: no such directory")
@@ -209,13 +211,6 @@ def _reject_deletion(text: str) -> None:
         )
 
 
-def _reject_former(text: str) -> None:
-    """Say of a key of an earlier version what became of it."""
-    key, _, value = text.lstrip("+").partition("=")
-    if (what := former_key(key)) is not None:
-        raise ConfigError(f"{key}={value}: {what}")
-
-
 def _reject_whole_group(text: str) -> None:
     """``eval=false`` and ``guard=null``: what Hydra says of them names its own types."""
     group, _, value = text.partition("=")
@@ -236,13 +231,14 @@ def _reject_whole_group(text: str) -> None:
 
 def suggestion(key: str, known: Collection[str]) -> str:
     """``; did you mean ...?``, or nothing where nothing is close."""
-    close = _same_leaf(key, known) or difflib.get_close_matches(key, known, n=3, cutoff=0.6)
+    close = _close(key, known)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
-def _same_leaf(key: str, known: Collection[str]) -> list[str]:
-    """Keys that end with the typed one: ``lr`` suggests ``optim.lr``."""
-    return [name for name in known if name.endswith(f".{key}")]
+def _close(key: str, known: Collection[str]) -> list[str]:
+    """Keys that end with the typed one (``lr``: ``optim.lr``), or else look like it."""
+    same_leaf = [name for name in known if name.endswith(f".{key}")]
+    return same_leaf or difflib.get_close_matches(key, known, n=3, cutoff=0.6)
 
 
 def _explain(error: Exception, overrides: Sequence[str]) -> str:
@@ -333,11 +329,10 @@ def _suggest(key: str) -> str:
     close = difflib.get_close_matches(key, groups, n=1, cutoff=0.7)
     if close and "." not in key:
         return f"Did you mean {close[0]}? `--help all` lists all keys."
-    parent, _, _ = key.rpartition(".")
-    close = _same_leaf(key, known) or difflib.get_close_matches(key, known, n=3, cutoff=0.6)
-    siblings = [name for name in known if name.rpartition(".")[0] == parent]
-    if close:
+    if close := _close(key, known):
         return f"Did you mean {' or '.join(close)}? `--help all` lists all keys."
+    parent, _, _ = key.rpartition(".")
+    siblings = [name for name in known if name.rpartition(".")[0] == parent]
     return f"Allowed here: {', '.join(siblings or known[:8])}. `--help all` lists all keys."
 
 
@@ -395,10 +390,7 @@ def _plain_dict(items: list[tuple[str, Any]]) -> dict[str, Any]:
 def flat(config: RunConfig) -> dict[str, Any]:
     """Dotted key to JSON value, every leaf, without secrets."""
     plain: dict[str, Any] = redacted(
-        {
-            name: value.value if isinstance(value, Enum) else value
-            for name, _, value in fields(config)
-        }
+        _plain_dict([(name, value) for name, _, value in fields(config)])
     )
     return plain
 

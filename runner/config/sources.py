@@ -116,35 +116,25 @@ def _source(data: DataConfig, number: int, given: Any) -> SourceSettings:
         raise ConfigError(f"{place}.path={path}: must be a path or a list of paths")
     if not all(one.strip() for one in paths):
         raise ConfigError(f"{place}.path={path}: {EMPTY_PATH}")
-    own = {key: given[key] for key in OWN_KEYS if key in given and key != "path"}
-    return SourceSettings(
-        name=_name(place, given.get("name") or (Path(paths[0]).stem if paths else ""), given),
-        weight=_weight(place, given.get("weight", 1.0)),
-        data=dataclasses.replace(data, sources=None, path=paths, **_typed(place, own)),
-        seed=_seed(place, given.get("seed")),
-    )
-
-
-def _name(place: str, name: Any, given: Mapping[Any, Any]) -> str:
-    if isinstance(name, str) and _NAME.fullmatch(name):
-        return name
-    raise ConfigError(
-        f"{place}.name={name!r}: must be letters, digits, '_', '.' and '-', as it heads a column "
-        "of metrics.jsonl" + ("" if "name" in given else "; give it a name")
-    )
-
-
-def _weight(place: str, weight: Any) -> float:
+    name = given.get("name") or (Path(paths[0]).stem if paths else "")
+    if not is_source_name(name):
+        raise ConfigError(
+            f"{place}.name={name!r}: must be letters, digits, '_', '.' and '-', as it heads a "
+            "column of metrics.jsonl" + ("" if "name" in given else "; give it a name")
+        )
+    weight, seed = given.get("weight", 1.0), given.get("seed")
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if not is_number or not math.isfinite(weight) or not 0 <= weight <= 1e9:
         raise ConfigError(f"{place}.weight={weight}: must be a number from 0 to 1e9")
-    return float(weight)
-
-
-def _seed(place: str, seed: Any) -> int | None:
-    if seed is None or (isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0):
-        return seed
-    raise ConfigError(f"{place}.seed={seed}: must be a whole number of at least 0")
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or seed < 0):
+        raise ConfigError(f"{place}.seed={seed}: must be a whole number of at least 0")
+    own = {key: given[key] for key in OWN_KEYS if key in given and key != "path"}
+    return SourceSettings(
+        name=name,
+        weight=float(weight),
+        data=dataclasses.replace(data, sources=None, path=paths, **_typed(place, own)),
+        seed=seed,
+    )
 
 
 def _typed(place: str, own: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def check(config: RunConfig, *, world_size: int) -> None:
     problems = [
         *_bounds(config),
         *_lists(config),
-        *_combinations(config, world_size),
+        *(message for broken, message in _rules(config, world_size) if broken),
         *_sources(config),
         *_optimizer(config),
         *network_problems(config),
@@ -198,19 +198,12 @@ def _is_range(pair: Any) -> bool:
     return whole and 0 <= pair[0] < pair[1] <= _LAST_SAMPLE
 
 
-def _combinations(config: RunConfig, world_size: int) -> list[str]:
-    rules = [
-        *_run_rules(config, world_size),
-        *_checkpoint_rules(config),
-        *_engine_rules(config, world_size),
-    ]
-    return [message for broken, message in rules if broken]
-
-
-def _run_rules(config: RunConfig, world_size: int) -> list[tuple[bool, str]]:
+def _rules(config: RunConfig, world_size: int) -> list[tuple[bool, str]]:
     """Pairs: whether a rule is broken, and its message. The next two functions are alike."""
     batch, guard = config.batch, config.guard
     return [
+        *_checkpoint_rules(config),
+        *_engine_rules(config, world_size),
         (
             world_size > batch.global_size,
             f"batch.global_size={batch.global_size}: fewer sequences than the {world_size} "
