@@ -427,6 +427,18 @@ def test_a_run_with_another_value_of_what_is_constant_now_has_changed() -> None:
     assert settings_differing(stored, config) == {"guard.drift_rise": (0.3, 0.2)}
 
 
+@pytest.mark.parametrize(
+    ("key", "usual"),
+    [("guard.skip", True), ("guard.widen", 2.0), ("guard.cooldown", 0.5),
+     ("checkpoint.mtbf_hours", None)],
+)  # fmt: skip
+def test_a_key_that_is_constant_now_is_answered_and_its_runs_go_on(key: str, usual: Any) -> None:
+    config = compose([])
+    assert settings_differing(trajectory(config) | {key: usual}, config) == {}
+    with pytest.raises(ConfigError, match=rf"^{key}=1: is no setting any more; it is always \w"):
+        compose([f"{key}=1"])
+
+
 def test_value_of_gives_one_setting() -> None:
     config = compose(["parallel=ddp", "out=runs/x"])
     assert config.parallel.kind is ParallelKind.ddp
