@@ -178,7 +178,7 @@ def works_a_step(config: RunConfig, place: RankEnv) -> int:
 
 def engine(
     config: RunConfig,
-    network: Blueprint | DecoderShape,
+    network: Blueprint,
     place: RankEnv,
     device: torch.device,
     faults: FaultInjector | None = None,
@@ -190,10 +190,14 @@ def engine(
     Args:
         has_weights: False leaves the weights undefined, for :func:`initialise` or a load.
     """
-    if isinstance(network, DecoderShape):
-        network = decoder_blueprint(config, network)
-    make = _zero if is_zero(config.parallel.kind) else _fsdp
-    built = _with_faults(lambda inside: make(config, network, place, device, inside), faults)
+
+    def make(inside: MicroBatchFaults | None) -> Made:
+        if is_zero(config.parallel.kind):
+            return _zero(config, network, place, device, inside)
+        plan, optim = layout(config, place), OptimizerSettings.of(config.optim)
+        return _sharded(config, network, plan, device_mesh(device, plan), optim, inside, device)
+
+    built = _with_faults(make, faults)
     if has_weights:
         initialise(built, config, network)
     return built
@@ -249,21 +253,6 @@ def initialise(
         require()
     else:
         ranks.all_or_none("reading the weights", require)
-
-
-def _fsdp(
-    config: RunConfig,
-    blueprint: Blueprint,
-    place: RankEnv,
-    device: torch.device,
-    inside: MicroBatchFaults | None,
-) -> Made:
-    """Make the engine, the module it calls, and the module of the first activation."""
-    plan = layout(config, place)
-    mesh = device_mesh(device, plan)
-    return _sharded(
-        config, blueprint, plan, mesh, OptimizerSettings.of(config.optim), inside, device
-    )
 
 
 def _sharded(
@@ -335,7 +324,6 @@ def _zero(
     device: torch.device,
     inside: MicroBatchFaults | None,
 ) -> Made:
-    """As :func:`_fsdp`."""
     # Imported lazily: deepspeed takes seconds, and needs a compiler on some machines.
     from runner.engine.zero import ZeroEngine, ZeroPlan, build_module, check_plan
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ from runner.fault.inject import Disturbance, FaultInjector
 from runner.fault.wrap import FaultyEngine
 from runner.model.decoder import Decoder, DecoderShape
 from runner.model.loss import sequence_losses
-from runner.session.parts import engine as build_engine
+from runner.session import parts
 from runner.session.parts import layout
 from runner.session.summary import collect_digest
 from tests import warm
@@ -85,6 +86,11 @@ def settings(
     )
 
 
+def built(config: RunConfig, shape: DecoderShape, place: RankEnv, **more: Any) -> Any:
+    """The engine of a decoder."""
+    return parts.engine(config, parts.decoder_blueprint(config, shape), place, CPU, **more)
+
+
 def build(
     kind: ParallelKind = ParallelKind.fsdp,
     shape: DecoderShape = SHAPE,
@@ -96,7 +102,7 @@ def build(
     faults: Disturbing | None = None,
 ) -> FsdpEngine:
     config = settings(kind, bf16=bf16, each_micro_batch=each_micro_batch, shard=shard)
-    return build_engine(config, shape, place, CPU, faults)
+    return built(config, shape, place, faults=faults)
 
 
 def batch(rows: int = 6, *, seed: int = 0) -> MicroBatch:
@@ -392,7 +398,7 @@ def test_dropout_repeats_with_its_seed() -> None:
 def test_what_is_loaded_needs_no_initial_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     source = build()
     monkeypatch.setattr(FsdpEngine, "initialise", None)  # nobody asks for them
-    target = build_engine(settings(ParallelKind.fsdp), SHAPE, ALONE, CPU, has_weights=False)
+    target = built(settings(ParallelKind.fsdp), SHAPE, ALONE, has_weights=False)
     for mine, theirs in zip(target.shards(), source.shards(), strict=True):
         mine.local.copy_(theirs.local)
     target.finish_load(source.update_counts())
@@ -420,7 +426,7 @@ def test_a_head_in_parts_trains_as_the_plain_model(kind: ParallelKind) -> None:
     """Also under FSDP2, which gathers the head's weight; and it evaluates alike."""
     config = settings(kind)
     config.model.loss_chunk_mib = 4 * SHAPE.vocab_size * 5 / (1 << 20)
-    engine, plain = build_engine(config, SHAPE, ALONE, CPU), Plain.build()
+    engine, plain = built(config, SHAPE, ALONE), Plain.build()
     for step in range(2):
         whole = batch(seed=step)
         check_sums(engine.accumulate(works(whole)), plain.backward(whole))

@@ -184,7 +184,7 @@ class Parts:
     def build(cls, config: RunConfig, dataset: Dataset, place: RankEnv) -> Parts:
         stream = sample_stream(config, dataset)
         shape = parts.model_shape(config, dataset)
-        engine = parts.engine(config, shape, place, CPU)
+        engine = parts.engine(config, parts.decoder_blueprint(config, shape), place, CPU)
         feed = open_feed(config, dataset, stream, place, CPU)
         stepper = Stepper(
             engine=engine,

@@ -136,7 +136,13 @@ class Rig:
 
     def engine(self) -> Engine:
         """Under ``FakeTensorMode``."""
-        return parts.engine(self.config, self.shape, self.place, GPU, has_weights=False)
+        return parts.engine(
+            self.config,
+            parts.decoder_blueprint(self.config, self.shape),
+            self.place,
+            GPU,
+            has_weights=False,
+        )
 
     def batch(self, device: torch.device = GPU) -> MicroBatch:
         """Of tokens that say nothing."""
