@@ -10,7 +10,7 @@ run computes, so that resuming with another value must be refused.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
@@ -203,11 +203,10 @@ class ModelConfig:
 
 
 # Of the decoder and of ``kind: hf``: beside ``_target_`` they are arguments like any other.
-DECODER_KEYS = frozenset(
-    ["dim", "layers", "heads", "kv_heads", "ffn_dim", "vocab_size", "tied_head", "qk_norm"]
-) | {
-    *("norm_eps", "rope_theta", "rope_scaling", "dropout", "z_loss", "init_std"),
-    *("kind", "path", "init", "lora"),
+DECODER_KEYS = frozenset(spec.name for spec in fields(ModelConfig)) - {
+    "_target_",
+    "arguments",
+    "loss_chunk_mib",
 }
 
 
