@@ -359,7 +359,7 @@ def test_the_summary_is_json() -> None:
         world_size=2,
         incarnation=1,
     )
-    told = json.loads(json.dumps(summary.to_json(), allow_nan=False))
+    told = json.loads(json.dumps(asdict(summary), allow_nan=False))
     assert told == asdict(summary) | {"skipped": [[1, 2]]}
 
 

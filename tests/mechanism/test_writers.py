@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,7 @@ def summary(folder: Path, a: float, b: float, tree: dict[str, Any]) -> bytes:
         state_digest=None, discarded_steps=0, rollbacks=0, skipped=(), restarts=0,
         samples_used=1, goodput=a, time={"other": b}, world_size=1, incarnation=1,
     )  # fmt: skip
-    write_json(folder / "s", made.to_json())
+    write_json(folder / "s", asdict(made))
     return (folder / "s").read_bytes()
 
 
