@@ -33,7 +33,7 @@ from tests.frameworks import digest
 
 NUM, PER, SEQ_LEN = 36, 4, 12  # whole steps of 1, 2 or 3 batches
 EVERY = 6
-_RULES: dict[str, Any] = {"every": EVERY, "clean_after": 3, "min_history": 8, "widen": 1.0}
+_RULES: dict[str, Any] = {"every": EVERY, "clean_after": 3, "min_history": 8}
 _EVAL_PARTS = {"eval_norm", "eval_drop"}
 
 
