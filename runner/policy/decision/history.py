@@ -84,18 +84,6 @@ class RollbackRecord:
     seq: int
 
 
-# What a rollback's line has of its record.
-_OF_ROLLBACK = (
-    "onset_step",
-    "to_step",
-    "cursor",
-    "serial",
-    "next_serial",
-    "repeat",
-    "metrics_bytes",
-)
-
-
 class History:
     """The state that follows from the journal; ``add`` incidents in order."""
 
@@ -166,8 +154,19 @@ class History:
             self._skip(*skip)
         if "held_limits" in detail:
             self.held = limits_of(detail["held_limits"])
-        numbers = {name: detail[name] for name in _OF_ROLLBACK}
-        self.rollbacks.append(RollbackRecord(skip=skip, seq=seq, **numbers))
+        self.rollbacks.append(
+            RollbackRecord(
+                onset_step=detail["onset_step"],
+                to_step=detail["to_step"],
+                cursor=detail["cursor"],
+                serial=detail["serial"],
+                next_serial=detail["next_serial"],
+                skip=skip,
+                repeat=detail["repeat"],
+                metrics_bytes=detail["metrics_bytes"],
+                seq=seq,
+            )
+        )
         if detail["cut_steps"]:
             # From the onset, not from the checkpoint: which one was proven in time depends on the
             # disk, and the run must not. If the rate is the cause, from the checkpoint.
