@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,7 +40,10 @@ def test_the_two_runs_of_the_demo_end_alike(healed: demo.Ended, tmp_path: Path) 
 def test_its_runs_leave_a_page(healed_out: Path) -> None:
     text = (healed_out / "report.html").read_text()
     journal = (healed_out / "journal.jsonl").read_text()
+    data = json.loads((healed_out / "summary.json").read_text())["data"]
+    assert data == "a synthetic language"
     for shown in (
+        data,
         "Done: step 60 of 60",
         "killed by SIGKILL",
         "rollback",

@@ -52,6 +52,9 @@ def test_what_a_newcomer_reads(real_text: Result) -> None:
     assert progress[-1].startswith("step 40/40") and "held-out" in progress[-1]
     for words in ("done: all steps applied", "summary.json", "journal.jsonl", "metrics.jsonl"):
         assert words in real_text.text, real_text.tail
+    data = real_text.summary["data"]
+    assert data.startswith("Python's standard library (")
+    assert any(line.startswith("holdfast: ") and data in line for line in lines)
     assert "Traceback" not in real_text.text and "Warning" not in real_text.text, real_text.tail
 
 
