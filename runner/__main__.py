@@ -117,7 +117,7 @@ def _refuse_unknown_command(given: Sequence[str]) -> None:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m runner", add_help=False, allow_abbrev=False)
+    parser = Parser("", add_help=False)
     parser.add_argument("-h", "--help", metavar="GROUP", nargs="?", const="")
     parser.add_argument("--cfg", choices=["job"])
     parser.add_argument("--get", metavar="KEY")

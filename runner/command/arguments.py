@@ -4,16 +4,40 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from runner.system.error import ConfigError
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises :class:`ConfigError` where argparse would print its usage and exit."""
+    """Raises :class:`ConfigError` where argparse would print its usage and exit.
+
+    Args:
+        command: its name; empty for training.
+        description: the docstring of its function or module.
+    """
+
+    def __init__(self, command: str, description: str | None = None, **options: Any) -> None:
+        prog = f"python -m runner {command}".strip()
+        super().__init__(prog=prog, description=description, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
+
+    def option(self, name: str, default: Any, words: str = "", *, metavar: str = "") -> None:
+        """An option that takes one value of the default's type, which its help names."""
+        more = {"metavar": metavar} if metavar else {}
+        escaped = f"{default:g}" if isinstance(default, float) else str(default).replace("%", "%%")
+        text = f"{words}; default {escaped}" if words else f"default {escaped}"
+        self.add_argument(name, type=type(default), default=default, help=text, **more)
+
+    def flag(self, name: str, words: str | None = None) -> None:
+        """An option without a value."""
+        self.add_argument(name, action="store_true", help=words)
+
+    def repeated(self, name: str, metavar: str, words: str) -> None:
+        """An option that may be given several times."""
+        self.add_argument(name, action="append", default=[], metavar=metavar, help=words)
 
     def add_settings(self) -> None:
         """The settings of a run as ``overrides``, and ``config_dir``."""

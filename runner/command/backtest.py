@@ -81,7 +81,7 @@ def backtest_command(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m runner backtest", add_help=False, allow_abbrev=False)
+    parser = Parser("backtest", add_help=False)
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--loss")
     parser.add_argument("--grad-norm")

@@ -82,7 +82,10 @@ _KILL = "faults=[kill@step=15,rank=0]"
 
 def check_model_command(arguments: Sequence[str]) -> int:
     """Parse, run the trials, print a table; returns 0 if all trials that could run hold, else 2."""
-    options = _parser().parse_args(arguments)
+    parser = Parser("check-model", __doc__)
+    parser.flag("--quick", "no short runs")
+    parser.add_settings()
+    options = parser.parse_args(arguments)
     began = time.monotonic()
     settings = [*options.overrides, "parallel=single", "parallel.device=cpu"]
     config = compose(settings, config_dir=options.config_dir)
@@ -312,13 +315,6 @@ def _compared(
         found = f"end states {' and '.join(digests)}"
     remedy = "see the checks above; the usual cause is state outside of the module"
     return Check(name=name, holds=is_same, found=found, remedy=remedy)
-
-
-def _parser() -> Parser:
-    parser = Parser(prog="python -m runner check-model", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="no short runs")
-    parser.add_settings()
-    return parser
 
 
 # -- what is printed -----------------------------------------------------------------------

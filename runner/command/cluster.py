@@ -58,32 +58,20 @@ def slurm_command(arguments: Sequence[str]) -> int:
 
 
 def _slurm_options() -> Parser:
-    parser = Parser(
-        prog="python -m runner slurm", description=slurm_command.__doc__, allow_abbrev=False
-    )
+    parser = Parser("slurm", slurm_command.__doc__)
     parser.add_argument("--nodes", type=int, required=True, help="to train on")
-    parser.add_argument("--spares", type=int, default=0, help="standby nodes; default 0")
-    parser.add_argument("--nproc", default="auto", help="ranks a node; auto: one per GPU")
-    parser.add_argument("--name", default="holdfast", help="of the job; default holdfast")
+    parser.option("--spares", 0, "standby nodes")
+    parser.option("--nproc", "auto", "ranks a node; auto: one per GPU")
+    parser.option("--name", "holdfast", "of the job")
     parser.add_argument("--time", metavar="LIMIT", help="time limit, as sbatch takes it")
-    parser.add_argument("--log", default="%x-%j.log", help="default %%x-%%j.log")
-    parser.add_argument(
-        "--warning",
-        type=int,
-        default=slurm.DEFAULT_WARNING,
-        metavar="SECONDS",
-        help=f"before the time limit, for the last checkpoint; default {slurm.DEFAULT_WARNING}",
-    )
-    parser.add_argument("--chain", type=int, default=1, metavar="K", help="K jobs in a row")
-    parser.add_argument(
-        "--sbatch",
-        action="append",
-        default=[],
-        metavar="OPTION=VALUE",
-        help="a further #SBATCH line: --sbatch partition=gpu --sbatch gpus-per-node=8",
-    )
-    parser.add_argument("--python", default=sys.executable, help="interpreter on the nodes")
-    parser.add_argument("--submit", action="store_true", help="submit instead of printing")
+    parser.option("--log", "%x-%j.log")
+    words = "before the time limit, for the last checkpoint"
+    parser.option("--warning", slurm.DEFAULT_WARNING, words, metavar="SECONDS")
+    parser.option("--chain", 1, "K jobs in a row", metavar="K")
+    words = "a further #SBATCH line: --sbatch partition=gpu --sbatch gpus-per-node=8"
+    parser.repeated("--sbatch", "OPTION=VALUE", words)
+    parser.option("--python", sys.executable, "interpreter on the nodes")
+    parser.flag("--submit", "submit instead of printing")
     return parser
 
 
@@ -115,12 +103,10 @@ def slurm_job_command(arguments: Sequence[str]) -> int:
 
 
 def _job_options() -> Parser:
-    parser = Parser(
-        prog="python -m runner slurm-job", description=slurm_job_command.__doc__, allow_abbrev=False
-    )
-    parser.add_argument("--spares", type=int, default=0)
-    parser.add_argument("--nproc", default="auto")
-    parser.add_argument("--chained", action="store_true", help="another job of this name follows")
+    parser = Parser("slurm-job", slurm_job_command.__doc__)
+    parser.option("--spares", 0)
+    parser.option("--nproc", "auto")
+    parser.flag("--chained", "another job of this name follows")
     add_restart_options(parser)
     return parser
 
@@ -159,21 +145,17 @@ def k8s_command(arguments: Sequence[str]) -> int:
 
 
 def _k8s_options() -> Parser:
-    parser = Parser(
-        prog="python -m runner k8s", description=k8s_command.__doc__, allow_abbrev=False
-    )
+    parser = Parser("k8s", k8s_command.__doc__)
     parser.add_argument("--kind", choices=["trainjob", "jobset"], default="trainjob")
     parser.add_argument("--image", required=True, help="container image")
-    parser.add_argument("--nodes", type=int, default=1, help="pods; default 1")
-    parser.add_argument("--nproc", type=int, default=1, help="ranks a pod; default 1")
-    parser.add_argument("--name", default="holdfast", help="of the job; default holdfast")
+    parser.option("--nodes", 1, "pods")
+    parser.option("--nproc", 1, "ranks a pod")
+    parser.option("--name", "holdfast", "of the job")
     parser.add_argument("--namespace")
-    parser.add_argument("--gpus", action="store_true", help="a GPU for each rank")
+    parser.flag("--gpus", "a GPU for each rank")
     parser.add_argument("--claim", help="persistent volume claim for out")
-    parser.add_argument("--mount", default="/runs", help="where it is mounted; default /runs")
-    parser.add_argument("--grace", type=int, default=120, help="seconds for the last checkpoint")
-    parser.add_argument("--restarts", type=int, default=20, help="after crashes; default 20")
-    parser.add_argument(
-        "--resource", action="append", default=[], metavar="NAME=QUANTITY", help="limit of a pod"
-    )
+    parser.option("--mount", "/runs", "where it is mounted")
+    parser.option("--grace", 120, "seconds for the last checkpoint")
+    parser.option("--restarts", 20, "after crashes")
+    parser.repeated("--resource", "NAME=QUANTITY", "limit of a pod")
     return parser

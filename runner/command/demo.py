@@ -54,7 +54,9 @@ class Ended:
 
 def demo_command(arguments: Sequence[str]) -> int:
     """Parse and run; returns 0 if both runs end with the same state."""
-    options = _parser().parse_args(arguments)
+    parser = Parser("demo", __doc__)
+    parser.add_argument("--keep", metavar="DIR", help="leave both runs there")
+    options = parser.parse_args(arguments)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="holdfast-demo-") as own:
         folder = Path(options.keep or own)
@@ -125,9 +127,3 @@ def skip_override(skipped: Sequence[Sequence[int]]) -> str:
 
 def _say(text: str) -> None:
     sys.stdout.write(f"\n{text}\n")
-
-
-def _parser() -> Parser:
-    parser = Parser(prog="python -m runner demo", description=__doc__)
-    parser.add_argument("--keep", metavar="DIR", help="leave both runs there")
-    return parser

@@ -186,7 +186,7 @@ def refuse_weights_in(folder: Path) -> None:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m runner export", description=__doc__)
+    parser = Parser("export", __doc__)
     parser.add_argument("run", metavar="OUT", help="the run's directory (out), or its ring")
     parser.add_argument("folder", metavar="DIR", help="where to write the safetensors files")
     parser.add_argument(

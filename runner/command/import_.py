@@ -150,7 +150,7 @@ def _text(value: Setting) -> str:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m runner import", description=__doc__, allow_abbrev=False)
+    parser = Parser("import", __doc__)
     parser.add_argument("source", metavar="SOURCE", help="file or directory with the weights")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="the run's settings")
     parser.add_argument(

@@ -77,20 +77,16 @@ def _meeting(agent: torchrun.Agent) -> Meeting | None:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m runner launch", description=__doc__, allow_abbrev=False)
+    parser = Parser("launch", __doc__)
     parser.add_argument("--nodes", metavar="N|MIN:MAX")
-    parser.add_argument("--nproc", default="auto", help="ranks on this node; auto: one per GPU")
+    parser.option("--nproc", "auto", "ranks on this node; auto: one per GPU")
     parser.add_argument("--head", metavar="HOST[:PORT]", help="where the nodes meet")
     parser.add_argument("--name", help="of the rendezvous; default: made from out")
     parser.add_argument("--hosts", choices=_YES_NO, default="auto", help="is this node the head?")
     parser.add_argument("--local-address", metavar="A", help="under which others reach this node")
-    parser.add_argument(
-        "--torchrun-restarts",
-        type=int,
-        metavar="N",
-        help="by torchrun itself; default 0, or 3 with MIN:MAX nodes",
-    )
-    parser.add_argument("--print", action="store_true", help="print the command and stop")
+    words = "by torchrun itself; default 0, or 3 with MIN:MAX nodes"
+    parser.add_argument("--torchrun-restarts", type=int, metavar="N", help=words)
+    parser.flag("--print", "print the command and stop")
     add_restart_options(parser)
     return parser
 

@@ -9,6 +9,7 @@ it says instead what a rank's memory would have to hold.
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -43,24 +44,20 @@ from runner.tools.goodput import (
 )
 
 _TIERS = {"sync": Strategy.synchronous, "async": Strategy.asynchronous, "ring": Strategy.ring}
-
-
-# Keys as the options spell them. The lower bound, and whether it is allowed itself.
-_BOUNDS = {
-    "nodes": (1.0, True),
-    "mtbf_node_hours": (0.0, False),
-    "state_gb": (0.0, False),
-    "step_seconds": (0.0, False),
-    "save_seconds": (0.0, True),
-    "stall_seconds": (0.0, True),
-    "restart_seconds": (0.0, True),
-    "memory_restart_seconds": (0.0, True),
-    "detect_seconds": (0.0, True),
-    "memory_share": (0.0, True),
-    "slots": (1.0, True),
+# As the options spell them: the lower bound, whether it is allowed itself, and the help.
+_INPUTS = {
+    "nodes": (1, True, None),
+    "mtbf_node_hours": (0.0, False, "between failures of one node"),
+    "state_gb": (0.0, False, "a whole checkpoint, in 10^9 bytes; not with --params"),
+    "step_seconds": (0.0, False, None),
+    "save_seconds": (0.0, True, "writing a checkpoint to disk"),
+    "stall_seconds": (0.0, True, "copying the state to host memory"),
+    "restart_seconds": (0.0, True, "from detection to the next step"),
+    "memory_restart_seconds": (0.0, True, "the same from memory; default: the same"),
+    "detect_seconds": (0.0, True, "from a failure to its detection"),
+    "memory_share": (0.0, True, "of failures that memory snapshots survive"),
+    "slots": (1, True, "memory snapshots kept; default: 2"),
 }
-
-_DERIVED = ("memory_restart_seconds",)  # derived from another, if not given
 
 
 def plan_command(arguments: Sequence[str]) -> int:
@@ -72,9 +69,13 @@ def plan_command(arguments: Sequence[str]) -> int:
     options = _parser().parse_intermixed_args(arguments)
     if options.ranks is not None or options.overrides:
         return _of_memory(options)
+    names = [name for name in options.tiers.split(",") if name]
+    if not names or not set(names) <= _TIERS.keys():
+        allowed = ", ".join(_TIERS)
+        raise ConfigError(f"--tiers {options.tiers}: choose from {allowed}, with commas between")
     values = _values(options)
     costs = _costs(values, mirrored=options.mirror)
-    plans = [plan(costs, _TIERS[name]) for name in _tiers(options.tiers)]
+    plans = [plan(costs, _TIERS[name]) for name in names]
     if options.json:
         sys.stdout.write(json_text(_json(values, costs, plans), indent=1) + "\n")
     else:
@@ -82,7 +83,7 @@ def plan_command(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _of_memory(options: Any) -> int:
+def _of_memory(options: Namespace) -> int:
     """
     Raises:
         ConfigError: no ``--ranks``, or options that are not of memory.
@@ -92,68 +93,40 @@ def _of_memory(options: Any) -> int:
             f"plan {options.overrides[0]}: settings are for a plan of memory, which needs to know "
             "over how many ranks: --ranks N"
         )
-    others = [*_BOUNDS, "params", "run", "preset"]
-    given = [f"--{name.replace('_', '-')}" for name in others if getattr(options, name) is not None]
-    if given:
+    others = [*_INPUTS, "params", "run", "preset"]
+    if given := [_option(name) for name in others if getattr(options, name) is not None]:
         raise ConfigError(
             f"{', '.join(given)}: not with --ranks, which plans memory; leave out either"
         )
     from runner.command.plan_memory import plan_memory  # torch, which the other plan does without
 
-    return plan_memory(
-        options.overrides,
-        config_dir=options.config_dir,
-        ranks=options.ranks,
-        ranks_per_node=options.ranks_per_node,
-        room_gib=options.room_gib,
-        as_json=options.json,
-    )
+    return plan_memory(options)
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m runner plan", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--nodes", type=int)
-    parser.add_argument("--mtbf-node-hours", type=float, help="between failures of one node")
+    parser = Parser("plan", __doc__)
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--params", type=float, help="parameters; 12 bytes of state each")
-    size.add_argument("--state-gb", type=float, help="a whole checkpoint, in 10^9 bytes")
-    parser.add_argument("--step-seconds", type=float)
-    parser.add_argument("--save-seconds", type=float, help="writing a checkpoint to disk")
-    parser.add_argument("--stall-seconds", type=float, help="copying the state to host memory")
-    parser.add_argument("--restart-seconds", type=float, help="from detection to the next step")
-    parser.add_argument(
-        "--memory-restart-seconds", type=float, help="the same from memory; default: the same"
-    )
-    parser.add_argument("--detect-seconds", type=float, help="from a failure to its detection")
-    parser.add_argument(
-        "--memory-share", type=float, help="of failures that memory snapshots survive"
-    )
-    parser.add_argument("--slots", type=int, help="memory snapshots kept; default: 2")
-    parser.add_argument("--mirror", action="store_true", help="keep each on another node as well")
-    parser.add_argument("--tiers", default="sync,async,ring", help="default: sync,async,ring")
+    for name, (least, _, words) in _INPUTS.items():
+        group = size if name == "state_gb" else parser
+        group.add_argument(_option(name), type=type(least), help=words)
+    parser.flag("--mirror", "keep each snapshot on another node as well")
+    parser.option("--tiers", ",".join(_TIERS), "strategies to compare")
     parser.add_argument("--run", metavar="OUT", help="take what it measured from a run")
     parser.add_argument("--preset", choices=["llama3"], help="405B on 2,048 nodes")
-    parser.add_argument("--json", action="store_true")
+    parser.flag("--json")
     memory = parser.add_argument_group("memory of a rank, from the settings of a run")
     memory.add_argument("--ranks", type=int, help="over how many ranks")
-    memory.add_argument("--ranks-per-node", type=int, default=8, help="default: 8")
+    memory.add_argument("--ranks-per-node", type=int, default=8, help="default 8")
     memory.add_argument("--room-gib", type=float, help="what a rank's device has, in GiB")
     parser.add_settings()
     return parser
 
 
-def _tiers(text: str) -> list[str]:
-    names = [name for name in text.split(",") if name]
-    wrong = [name for name in names if name not in _TIERS]
-    if wrong or not names:
-        raise ConfigError(f"--tiers {text}: choose from {', '.join(_TIERS)}, with commas between")
-    return names
-
-
 # -- where the numbers come from ------------------------------------------------------------
 
 
-def _values(options: Any) -> Values:
+def _values(options: Namespace) -> Values:
     """Merge defaults, the preset, a run's measurements and the options, in this order."""
     share = share_in_memory(mirrored=options.mirror)
     values = {
@@ -164,32 +137,34 @@ def _values(options: Any) -> Values:
     if options.preset:
         values |= _llama3()
     if options.run:
-        values |= _measured(Path(options.run))
+        out = Path(options.run)
+        if not (out / "journal.jsonl").is_file():
+            raise ConfigError(f"--run {out}: no journal.jsonl there, so it is not a run")
+        values |= measured(out, read_journal(out / "journal.jsonl")[0])
     if options.params is not None:
         size = options.params * BYTES_PER_PARAMETER / 1e9
         values["state_gb"] = Value(size, f"{BYTES_PER_PARAMETER} bytes a parameter")
-    for name in _BOUNDS:
-        given = getattr(options, name)
-        if given is not None:
+    for name in _INPUTS:
+        if (given := getattr(options, name)) is not None:
             values[name] = Value(float(given), "given")
-    if "restart_seconds" in values:
-        values.setdefault(
-            "memory_restart_seconds",
-            Value(values["restart_seconds"].number, "default: restart_seconds"),
-        )
+    if restart := values.get("restart_seconds"):
+        same = Value(restart.number, "default: restart_seconds")
+        values.setdefault("memory_restart_seconds", same)
     _check(values)
     return values
 
 
 def _check(values: Values) -> None:
-    missing = [name for name in _BOUNDS if name not in values and name not in _DERIVED]
+    missing = [name for name in _INPUTS if name not in values]
     if missing:
-        options = ", ".join(map(_option, missing)).replace("--state-gb", "--params or --state-gb")
+        # The restart from memory follows from the other.
+        asked = [_option(name) for name in missing if name != "memory_restart_seconds"]
+        options = ", ".join(asked).replace("--state-gb", "--params or --state-gb")
         raise ConfigError(
             f"{options}: not known; give them, or --run OUT of a run that "
             "measured them, or --preset llama3"
         )
-    for name, (least, inclusive) in _BOUNDS.items():
+    for name, (least, inclusive, _) in _INPUTS.items():
         number = values[name].number
         if number < least or (number == least and not inclusive) or not number < float("inf"):
             allowed = f"at least {least:g}" if inclusive else f"above {least:g}"
@@ -218,17 +193,6 @@ def _llama3() -> Values:
         "restart_seconds": Value(300.0, "assumed"),
         "detect_seconds": Value(30.0, "assumed"),
     }
-
-
-def _measured(out: Path) -> Values:
-    """
-    Raises:
-        ConfigError: there is no run, or its journal is not one.
-    """
-    if not (out / "journal.jsonl").is_file():
-        raise ConfigError(f"--run {out}: no journal.jsonl there, so it is not a run")
-    journal, _ = read_journal(out / "journal.jsonl")
-    return measured(out, journal)
 
 
 def _costs(values: Values, *, mirrored: bool) -> Costs:
@@ -266,9 +230,7 @@ def _json(values: Values, costs: Costs, plans: Sequence[Plan]) -> dict[str, Any]
         },
         "mtbf_seconds": costs.mtbf_seconds,
         "interval_seconds": _formulas(costs),
-        "plans": [
-            _finite(asdict(one_plan)) | {"strategy": one_plan.strategy.value} for one_plan in plans
-        ],
+        "plans": [_finite(asdict(p)) | {"strategy": p.strategy.value} for p in plans],
     }
 
 
@@ -281,7 +243,7 @@ def _print(values: Values, costs: Costs, plans: Sequence[Plan]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     inputs = Table("input", "value", "from", title="Costs", title_justify="left")
     inputs.columns[1].justify = "right"
-    for name in _BOUNDS:
+    for name in _INPUTS:
         inputs.add_row(name, f"{values[name].number:,.4g}", values[name].source)
     console.print(inputs)
     console.print(_plans_table(costs, plans))
@@ -299,16 +261,13 @@ def _plans_table(costs: Costs, plans: Sequence[Plan]) -> Table:
     table.add_column("checkpoints")
     for name in (*heads, "memory"):
         table.add_column(name, justify="right")
-    for one_plan in plans:
+    for best in plans:
         table.add_row(
-            one_plan.strategy.value,
-            _every(one_plan.steps, costs),
-            _every(one_plan.disk_steps, costs),
-            f"{one_plan.goodput:.2%}",
-            f"{one_plan.stall_share:.2%}",
-            _seconds(one_plan.lost_seconds),
-            _seconds(one_plan.down_seconds),
-            f"{one_plan.memory_bytes / 1e9:,.1f} GB",
+            best.strategy.value,
+            *(_every(steps, costs) for steps in (best.steps, best.disk_steps)),
+            *(f"{share:.2%}" for share in (best.goodput, best.stall_share)),
+            *(_seconds(seconds) for seconds in (best.lost_seconds, best.down_seconds)),
+            f"{best.memory_bytes / 1e9:,.1f} GB",
         )
     return table
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from runner.command.arguments import at_least
 from runner.config.compose import compose
 from runner.config.schema import Precision, Recompute, RunConfig
 from runner.config.validate import check
@@ -47,59 +49,41 @@ from runner.system.parsing import json_text
 from runner.system.units import format_bytes
 
 
-def plan_memory(
-    overrides: Sequence[str],
-    *,
-    config_dir: str | None,
-    ranks: int,
-    ranks_per_node: int,
-    room_gib: float | None,
-    as_json: bool,
-) -> int:
+def plan_memory(options: Namespace) -> int:
     """Count and print; returns the exit code.
-
-    Args:
-        ranks_per_node: what a node has at most.
-        room_gib: memory of a rank's device.
 
     Raises:
         ConfigError: a setting or option is out of bounds.
         DataError: the data cannot be opened.
     """
-    for name, number in (("--ranks", ranks), ("--ranks-per-node", ranks_per_node)):
-        if number < 1:
-            raise ConfigError(f"{name} {number}: must be at least 1")
+    ranks, room_gib = options.ranks, options.room_gib
+    at_least(1, ranks=ranks, ranks_per_node=options.ranks_per_node)
     if room_gib is not None and not room_gib > 0:
         raise ConfigError(f"--room-gib {room_gib}: must be more than 0")
-    config = compose(list(overrides), config_dir=config_dir)
+    config = compose(options.overrides, config_dir=options.config_dir)
     check(config, world_size=ranks)
     if config.compute.precision is Precision.auto:
         config.compute.precision = Precision.bf16
-    place = RankEnv(
-        rank=0, world_size=ranks, local_rank=0, local_world_size=min(ranks, ranks_per_node)
-    )
+    here = min(ranks, options.ranks_per_node)
+    place = RankEnv(rank=0, world_size=ranks, local_rank=0, local_world_size=here)
     dataset = open_dataset(config)
     planned = planned_memory(config, parts.blueprint(config, dataset), dataset, place)
     room = None if room_gib is None else round(room_gib * (1 << 30))
     precision = config.compute.precision.value
-    if as_json:
-        sys.stdout.write(json_text(_json(planned, room, precision), indent=1) + "\n")
+    if options.json:
+        need = planned.need
+        memory = asdict(need) | {
+            "total": _total(need),
+            "precision": precision,
+            "room": room,
+            "fitting_micro_size": None if room is None else need.fitting(room),
+            "activations_unknown": planned.unknown or None,
+        }
+        sys.stdout.write(json_text(memory, indent=1) + "\n")
     else:
         title = f"Memory of a rank of {ranks:,}, parallel={config.parallel.kind.value}, {precision}"
         _print(title, planned, room)
     return 0
-
-
-def _json(planned: PlannedMemory, room: int | None, precision: str) -> dict[str, Any]:
-    need = planned.need
-    return {
-        **asdict(need),
-        "total": _total(need),
-        "precision": precision,
-        "room": room,
-        "fitting_micro_size": None if room is None else need.fitting(room),
-        "activations_unknown": planned.unknown or None,
-    }
 
 
 def _total(need: MemoryNeed) -> int:
@@ -114,11 +98,11 @@ def _print(title: str, planned: PlannedMemory, room: int | None) -> None:
     table.add_row("gradients", format_bytes(need.gradients), "FP32, reduced")
     table.add_row("moments", format_bytes(need.optimizer), "all that the optimizer keeps")
     table.add_row("gathered weights", format_bytes(need.gathered), "to compute with, at most")
-    if need.activations is None:
-        table.add_row("activations", "not known", planned.unknown)
-    else:
-        of_samples = f"kept for the backward pass of {need.samples} samples (batch.micro_size)"
-        table.add_row("activations", format_bytes(need.activations), of_samples)
+    activations, how = "not known", planned.unknown
+    if need.activations is not None:
+        activations = format_bytes(need.activations)
+        how = f"kept for the backward pass of {need.samples} samples (batch.micro_size)"
+    table.add_row("activations", activations, how)
     table.add_section()
     table.add_row("together", format_bytes(_total(need)), "without what libraries keep")
     table.add_row("snapshots", format_bytes(need.snapshots), "in the host's memory")

@@ -61,7 +61,10 @@ def preflight_command(arguments: Sequence[str]) -> int:
         ConfigError: the settings, the model or the data cannot be used at all.
         DataError: likewise.
     """
-    options = _parser().parse_args(arguments)
+    parser = Parser("preflight", __doc__)
+    parser.flag("--json", "a JSON line for each check")
+    parser.add_settings()
+    options = parser.parse_args(arguments)
     began = time.monotonic()
     config = compose([*options.overrides, "parallel=single"], config_dir=options.config_dir)
     check_settings(config, world_size=1)
@@ -130,10 +133,3 @@ def _subject(config: RunConfig, dataset: Dataset, corpus: Corpus, device: torch.
         vocab_size=getattr(dataset, "vocab_size", 0) or 0,
         optimizer=OptimizerSettings.of(config.optim),
     )
-
-
-def _parser() -> Parser:
-    parser = Parser(prog="python -m runner preflight", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="a JSON line for each check")
-    parser.add_settings()
-    return parser

@@ -122,7 +122,7 @@ def _number(text: str | None) -> float | None:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m runner read", add_help=False, allow_abbrev=False)
+    parser = Parser("read", add_help=False)
     parser.add_argument("-h", "--help", action="store_true")
     for option in (column.STEP, column.LOSS, column.GRAD_NORM, *column.FURTHER):
         parser.add_argument(option)

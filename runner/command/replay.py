@@ -24,7 +24,11 @@ from runner.tools.replay_lines import incident_line, incident_lines, repeated_li
 
 def replay_command(arguments: Sequence[str]) -> int:
     """Parse and print; returns the exit code."""
-    options, settings = _parser().of_command(arguments)
+    parser = Parser("replay", __doc__)
+    parser.add_argument("out", help="the run's directory (out)")
+    parser.add_argument("--incident", type=int, metavar="N", help="this one; default: the newest")
+    parser.flag("--json", "all of it, for a script")
+    options, settings = parser.of_command(arguments)
     run_dir = RunDir(Path(options.out))
     if not Path(options.out).is_dir():
         raise ConfigError(f"{options.out}: no such run directory")
@@ -75,11 +79,3 @@ def _read(run_dir: RunDir, number: int) -> dict[str, Any]:
         return read_explanation(run_dir.explanation(number))
     except (ValueError, OSError, RecursionError) as error:
         raise ConfigError(f"incident {number} cannot be read: {error}") from None
-
-
-def _parser() -> Parser:
-    parser = Parser(prog="holdfast replay", description=__doc__)
-    parser.add_argument("out", help="the run's directory (out)")
-    parser.add_argument("--incident", type=int, metavar="N", help="this one; default: the newest")
-    parser.add_argument("--json", action="store_true", help="all of it, for a script")
-    return parser

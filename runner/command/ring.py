@@ -28,7 +28,13 @@ from runner.system.units import format_bytes
 
 def ring_command(arguments: Sequence[str]) -> int:
     """Parse and run; returns the exit code: 0, or 4 if a checkpoint is damaged or none is there."""
-    options = _parser().parse_args(arguments)
+    parser = Parser("ring", __doc__)
+    parser.add_argument("run", help="the run's directory (out), its ring, or an URL")
+    parser.flag("--verify", "read every byte")
+    parser.add_argument("--export", metavar="DIR", help="as the command export")
+    words = "which checkpoint to export; default: the newest proven one"
+    parser.add_argument("--serial", type=int, help=words)
+    options = parser.parse_args(arguments)
     if "://" in options.run:
         return _remote_ring(options.run, verify=options.verify, export=options.export)
     folder = ring_folder(Path(options.run))
@@ -62,17 +68,6 @@ def _remote_ring(url: str, *, verify: bool, export: str | None) -> int:
     for sentence in damaged:
         console.print(f"damaged: {sentence}", markup=False)
     return 0 if entries and not damaged else CheckpointError.exit_code
-
-
-def _parser() -> Parser:
-    parser = Parser(prog="python -m runner ring", description=__doc__)
-    parser.add_argument("run", help="the run's directory (out), its ring, or an URL")
-    parser.add_argument("--verify", action="store_true", help="read every byte")
-    parser.add_argument("--export", metavar="DIR", help="as the command export")
-    parser.add_argument(
-        "--serial", type=int, help="which checkpoint to export; default: the newest proven one"
-    )
-    return parser
 
 
 def _snapshots(out: Path) -> list[str]:

@@ -22,8 +22,6 @@ from runner.tools.report.page import page, read_runs
 from runner.tools.report.run_reader import RunReader
 from runner.tools.report.terminal import frame
 
-_PORT = 8765
-
 
 def report_command(arguments: Sequence[str]) -> int:
     """``holdfast report OUT [OUT2 ...]``: writes what a run did as one HTML page.
@@ -31,7 +29,7 @@ def report_command(arguments: Sequence[str]) -> int:
     The page is a single file that loads nothing else. It is made from the files in OUT, of a run
     that is running or has ended. Several runs are shown side by side.
     """
-    parser = Parser(prog="holdfast report", description=report_command.__doc__)
+    parser = Parser("report", report_command.__doc__)
     parser.add_argument("out", nargs="+", help="a run's directory (out); several are compared")
     parser.add_argument("-o", "--output", metavar="FILE", help=f"default: {NAME} in the first OUT")
     add_options(parser)
@@ -56,10 +54,10 @@ def top_command(arguments: Sequence[str]) -> int:
     Follows the files in OUT until Ctrl-C; only reads. With --once, or if the output is no terminal,
     it prints one screen and ends.
     """
-    parser = Parser(prog="holdfast top", description=top_command.__doc__)
+    parser = Parser("top", top_command.__doc__)
     parser.add_argument("out", help="the run's directory (out)")
-    parser.add_argument("--once", action="store_true", help="one screen, then end")
-    parser.add_argument("--seconds", type=float, default=2.0, help="between updates; default: 2")
+    parser.flag("--once", "one screen, then end")
+    parser.option("--seconds", 2.0, "between updates")
     options = parser.parse_args(arguments)
     console = Console(highlight=False)
     run = RunReader(Path(options.out), columns=256)
@@ -89,9 +87,9 @@ def live_command(arguments: Sequence[str]) -> int:
     ``ssh -L 8765:127.0.0.1:8765 HOST``, then open http://127.0.0.1:8765/ there. Any user of
     this machine can open the page as well.
     """
-    parser = Parser(prog="holdfast live", description=live_command.__doc__)
+    parser = Parser("live", live_command.__doc__)
     parser.add_argument("out", help="the run's directory (out)")
-    parser.add_argument("--port", type=int, default=_PORT, help=f"default: {_PORT}; 0: any")
+    parser.option("--port", 8765, "0: any")
     options = parser.parse_args(arguments)
     live_server = server(Path(options.out), options.port)
     port = live_server.server_address[1]

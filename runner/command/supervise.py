@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,11 +34,7 @@ def supervise_command(arguments: Sequence[str]) -> int:
     advances the newest clean checkpoint renews it. Exit codes 2, 3 and 4 are not restarted, 75
     is; the same failure at the same step three times ends it with 3.
     """
-    parser = Parser(
-        prog="python -m runner supervise",
-        description=supervise_command.__doc__,
-        allow_abbrev=False,
-    )
+    parser = Parser("supervise", supervise_command.__doc__)
     parser.add_argument("--out", metavar="DIR", help="the run's directory; default: the command's")
     add_restart_options(parser)
     options, command = parser.of_command(arguments)
@@ -48,25 +44,13 @@ def supervise_command(arguments: Sequence[str]) -> int:
     return run_supervised(options, command, out=out, environment=variables())
 
 
-def add_restart_options(parser: ArgumentParser) -> None:
+def add_restart_options(parser: Parser) -> None:
     """Options that :func:`rules_of` reads."""
-    parser.add_argument(
-        "--restarts",
-        type=int,
-        default=5,
-        metavar="N",
-        help="restarts in a row without a new clean checkpoint; 0: none; default 5",
-    )
-    parser.add_argument(
-        "--pause",
-        type=float,
-        default=1.0,
-        metavar="SECONDS",
-        help="before a restart; doubled with each one without progress; default 1",
-    )
-    parser.add_argument(
-        "--max-pause", type=float, default=300.0, metavar="SECONDS", help="default 300"
-    )
+    words = "restarts in a row without a new clean checkpoint; 0: none"
+    parser.option("--restarts", 5, words, metavar="N")
+    words = "before a restart; doubled with each one without progress"
+    parser.option("--pause", 1.0, words, metavar="SECONDS")
+    parser.option("--max-pause", 300.0, metavar="SECONDS")
 
 
 def rules_of(options: Namespace, *, diagnose: bool, restart_preempted: bool = True) -> RestartRules:
@@ -230,23 +214,11 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def _run_options() -> Parser:
-    parser = Parser(
-        prog="python -m runner run", description=run_command.__doc__, allow_abbrev=False
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("holdfast-run"),
-        metavar="DIR",
-        help="for the evidence and the list of attempts; default holdfast-run",
-    )
-    parser.add_argument(
-        "--quiet",
-        type=float,
-        default=600.0,
-        metavar="SECONDS",
-        help="without output or work on its GPUs before it counts as hung; 0: never; default 600",
-    )
+    parser = Parser("run", run_command.__doc__)
+    words = "for the evidence and the list of attempts"
+    parser.option("--out", Path("holdfast-run"), words, metavar="DIR")
+    words = "without output or work on its GPUs before it counts as hung; 0: never"
+    parser.option("--quiet", 600.0, words, metavar="SECONDS")
     parser.add_argument(
         "--quiet-start",
         type=float,

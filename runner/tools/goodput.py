@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 import statistics
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
@@ -64,9 +65,7 @@ class Strategy(Enum):
     """How checkpoints are made."""
 
     synchronous = "synchronous"  # training waits until the checkpoint is on disk
-    asynchronous = (
-        "asynchronous"  # training waits for a copy; the disk is written in the background
-    )
+    asynchronous = "asynchronous"  # training waits for a copy, which is written meanwhile
     ring = "memory + disk ring"  # copies kept in host memory; every few of them written to disk
 
 
@@ -307,49 +306,29 @@ Values = dict[str, Value]
 def measured(out: Path, journal: Sequence[dict[str, Any]]) -> Values:
     """Numbers from a run's records, as far as it has them."""
     source = f"measured: {out}"
-    steps, saves, restarts = array("d"), array("d"), array("d")
+    numbers: defaultdict[str, array[float]] = defaultdict(lambda: array("d"))
     time_of_step: dict[int, float] = {}
     last_time = 0.0
     for line in iter_lines(out / "metrics.jsonl"):
         stalls, last_time = line.get("stalls", {}), float(line.get("time", 0.0))
-        _append(saves, stalls.get("checkpoint"))
-        _append(restarts, stalls.get("restart"))
+        for name, kind in (("stall_seconds", "checkpoint"), ("restart_seconds", "restart")):
+            if stalls.get(kind):
+                numbers[name].append(stalls[kind])
         if line["action"] == "apply":
-            steps.append(line["seconds"])
+            numbers["step_seconds"].append(line["seconds"])
             time_of_step[line["step"]] = last_time
-    sizes, writes = _checkpoints(out, time_of_step)
-    numbers = {
-        "step_seconds": _median(steps),
-        "stall_seconds": _median(saves),
-        "save_seconds": _median(writes),
-        "restart_seconds": _median(restarts),
-        "state_gb": sizes[-1] / 1e9 if sizes else None,
-    }
-    values = {name: Value(number, source) for name, number in numbers.items() if number is not None}
-    if restarts:
+    stored = checkpoints(RunDir(out))
+    for entry in stored:
+        # From its step's end to its commit marker; negative where that step was done again since.
+        seconds = entry.time - time_of_step.get(entry.step, math.inf)
+        if seconds > 0:
+            numbers["save_seconds"].append(seconds)
+    values = {name: Value(statistics.median(seen), source) for name, seen in numbers.items()}
+    if stored:
+        values["state_gb"] = Value(stored[-1].num_bytes / 1e9, source)
+    if "restart_seconds" in values:
         values["detect_seconds"] = Value(0.0, f"{source}, within restart_seconds")
     return values | _failures(journal, last_time, source)
-
-
-def _append(numbers: array[float], seconds: float | None) -> None:
-    if seconds:
-        numbers.append(seconds)
-
-
-def _median(numbers: Iterable[float]) -> float | None:
-    values = list(numbers)
-    return statistics.median(values) if values else None
-
-
-def _checkpoints(out: Path, time_of_step: dict[int, float]) -> tuple[list[int], list[float]]:
-    """Bytes of the checkpoints, and seconds from their step's end to their commit marker."""
-    sizes, writes = [], []
-    for entry in checkpoints(RunDir(out)):
-        sizes.append(entry.num_bytes)
-        seconds = entry.time - time_of_step.get(entry.step, math.inf)
-        if seconds > 0:  # else that step was done again since
-            writes.append(seconds)
-    return sizes, writes
 
 
 def _failures(journal: Sequence[dict[str, Any]], last: float, source: str) -> Values:
