@@ -11,8 +11,6 @@ from typing import Any
 from runner.system.files import open_regular
 from runner.system.json_lines import LINE_BYTES, parse_line
 
-_BLOCK_BYTES = 1 << 22
-
 
 class Follower:
     """One file of JSON lines that another process appends to, truncates or replaces.
@@ -58,18 +56,15 @@ class Follower:
             self._file_id = (status.st_dev, status.st_ino)
             self.size = status.st_size
             file.seek(self.offset)
-            partial = b""
-            while block := file.read(_BLOCK_BYTES):
-                whole, newline, partial = (partial + block).rpartition(b"\n")
-                for raw in whole.split(b"\n") if newline else ():
-                    self.offset += len(raw) + 1
-                    line = parse_line(raw)
-                    if line is None:
-                        self.num_damaged += bool(raw.strip())
-                    else:
-                        yield line
-                if len(partial) > LINE_BYTES:
-                    raise OSError(f"{self._path}: has a line of more than {LINE_BYTES} bytes")
+            while (raw := file.readline(LINE_BYTES + 1)).endswith(b"\n"):
+                self.offset += len(raw)
+                line = parse_line(raw)
+                if line is not None:
+                    yield line
+                else:
+                    self.num_damaged += bool(raw.strip())
+            if len(raw) > LINE_BYTES:
+                raise OSError(f"{self._path}: has a line of more than {LINE_BYTES} bytes")
 
 
 def number(value: Any) -> float:

@@ -140,7 +140,7 @@ def parts_of(run: RunReader, place: int) -> dict[str, tuple[str, Callable[[], Ht
     title = tag("h2", out.name or str(out.resolve()))
     # Drawings are large, so they are not updated at every step.
     key = f"{run.generation} {len(run.fold.attempts) // _DRAWING_STEPS}"
-    side_key = f"{run.generation} {run.sides.version}"
+    side_key = f"{run.generation} {run.fold.num_side_lines}"
     sources_key = f"{key} {run.fold.sources.losses.num_inspections}"
     # Checkpoints, and at times their ages.
     states = ",".join(f"{one.serial}{one.state.value}" for one in run.checkpoints())

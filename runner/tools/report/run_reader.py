@@ -19,7 +19,7 @@ from runner.system.units import duration
 from runner.tools.report.attempts import AttemptIndex, AttemptRow, Thinned, is_odd, row_of
 from runner.tools.report.follow import Follower, whole
 from runner.tools.report.incident import Line, line_of
-from runner.tools.report.side_files import SideFiles, SourceFold
+from runner.tools.report.side_files import LayerFold, RankFold, RingFold, SourceFold
 from runner.tools.ring_files import StoredCheckpoint, checkpoints
 
 _HOUR = 3600.0
@@ -53,6 +53,10 @@ class _Fold:
     thinned: Thinned
     evaluated: Thinned
     sources: SourceFold
+    layers: LayerFold
+    ranks: RankFold
+    ring: RingFold = field(default_factory=RingFold)
+    num_side_lines: int = 0  # of layers, ranks and ring
     attempts: AttemptIndex = field(default_factory=AttemptIndex)
     lines: list[Line] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
@@ -61,7 +65,6 @@ class _Fold:
     history: History = field(default_factory=History)
     account: TimeAccount = field(default_factory=TimeAccount)
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_RECENT))
-    journal: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=10_000))
     num_odd: int = 0
     last_action: str = ""
     cursor: int = 0
@@ -92,18 +95,22 @@ class RunReader:
         self.clock = clock
         self.generation = 0  # rises when a file was truncated, and everything is read again
         self._columns = columns
-        self._metrics = Follower(self.run_dir.metrics)
-        self._journal = Follower(self.run_dir.journal)
-        self.sides = SideFiles(self.run_dir, columns=max(32, columns // 5))
+        paths = self.run_dir
+        self._metrics, self._journal = Follower(paths.metrics), Follower(paths.journal)
+        self._sides = [
+            Follower(path) for path in (paths.layers, paths.rank_times, paths.ring_lines)
+        ]
         self._evidence: dict[int, Evidence] = {}
         self.fold = self._new_fold()
 
     def _new_fold(self) -> _Fold:
-        columns = self._columns
+        columns, few = self._columns, max(32, self._columns // 5)
         return _Fold(
             thinned=Thinned(columns=columns),
             evaluated=Thinned(columns=max(64, columns // 4), near=0, most_near=0),
-            sources=SourceFold(max(32, columns // 5)),
+            sources=SourceFold(few),
+            layers=LayerFold(few),
+            ranks=RankFold(few),
         )
 
     def update(self) -> list[AttemptRow]:
@@ -112,21 +119,29 @@ class RunReader:
 
     def iter_update(self) -> Iterator[AttemptRow]:
         """:meth:`update` as an iterator, for callers that show progress."""
-        if self._metrics.was_replaced() or self._journal.was_replaced():
+        if any(follower.was_replaced() for follower in self._followers):
             self.generation += 1
-            self._metrics.restart()
-            self._journal.restart()
+            for follower in self._followers:
+                follower.restart()
             self.fold = self._new_fold()
             self._evidence.clear()
-        self.sides.update()
+        fold = self.fold
+        adds = (fold.layers.add, fold.ranks.add, fold.ring.add)
+        for follower, add in zip(self._sides, adds, strict=True):
+            for line in follower.lines():
+                add(line)
+                fold.num_side_lines += 1
         # The journal first: a decision is written there before the step's metrics line.
         for record in self._journal.lines():
             self._add_journal(record)
         for record in self._metrics.lines():
             yield self._add_metrics(record)
-        fold = self.fold
         while fold.undone:
             fold.account.undo(whole(fold.undone.popleft().detail.get("to_step")))
+
+    @property
+    def _followers(self) -> list[Follower]:
+        return [self._metrics, self._journal, *self._sides]
 
     @property
     def read_bytes(self) -> tuple[int, int]:
@@ -136,8 +151,7 @@ class RunReader:
     @property
     def num_damaged(self) -> int:
         """Lines that could not be read or parsed."""
-        followed = self._metrics.num_damaged + self._journal.num_damaged + self.sides.num_damaged
-        return followed + self.fold.num_odd
+        return sum(follower.num_damaged for follower in self._followers) + self.fold.num_odd
 
     def _add_journal(self, record: dict[str, Any]) -> None:
         fold = self.fold
@@ -149,8 +163,7 @@ class RunReader:
         fold.waiting.append(line)
         if line.kind == "rollback":
             fold.undone.append(line)
-        fold.journal.append(_account_line(line))
-        detail = fold.journal[-1]["detail"]
+        detail = _account_line(line)["detail"]
         for kind in ("lost", "stalls"):
             fold.account.stalled(detail[kind])
         fold.account.idle(detail["idle_seconds"])
@@ -282,7 +295,7 @@ class RunReader:
         if (self.began() or until) >= since:
             return None
         steps = [line for line in self.fold.recent if line["time"] >= since]
-        journal = [line for line in self.fold.journal if line["time"] >= since]
+        journal = [_account_line(line) for line in self.fold.lines if line.time >= since]
         return account(steps, journal).breakdown(_HOUR)
 
     def checkpoints(self) -> list[StoredCheckpoint]:

@@ -277,7 +277,7 @@ def _strip(end: int, cursor: int, ranges: Sequence[tuple[int, int]]) -> Html:
 
 def layers(run: RunReader) -> Html | None:
     """Heat maps with one row per layer, and the numbers of the whole model."""
-    fold = run.sides.layers
+    fold = run.fold.layers
     drawn = []
     for name in dict.fromkeys([*LAYER_QUANTITIES, *fold.grids]):
         if name in fold.grids and (shown := picture(fold.grids[name])) is not None:
@@ -307,7 +307,7 @@ def layers(run: RunReader) -> Html | None:
 
 def position(run: RunReader) -> Html | None:
     """The loss along the sequence, early and late in the run."""
-    fold = run.sides.layers
+    fold = run.fold.layers
     last = len(fold.profiles) - 1
     places = {round(index * last / (_PROFILES - 1)) for index in range(_PROFILES)}
     profiles: dict[str, list[Point]] = {}
@@ -358,7 +358,7 @@ def _by_source(grid: Grid) -> dict[str, list[Point]]:
 
 def ranks(run: RunReader) -> Html | None:
     """Times of the ranks: which rank was slow, and whether its device was."""
-    fold = run.sides.ranks
+    fold = run.fold.ranks
     drawn = []
     for grid, title in (
         (fold.own, "Own time of a step: data and Python before its first collective"),
@@ -412,7 +412,7 @@ def _stored(run: RunReader) -> list[list[object]]:
         add(one.serial, one.step, one.state, "disk", format_bytes(one.num_bytes), one.time)
     # Snapshots in memory are gone once the processes that held them have ended.
     for tier in ("memory", "remote") if run.is_alive() else ("remote",):
-        for copy in run.sides.ring.live(tier):
+        for copy in run.fold.ring.live(tier):
             add(copy.serial, copy.step, _changes(copy)[-1][1], tier, "", copy.saved)
     return [row for _, _, row in sorted(rows, key=lambda one: one[:2])]
 
@@ -425,7 +425,7 @@ def _changes(copy: TierCopy) -> list[tuple[float, State]]:
 
 def _life(run: RunReader) -> Html | None:
     """Draw one lane per tier, and in it one bar per copy; a higher bar is a later step."""
-    copies = {tier: run.sides.ring.copies(tier) for tier in TIERS}
+    copies = {tier: run.fold.ring.copies(tier) for tier in TIERS}
     everything = [copy for of_tier in copies.values() for copy in of_tier]
     if not everything:
         return None

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from runner.run_dir.paths import RunDir
-from runner.tools.report.follow import Follower, number, whole
+from runner.tools.report.follow import number, whole
 
 # The quantities of a layer, in the order in which they are shown; see docs/warnings.md.
 LAYER_QUANTITIES = {
@@ -277,45 +276,3 @@ class RingFold:
     def live(self, tier: str) -> list[TierCopy]:
         """The copies that still exist, by serial."""
         return sorted(self._tiers[tier].live.values(), key=lambda copy: copy.serial)
-
-
-class SideFiles:
-    """The three side files of one run.
-
-    Args:
-        columns: about how many columns a picture has.
-    """
-
-    def __init__(self, run_dir: RunDir, *, columns: int) -> None:
-        self._columns = columns
-        files = (run_dir.layers, run_dir.rank_times, run_dir.ring_lines)
-        self._followers = [Follower(path) for path in files]
-        self.version = 0  # rises whenever a file changed
-        self._begin()
-
-    def _begin(self) -> None:
-        self.layers, self.ranks = LayerFold(self._columns), RankFold(self._columns)
-        self.ring = RingFold()
-
-    def update(self) -> None:
-        """Read what is new; all of it where a restart cut a file.
-
-        Raises:
-            OSError: a file cannot be read.
-        """
-        if any(follower.was_replaced() for follower in self._followers):
-            for follower in self._followers:
-                follower.restart()
-            self._begin()
-            self.version += 1
-        adds = (self.layers.add, self.ranks.add, self.ring.add)
-        for follower, add in zip(self._followers, adds, strict=True):
-            before = follower.offset
-            for line in follower.lines():
-                add(line)
-            self.version += follower.offset != before
-
-    @property
-    def num_damaged(self) -> int:
-        """Lines in the three files that could not be read."""
-        return sum(follower.num_damaged for follower in self._followers)

@@ -46,8 +46,8 @@ def frame(run: RunReader, *, width: int) -> Group:
     if any(row.is_applied for row in rows):
         parts.append(_chart(rows, max(20, width - 14)))
     parts += _incidents(run, width)
-    if len(run.sides.ranks.own.names) > 1:
-        parts.append(Text(slowest(run.sides.ranks.own)))
+    if len(run.fold.ranks.own.names) > 1:
+        parts.append(Text(slowest(run.fold.ranks.own)))
     parts.append(_time(run))
     parts += _ring(run)
     return Group(*parts)
