@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner.command.arguments import Parser
-from runner.command.supervise import Meeting, add_restart_options, run_supervised
+from runner.command.supervise import add_restart_options, run_supervised
 from runner.config.validate import check, check_extras
 from runner.fault.spec import parse_faults
 from runner.launch import torchrun
@@ -32,6 +32,7 @@ def launch_command(arguments: Sequence[str]) -> int:
     scheduler = meeting(variables())
     nodes = torchrun.parse_nodes(options.nodes or str(scheduler.num_nodes if scheduler else 1))
     num_ranks = _num_ranks(options.nproc)
+    given_head = torchrun.parse_head(options.head) if options.head else None
     # Report a wrong setting here, in one line, before any process starts.
     config = torchrun.settings(overrides)
     check(config, world_size=nodes.least * num_ranks)
@@ -41,9 +42,7 @@ def launch_command(arguments: Sequence[str]) -> int:
     agent = torchrun.Agent(
         nodes=nodes,
         num_ranks=num_ranks,
-        head=torchrun.parse_head(options.head)
-        if options.head
-        else (scheduler.head if scheduler else None),
+        head=given_head or (scheduler.head if scheduler else None),
         name=options.name or torchrun.default_name(out),
         hosts=_YES_NO[options.hosts] if options.head or not scheduler else scheduler.hosts,
         local_address=options.local_address or (scheduler.local_address if scheduler else None),
@@ -56,24 +55,7 @@ def launch_command(arguments: Sequence[str]) -> int:
         return 0
     if nodes.is_elastic:
         refuse_listed(out, os.uname().nodename)
-    return run_supervised(
-        options,
-        command,
-        out=out,
-        environment=torchrun.environment(variables(), agent),
-        shielded=True,
-        meeting=_meeting(agent),
-    )
-
-
-def _meeting(agent: torchrun.Agent) -> Meeting | None:
-    if agent.nodes.most == 1:
-        return None
-    return Meeting(
-        name=agent.name,
-        least_nodes=agent.nodes.least if agent.nodes.is_elastic else None,
-        head=agent.head if torchrun.is_head(agent) else None,
-    )
+    return run_supervised(options, command, out, agent)
 
 
 def _parser() -> Parser:

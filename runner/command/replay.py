@@ -16,10 +16,13 @@ from typing import Any
 
 from runner.command.arguments import Parser
 from runner.command.bar import Bar
-from runner.run_dir.paths import RunDir, explanations, read_explanation
+from runner.run_dir.paths import SAMPLES, RunDir, explanations, read_explanation
 from runner.system.error import ConfigError
 from runner.system.parsing import json_text
-from runner.tools.replay_lines import incident_line, incident_lines, repeated_lines
+from runner.tools.report.incident import list_of
+from runner.tools.report.markup import plain
+
+_MOST_CHARACTERS = 2000  # of one text
 
 
 def replay_command(arguments: Sequence[str]) -> int:
@@ -52,11 +55,11 @@ def replay_command(arguments: Sequence[str]) -> int:
         with Bar("reading", len(numbers), unit="incidents") as bar:
             lines = []
             for one in numbers:
-                lines.append(incident_line(one, _read(run_dir, one)))
+                lines.append(_incident_line(one, _read(run_dir, one)))
                 bar.add(1)
         sys.stdout.write("".join(f"{line}\n" for line in lines))
         sys.stdout.write("\n")
-    sys.stdout.write("\n".join(incident_lines(number, evidence, run_dir)) + "\n")
+    sys.stdout.write("\n".join(_incident_lines(number, evidence, run_dir)) + "\n")
     return 0
 
 
@@ -79,3 +82,93 @@ def _read(run_dir: RunDir, number: int) -> dict[str, Any]:
         return read_explanation(run_dir.explanation(number))
     except (ValueError, OSError, RecursionError) as error:
         raise ConfigError(f"incident {number} cannot be read: {error}") from None
+
+
+def _incident_line(number: int, evidence: Mapping[str, Any]) -> str:
+    """One incident in the list of all."""
+    finding = evidence["finding"]
+    return f"{number:6d}  step {evidence['step']}: {_text(finding, 'cause')}"
+
+
+def _incident_lines(number: int, evidence: Mapping[str, Any], run_dir: RunDir) -> list[str]:
+    """Verdict, why, what was tried, and the probes."""
+    finding = evidence["finding"]
+    ranks = ", ".join(map(str, _list(finding, "ranks")))
+    hosts = ", ".join(map(str, _list(finding, "hosts")))
+    positions = _list(finding, "positions")
+    tried = "tested: not so" if finding.get("is_tried") is True else "not tested"
+    lines = [
+        f"incident {number}, step {evidence['step']}: {_text(finding, 'cause')}",
+        f"  why          {_text(finding, 'why')}",
+        f"  remedy       {_text(finding, 'remedy')}",
+        *([_shown(f"  rank         {ranks} on {hosts}")] if ranks else []),
+        *([_shown(f"  samples      {', '.join(map(str, positions[:64]))}")] if positions else []),
+        *([f"  module       {_text(finding, 'module')}"] if finding.get("module") else []),
+        *(
+            [f"  refuted if   {_text(finding, 'refutation')} ({tried})"]
+            if finding.get("refutation")
+            else []
+        ),
+        *(_shown(f"  not tried    {one}") for one in _list(finding, "not_tried")),
+        f"  cost         {_text(finding, 'steps')} computations of a step",
+        "",
+        "  probe                          loss    grad norm  NaN or Inf on",
+    ]
+    for name, probe in evidence["probes"].items():
+        if isinstance(probe, dict):
+            bad = ", ".join(map(str, _list(probe, "nonfinite_ranks")))
+            loss, norm = _number(probe.get("loss")), _number(probe.get("grad_norm"))
+            lines.append(f"  {_shown(name)[:26]:26} {loss:>10} {norm:>12}  {bad or '-'}")
+    return [*lines, "", f"samples: {run_dir.explanation(number) / SAMPLES}"]
+
+
+def repeated_lines(
+    number: int, evidence: Mapping[str, Any], step: int, finding: Mapping[str, Any] | None
+) -> list[str]:
+    """Both verdicts of a step that was computed once more from the checkpoint of ``step``.
+
+    Args:
+        finding: what was found now; None if the step is good.
+    """
+    recorded = evidence["finding"]
+    lines = [
+        f"incident {number}, step {evidence['step']}: {_text(recorded, 'cause')}",
+        f"  then         {_text(recorded, 'why')}",
+        f"  again        from the checkpoint of step {step}, in one process",
+    ]
+    if finding is None:
+        is_state = _text(recorded, "cause") == "state corrupted"
+        good = (
+            f"the state was spoilt later than the checkpoint of step {step}, and not here"
+            if is_state
+            else "neither weights nor samples made it bad, but what computed it then"
+        )
+        return [*lines, f"  here         the step is good: {good}"]
+    lines.append(f"  here         {_text(finding, 'cause')}: {_text(finding, 'why')}")
+    for name, label in (("positions", "samples"), ("ranks", "rank")):
+        if _list(finding, name):
+            named = ", ".join(map(str, _list(finding, name)[:64]))
+            lines.append(_shown(f"  {label:12} {named}"))
+    if finding.get("module"):
+        lines.append(f"  module       {_text(finding, 'module')}")
+    return lines
+
+
+def _number(value: Any) -> str:
+    try:
+        return f"{value:.5g}" if isinstance(value, int | float) else "NaN or Inf"
+    except OverflowError:  # a whole number beyond any double
+        return "NaN or Inf"
+
+
+def _list(tree: Mapping[str, Any], name: str) -> list[Any]:
+    return list_of(tree.get(name))
+
+
+def _text(tree: Mapping[str, Any], name: str) -> str:
+    return _shown(str(tree.get(name, "")))
+
+
+def _shown(text: str) -> str:
+    """The text for a terminal: bounded, and without control characters."""
+    return plain(text[:_MOST_CHARACTERS]).replace("\n", " ")

@@ -6,8 +6,8 @@ import logging
 import os
 import re
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from runner.command.arguments import Parser, at_least
@@ -41,7 +41,7 @@ def supervise_command(arguments: Sequence[str]) -> int:
     if not command:
         raise ConfigError("supervise: no command; write: supervise [options] -- torchrun ...")
     out = torchrun.out_of(command, options.out)
-    return run_supervised(options, command, out=out, environment=variables())
+    return run_supervised(options, command, out)
 
 
 def add_restart_options(parser: Parser) -> None:
@@ -70,19 +70,15 @@ def rules_of(options: Namespace, *, diagnose: bool, restart_preempted: bool = Tr
 
 
 def run_supervised(
-    options: Namespace,
-    command: Sequence[str],
-    *,
-    out: Path,
-    environment: Mapping[str, str],
-    shielded: bool = False,
-    meeting: Meeting | None = None,
+    options: Namespace, command: Sequence[str], out: Path, agent: torchrun.Agent | None = None
 ) -> int:
     """Supervise a command that may or may not start the runner; returns the exit code.
 
     Args:
-        meeting: where several nodes have a supervisor each.
+        agent: what the command starts, if it is our torchrun.
     """
+    environment = torchrun.environment(variables(), agent) if agent else variables()
+    met = agent if agent and agent.nodes.most > 1 else None  # each node has a supervisor
     diagnose, begin_seconds = False, None
     if "runner" in command:
         overrides = torchrun.overrides_of(command)
@@ -96,7 +92,7 @@ def run_supervised(
         return Job(
             command=chosen,
             environment=environment,
-            shielded=shielded,
+            shielded=agent is not None,
             begin_seconds=begin_seconds,
         )
 
@@ -105,9 +101,9 @@ def run_supervised(
         return _run_as_part(make_job(1, False), out)
     supervisor = JobSupervisor(
         out=out,
-        launch_id=meeting.name if meeting else new_launch_id(environment),
-        node=os.uname().nodename if meeting else None,
-        least_nodes=meeting.least_nodes if meeting else None,
+        launch_id=met.name if met else new_launch_id(environment),
+        node=os.uname().nodename if met else None,
+        least_nodes=met.nodes.least if met and met.nodes.is_elastic else None,
         rules=rules,
         make_job=make_job,
         say=say,
@@ -115,25 +111,11 @@ def run_supervised(
     end = supervisor.run()
     if end.code:
         say(end.reason)
-    if supervisor.is_left_out and meeting and meeting.head:
+    if supervisor.is_left_out and met and met.head and torchrun.is_head(met):
         say("the nodes still meet here; this ends with the run")
-        hold = meeting_point.command(out, meeting.head)
+        hold = meeting_point.command(out, met.head)
         run_once(Job(command=hold, environment=environment), supervisor.stop)
     return end.code
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
-    """
-    Args:
-        name: the rendezvous id.
-        least_nodes: without which there is no run, if their number may vary; None if it is fixed.
-        head: host and port of the rendezvous if it is on this node, else None.
-    """
-
-    name: str
-    least_nodes: int | None
-    head: tuple[str, int] | None
 
 
 def begin_limit(config: RunConfig) -> float:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
-from runner.command.replay import replay_command
+from runner.command.replay import _number, repeated_lines, replay_command
 from runner.command.replay_again import _checkpoint_before
 from runner.config.compose import compose
 from runner.data.cursor import BatchPlan
@@ -54,7 +54,6 @@ from runner.session.corpus import open_dataset, sample_stream
 from runner.session.summary import collect_digest
 from runner.system.error import ConfigError, RankError
 from runner.system.json_lines import LineFile, read_lines
-from runner.tools.replay_lines import _number, repeated_lines
 from runner.train.agreed_step import StepInfo
 from runner.train.run import open_feed
 from runner.train.state import TrainState
