@@ -1,4 +1,8 @@
-"""``backtest FILE...``: what the guard would have done to recorded runs."""
+"""``python -m runner backtest FILE...``: what the guard would have done to recorded runs.
+
+Replays the guard over curves: CSV, JSONL, TensorBoard event files or W&B CSV exports; a folder
+with metrics.jsonl or event files counts as one curve. guard.* and checkpoint.* as in training.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +26,6 @@ from runner.tools.backtest.guard_replay import Decision, GuardReplay
 from runner.tools.backtest.recording import RecordedRun, read_curve
 from runner.tools.backtest.table import Names
 
-_USAGE = """\
-python -m runner backtest FILE... [guard.key=value ...] [options]
-
-GuardReplay the guard over recorded curves: CSV, JSONL, TensorBoard event files or W&B CSV exports; a
-folder with metrics.jsonl or event files counts as one curve. guard.* and checkpoint.* as in training.
-
-  --loss NAME, --grad-norm NAME, --step NAME   the columns, where common names do not find them
-  --json             one line per file: {"file", "rows", "decisions": [{"step", "verdict", "action", "reason"}]}
-  --plot FILE        write FILE (.png or .html); of several curves: FILE with -1, -2, ... in its name
-  --config-dir DIR   your own presets
-"""  # noqa: E501
 # The report shows the first few; --json has all.
 _EPISODES_SHOWN = 20
 
@@ -43,14 +36,21 @@ def backtest_command(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: a file, a column or an override that cannot be used.
     """
-    options = _parser().parse_intermixed_args(arguments)
+    parser = Parser("backtest", __doc__)
+    for column in ("loss", "grad-norm", "step"):
+        words = "the column, where common names do not find it"
+        parser.add_argument(f"--{column}", metavar="NAME", help=words)
+    words = '{"file", "rows", "decisions": [{"step", "verdict", "action", "reason"}]}'
+    parser.flag("--json", f"one line per file: {words}")
+    words = ".png or .html; of several curves: FILE with -1, -2, ... in its name"
+    parser.add_argument("--plot", metavar="FILE", help=words)
+    parser.add_argument("--config-dir", metavar="DIR", help="presets of your own")
+    parser.add_argument("what", nargs="*", metavar="FILE | guard.key=value")
+    options = parser.parse_intermixed_args(arguments)
     files = [text for text in options.what if not _is_override(text)]
     overrides = [text for text in options.what if _is_override(text)]
-    if options.help or not files:
-        if not options.help:
-            raise ConfigError("backtest: no file given; see python -m runner backtest --help")
-        sys.stdout.write(_USAGE)
-        return 0
+    if not files:
+        raise ConfigError("backtest: no file given; see python -m runner backtest --help")
     _refuse_other_keys(overrides)
     config = compose(overrides, config_dir=options.config_dir)
     check(config, world_size=1)
@@ -69,28 +69,12 @@ def backtest_command(arguments: Sequence[str]) -> int:
         with Bar("backtesting", len(recording.curve.steps), unit="rows") as bar:
             replay.run(bar.at)
         seconds = time.monotonic() - began
-        sys.stdout.write(
-            _json_line(recording, replay) + "\n"
-            if options.json
-            else _report(_with_unit_note(recording, config.guard.loss_floor), replay, seconds)
-            + "\n"
-        )
+        noted = _with_unit_note(recording, config.guard.loss_floor)
+        text = _json_line(recording, replay) if options.json else _report(noted, replay, seconds)
+        sys.stdout.write(f"{text}\n")
         if options.plot is not None:
             _plot(recording, replay, options.plot, number if len(files) > 1 else None)
     return 0
-
-
-def _parser() -> Parser:
-    parser = Parser("backtest", add_help=False)
-    parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("--loss")
-    parser.add_argument("--grad-norm")
-    parser.add_argument("--step")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--plot")
-    parser.add_argument("--config-dir")
-    parser.add_argument("what", nargs="*")
-    return parser
 
 
 def _is_override(text: str) -> bool:

@@ -1,4 +1,14 @@
-"""``read FILE...``: says what recorded training curves show, and what to try."""
+"""``python -m runner read FILE...``: says what recorded training curves show, and what to try.
+
+A healthy curve has no findings. Files as for backtest: CSV, JSONL, TensorBoard event files, W&B CSV
+exports, trainer_state.json of Hugging Face's trainer; a folder with metrics.jsonl or event files
+counts as one curve. Options name the columns, where common names do not find them; what is not
+there is not judged.
+
+update-ratio: norm of a step's update over that of the weights. layer-ratio: gradient norm of the
+first quarter of the layers over the last's. entropy: of a batch's tokens. corpus-entropy: of the
+corpus' (unigram, nats), a column or one number.
+"""
 
 from __future__ import annotations
 
@@ -24,24 +34,6 @@ from runner.tools.reading.curve import CORPUS_ENTROPY, FURTHER, HELD_OUT, LEARNI
 from runner.tools.reading.findings import LEAST_ROWS, read
 from runner.tools.reading.signature import SIGNATURES, Signature
 
-_USAGE = """\
-python -m runner read FILE... [options]
-
-Name what training curves show: where, why, and what to try. A healthy curve has no findings.
-Files as for backtest: CSV, JSONL, TensorBoard event files, W&B CSV exports, trainer_state.json of
-Hugging Face's trainer; a folder with metrics.jsonl or event files counts as one curve.
-
-  --loss NAME, --grad-norm NAME, --step NAME, --lr NAME, --epoch NAME, --eval-loss NAME,
-  --update-ratio NAME, --layer-ratio NAME, --entropy NAME, --corpus-entropy NAME|NATS
-                     the columns, where common names do not find them; what is not there is not
-                     judged. update-ratio: norm of a step's update over that of the weights;
-                     layer-ratio: gradient norm of the first quarter of the layers over the last's;
-                     entropy: of a batch's tokens; corpus-entropy: of the corpus' (unigram, nats)
-  --json             one line per file: {"file", "rows", "signatures": [{"signature", "rows",
-                     "steps", "evidence", "try", "confidence"}]}
-"""
-
-
 _OWN = ("step", "loss", "grad_norm", "lr", "eval_loss")  # columns of our own metrics
 
 
@@ -51,14 +43,25 @@ def read_command(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: a file or a column that cannot be used.
     """
-    options = _parser().parse_args(arguments)
+    signatures = "\n".join(f"  {name:<26}{meaning}" for name, meaning in SIGNATURES.items())
+    parser = Parser(
+        "read",
+        __doc__,
+        epilog=f"signatures:\n{signatures}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for option in (column.STEP, column.LOSS, column.GRAD_NORM, *column.FURTHER):
+        parser.add_argument(option, metavar="NAME")
+    words = '{"signature", "rows", "steps", "evidence", "try", "confidence"}'
+    parser.flag("--json", f'one line per file: {{"file", "rows", "signatures": [{words}]}}')
+    parser.add_argument("files", nargs="*", metavar="FILE")
+    parser.add_argument("--stop", type=int, help=argparse.SUPPRESS)
+    add_options(parser)
+    options = parser.parse_args(arguments)
     if stay_beside(options):
         return _read_beside(options)
-    if options.help or not options.files:
-        if not options.help:
-            raise ConfigError("read: no file given; see python -m runner read --help")
-        sys.stdout.write(_USAGE + _signatures())
-        return 0
+    if not options.files:
+        raise ConfigError("read: no file given; see python -m runner read --help")
     entropy = _number(options.corpus_entropy)
     chosen = {option: getattr(options, _attribute(option)) for option in column.FURTHER}
     if entropy is not None:
@@ -119,23 +122,6 @@ def _number(text: str | None) -> float | None:
         return None if text is None else float(text)
     except ValueError:
         return None
-
-
-def _parser() -> Parser:
-    parser = Parser("read", add_help=False)
-    parser.add_argument("-h", "--help", action="store_true")
-    for option in (column.STEP, column.LOSS, column.GRAD_NORM, *column.FURTHER):
-        parser.add_argument(option)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("files", nargs="*")
-    parser.add_argument("--stop", type=int, help=argparse.SUPPRESS)
-    add_options(parser)
-    return parser
-
-
-def _signatures() -> str:
-    lines = [f"  {name:<26}{meaning}" for name, meaning in SIGNATURES.items()]
-    return "\n".join(["", "signatures:", *lines, ""])
 
 
 def _json_line(file: str, curve: Curve, findings: Sequence[Signature]) -> str:
