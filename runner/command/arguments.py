@@ -24,12 +24,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")
 
-    def option(self, name: str, default: Any, words: str = "", *, metavar: str = "") -> None:
+    def option(
+        self, name: str, default: Any, words: str = "", *, metavar: str | None = None
+    ) -> None:
         """An option that takes one value of the default's type, which its help names."""
-        more = {"metavar": metavar} if metavar else {}
         escaped = f"{default:g}" if isinstance(default, float) else str(default).replace("%", "%%")
         text = f"{words}; default {escaped}" if words else f"default {escaped}"
-        self.add_argument(name, type=type(default), default=default, help=text, **more)
+        self.add_argument(name, type=type(default), default=default, metavar=metavar, help=text)
 
     def flag(self, name: str, words: str | None = None) -> None:
         """An option without a value."""

@@ -22,9 +22,9 @@ from runner.config.validate import check
 from runner.policy.decision.ladder import RemedyRules
 from runner.system.error import ConfigError
 from runner.system.parsing import json_text
+from runner.tools.backtest.column import ALWAYS, option
 from runner.tools.backtest.guard_replay import Decision, GuardReplay
 from runner.tools.backtest.recording import RecordedRun, read_curve
-from runner.tools.backtest.table import Names
 
 # The report shows the first few; --json has all.
 _EPISODES_SHOWN = 20
@@ -37,9 +37,9 @@ def backtest_command(arguments: Sequence[str]) -> int:
         ConfigError: a file, a column or an override that cannot be used.
     """
     parser = Parser("backtest", __doc__)
-    for column in ("loss", "grad-norm", "step"):
+    for column in ALWAYS:
         words = "the column, where common names do not find it"
-        parser.add_argument(f"--{column}", metavar="NAME", help=words)
+        parser.add_argument(option(column), metavar="NAME", help=words)
     words = '{"file", "rows", "decisions": [{"step", "verdict", "action", "reason"}]}'
     parser.flag("--json", f"one line per file: {words}")
     words = ".png or .html; of several curves: FILE with -1, -2, ... in its name"
@@ -55,7 +55,7 @@ def backtest_command(arguments: Sequence[str]) -> int:
     config = compose(overrides, config_dir=options.config_dir)
     check(config, world_size=1)
     rules = RemedyRules(guard=config.guard, batch=1)
-    names = Names(step=options.step, loss=options.loss, grad_norm=options.grad_norm)
+    names = {name: getattr(options, name) for name in ALWAYS}
     for number, file in enumerate(files, start=1):
         began = time.monotonic()
         with Bar("reading", 0) as bar:

@@ -98,8 +98,8 @@ def _run(out: Path, *settings: str) -> Summary | None:
         sys.stdout.write(f"FAILED: the run in {out} ended with {code}\n")
         return None
     paths = RunDir(out)
-    kinds = {line["kind"] for line in iter_lines(paths.journal)}
-    return json.loads(paths.summary.read_text()) | {"kinds": kinds}
+    summary: Summary = json.loads(paths.summary.read_text())
+    return summary | {"kinds": {line["kind"] for line in iter_lines(paths.journal)}}
 
 
 def skip_override(skipped: Sequence[Sequence[int]]) -> str:

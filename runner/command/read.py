@@ -15,9 +15,8 @@ from __future__ import annotations
 import argparse
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -27,9 +26,8 @@ from runner.system.error import ConfigError
 from runner.system.json_lines import iter_lines
 from runner.system.parsing import json_text
 from runner.system.process import add_options, stay_beside
-from runner.tools.backtest import column
-from runner.tools.backtest.recording import FileColumns, read_columns
-from runner.tools.backtest.table import Names
+from runner.tools.backtest.column import ALWAYS, option
+from runner.tools.backtest.recording import read_columns
 from runner.tools.reading.curve import CORPUS_ENTROPY, FURTHER, HELD_OUT, LEARNING_RATE, Curve
 from runner.tools.reading.findings import LEAST_ROWS, read
 from runner.tools.reading.signature import SIGNATURES, Signature
@@ -50,8 +48,8 @@ def read_command(arguments: Sequence[str]) -> int:
         epilog=f"signatures:\n{signatures}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for option in (column.STEP, column.LOSS, column.GRAD_NORM, *column.FURTHER):
-        parser.add_argument(option, metavar="NAME")
+    for name in (*ALWAYS, *FURTHER):
+        parser.add_argument(option(name), metavar="NAME")
     words = '{"signature", "rows", "steps", "evidence", "try", "confidence"}'
     parser.flag("--json", f'one line per file: {{"file", "rows", "signatures": [{words}]}}')
     parser.add_argument("files", nargs="*", metavar="FILE")
@@ -63,18 +61,17 @@ def read_command(arguments: Sequence[str]) -> int:
     if not options.files:
         raise ConfigError("read: no file given; see python -m runner read --help")
     entropy = _number(options.corpus_entropy)
-    chosen = {option: getattr(options, _attribute(option)) for option in column.FURTHER}
+    names = {name: getattr(options, name) for name in (*ALWAYS, *FURTHER)}
     if entropy is not None:
-        chosen[column.CORPUS_ENTROPY] = None
-    names = Names(step=options.step, loss=options.loss, grad_norm=options.grad_norm, further=chosen)
+        names[CORPUS_ENTROPY] = None
     for file in options.files:
         with Bar("reading", 0) as bar:
-            columns = read_columns(file, names, moved=bar.at)
+            columns, notes = read_columns(file, names, moved=bar.at)
             curve = curve_of(columns, entropy)
             findings = read(curve)
         text = _json_line(file, curve, findings) if options.json else _report(file, curve, findings)
         if not options.json:
-            text += "".join(f"\n  note: {note}" for note in columns.notes)
+            text += "".join(f"\n  note: {note}" for note in notes)
         sys.stdout.write(text + "\n")
     return 0
 
@@ -87,14 +84,15 @@ def _read_beside(options: argparse.Namespace) -> int:
     return 0
 
 
-def curve_of(columns: FileColumns, corpus_entropy: float | None = None) -> Curve:
+def curve_of(
+    columns: Mapping[str, list[float | None]], corpus_entropy: float | None = None
+) -> Curve:
     """The arrays of a file's columns."""
-    further: dict[str, Any] = {
-        _attribute(option): values for option, values in columns.further.items()
-    }
+    steps, losses, norms = (columns[name] for name in ALWAYS)
+    further = {name: values for name, values in columns.items() if name not in ALWAYS}
     if corpus_entropy is not None:
-        further[CORPUS_ENTROPY] = [corpus_entropy] * len(columns.losses)
-    return Curve.of(columns.steps, columns.losses, columns.grad_norms, further)
+        further[CORPUS_ENTROPY] = [corpus_entropy] * len(losses)
+    return Curve.of(steps, losses, norms, further)
 
 
 def curve_of_run(metrics: Path, stop: int, corpus_entropy: float | None) -> Curve:
@@ -110,11 +108,6 @@ def curve_of_run(metrics: Path, stop: int, corpus_entropy: float | None) -> Curv
     if corpus_entropy:
         further[CORPUS_ENTROPY] = np.full(len(loss), corpus_entropy)
     return Curve.of(steps, loss, grad_norm, further)
-
-
-def _attribute(option: str) -> str:
-    """The option's name in the parser, and the column's in a :class:`Curve`."""
-    return option.lstrip("-").replace("-", "_")
 
 
 def _number(text: str | None) -> float | None:

@@ -13,9 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from runner.command.read import curve_of
 from runner.config.schema import DataConfig
 from runner.system.parsing import json_text
-from runner.tools.backtest.column import FURTHER
 from runner.tools.backtest.recording import read_columns, read_curve
-from runner.tools.backtest.table import Names
+from runner.tools.reading.curve import FURTHER
 from runner.tools.reading.findings import read
 from tests.fuzz.mutate import as_json, changed, damaged
 from tests.fuzz.test_parsers import often, slowly, try_all, watched
@@ -37,7 +36,7 @@ def reads(path: Path) -> Callable[[bytes], None]:
         path.write_bytes(data)
         curve = read_curve(str(path)).curve
         assert len(curve.losses) == len(curve.steps) == len(curve.grad_norms)
-        columns = curve_of(read_columns(str(path), Names(further=dict.fromkeys(FURTHER))))
+        columns = curve_of(read_columns(str(path), dict.fromkeys(FURTHER))[0])
         json_text([finding.to_json(columns) for finding in read(columns)])
 
     return work

@@ -19,7 +19,6 @@ import pytest
 from runner.__main__ import main
 from runner.system.error import ConfigError
 from runner.tools.backtest.recording import read_curve
-from runner.tools.backtest.table import Names
 
 BAD = 150
 
@@ -104,11 +103,11 @@ def test_told_columns_and_what_is_said_when_they_are_not_there(tmp_path: Path) -
     )
     with pytest.raises(ConfigError, match="'a - loss', 'b - loss' could all be --loss"):
         read_curve(str(path))
-    recording = read_curve(str(path), Names(loss="b - loss", step="when"))
+    recording = read_curve(str(path), {"loss": "b - loss", "step": "when"})
     assert list(recording.curve.losses) == [4.0, 4.1]
     assert list(recording.curve.steps) == [1, 2]
     with pytest.raises(ConfigError, match=r"--grad-norm gn: not in .*'when', 'a - loss'"):
-        read_curve(str(path), Names(loss="b - loss", grad_norm="gn"))
+        read_curve(str(path), {"loss": "b - loss", "grad_norm": "gn"})
     other = write_csv(tmp_path / "b.csv", ["x", "y"], [[1, 2]])
     with pytest.raises(ConfigError, match="no loss among 'x', 'y'; name it: --loss NAME"):
         read_curve(str(other))

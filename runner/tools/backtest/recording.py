@@ -9,8 +9,10 @@ import zlib
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 
 from runner.system.error import ConfigError
+from runner.tools.backtest.column import ALWAYS
 from runner.tools.backtest.guard_replay import RecordedCurve
 from runner.tools.backtest.table import (
     Moved,
@@ -35,46 +37,30 @@ class RecordedRun:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileColumns:
-    """All rows of a file by column, None for an empty cell; nothing is dropped or filled.
-
-    ``further`` has the existing columns that :attr:`Names.further` requests, by option.
-    """
-
-    steps: list[float | None]
-    losses: list[float | None]
-    grad_norms: list[float | None]
-    further: dict[str, list[float | None]]
-    notes: tuple[str, ...]
-
-
 # A first step after this many usual distances: the training began before the recording.
 _LATE_BEGINNING = 10
 
 
-def read_columns(path: str, names: Names, *, moved: Moved = nobody) -> FileColumns:
-    """Read all requested columns of one run. Raises as :func:`read_curve`."""
+def read_columns(
+    path: str, names: Names, *, moved: Moved = nobody
+) -> tuple[dict[str, list[float | None]], list[str]]:
+    """All rows of a file by column, None for an empty cell, and notes; nothing is dropped.
+
+    Of the further columns of ``names`` those that have a value. Raises as :func:`read_curve`.
+    """
     table, notes = _readable(path, names, moved)
     if not any(row[1] is not None for row in table.rows):
         raise ConfigError(f"{path}: no row has a loss; name its column: --loss NAME")
-    by_column = [list(column) for column in zip(*table.rows, strict=True)]
-    further = dict(zip(names.further, by_column[3:], strict=True))
-    return FileColumns(
-        steps=by_column[0],
-        losses=by_column[1],
-        grad_norms=by_column[2],
-        further={
-            option: column
-            for option, column in further.items()
-            if any(value is not None for value in column)
-        },
-        notes=tuple(notes),
-    )
+    columns = zip(dict.fromkeys([*ALWAYS, *names]), zip(*table.rows, strict=True), strict=True)
+    return {
+        name: list(values)
+        for name, values in columns
+        if name in ALWAYS or any(value is not None for value in values)
+    }, notes
 
 
 def read_curve(
-    path: str, names: Names | None = None, *, memory: int = 64, moved: Moved = nobody
+    path: str, names: Names = MappingProxyType({}), *, memory: int = 64, moved: Moved = nobody
 ) -> RecordedRun:
     """Read one run.
 
@@ -88,7 +74,7 @@ def read_curve(
     Raises:
         ConfigError: no such file, no loss in it, or nothing readable.
     """
-    table, notes = _readable(path, names or Names(), moved)
+    table, notes = _readable(path, names, moved)
     rows = _once([row for row in table.rows if row[1] is not None], notes)
     if not rows:
         raise ConfigError(f"{path}: no row has a loss; name its column: --loss NAME")

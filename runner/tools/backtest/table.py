@@ -12,14 +12,14 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from runner.system.error import ConfigError, MissingPackage, lacking
 from runner.tools.backtest import column
 
-Row = tuple[float | None, ...]  # step, loss, grad norm, and the columns of Names.further
+Row = tuple[float | None, ...]  # step, loss, grad norm, and further columns
 # Lines sampled for column names: the first lines of a log may lack the gradient norm.
 _LINES_FOR_NAMES = 1000
 Moved = Callable[[int, int], None]  # takes bytes that were read, and those of the file
@@ -30,18 +30,9 @@ def nobody(done: int, total: int) -> None:
     """For who need not be told how far it is."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Names:
-    """Column names from the command line, or None.
-
-    ``further`` are options of :data:`runner.tools.backtest.column.FURTHER`, each with the column's
-    name, if given.
-    """
-
-    step: str | None = None
-    loss: str | None = None
-    grad_norm: str | None = None
-    further: Mapping[str, str | None] = field(default_factory=dict)
+# What columns are called in the file, as the command line says, or None. Step, loss and gradient
+# norm are always read, others of :data:`runner.tools.reading.curve.FURTHER` where they are keys.
+Names = Mapping[str, str | None]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,13 +52,11 @@ def chosen(fields: list[str], names: Names, source: str) -> list[str | None]:
     Raises:
         ConfigError: there is no loss, or a configured column is missing.
     """
-    loss = column.find(column.LOSS, fields, names.loss, source)
-    if loss is None:
-        raise column.missing(column.LOSS, fields, source)
-    step = column.find(column.STEP, fields, names.step, source)
-    norm = column.find(column.GRAD_NORM, fields, names.grad_norm, source)
-    further = [column.find(option, fields, name, source) for option, name in names.further.items()]
-    return [step, loss, norm, *further]
+    wanted = dict.fromkeys([*column.ALWAYS, *names])
+    columns = [column.find(name, fields, names.get(name), source) for name in wanted]
+    if columns[1] is None:
+        raise column.no_loss(fields, source)
+    return columns
 
 
 def opened(path: Path, newline: str | None = None) -> TextIO:
@@ -207,7 +196,7 @@ def read_events(paths: Sequence[Path], names: Names, source: str) -> Table:
     """Scalars of one run's event files, oldest file first; a restart writes a new file.
 
     A loss begins a row; the other columns of the same step join it, whichever came first. What
-    :attr:`Names.further` requests has a row of its own if its step has no loss.
+    ``names`` requests besides has a row of its own if its step has no loss.
     """
     tags = list(dict.fromkeys(tag for path in paths for tag, _, _ in _scalars(path)))
     if not tags:
@@ -229,7 +218,7 @@ def read_events(paths: Sequence[Path], names: Names, source: str) -> Table:
             elif at is not None:
                 early.setdefault(step, [float(step), *[None] * (len(columns) - 1)])[at] = value
     table: list[Row] = [tuple(row) for row in rows]
-    if names.further:
+    if len(columns) > len(column.ALWAYS):
         # A row of a step without a loss follows the last row of an earlier step.
         known, lone = sorted(place), []
         for step in early.keys() - place.keys():

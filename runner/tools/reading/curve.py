@@ -22,15 +22,7 @@ UPDATE_RATIO = "update_ratio"
 ENTROPY = "entropy"
 CORPUS_ENTROPY = "corpus_entropy"
 LAYER_RATIO = "layer_ratio"
-FURTHER = (
-    LEARNING_RATE,
-    EPOCH,
-    HELD_OUT,
-    UPDATE_RATIO,
-    ENTROPY,
-    CORPUS_ENTROPY,
-    LAYER_RATIO,
-)
+FURTHER = (LEARNING_RATE, EPOCH, HELD_OUT, UPDATE_RATIO, ENTROPY, CORPUS_ENTROPY, LAYER_RATIO)
 _SIGMA_OF_MAD = 1.4826  # of a normal distribution
 _MEDIAN_ERROR = 1.2533  # the standard error of a median over that of a mean, sqrt(pi / 2)
 

@@ -174,3 +174,6 @@ def oscillation(curve: Curve, calm: Flags) -> Iterator[Signature]:
         remedy="a lower rate or a larger batch (more accumulation); beta2 below 0.9 also causes it",
         confidence="high" if len(losses) >= 2 * _MANY else "medium",
     )
+
+
+RULES = (overfitting, far_below, stalls, memorised, oscillation)

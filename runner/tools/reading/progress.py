@@ -414,3 +414,6 @@ def _gain(curve: Curve, calm: Flags, begin: int, end: int) -> tuple[float, float
     return float(np.median(head) - np.median(tail)), 1.25 * spread * float(
         np.sqrt(1 / len(head) + 1 / len(tail))
     )
+
+
+RULES = (slow_progress, floor_early)

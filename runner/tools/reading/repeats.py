@@ -197,3 +197,6 @@ def _period(rest: Floats) -> tuple[int, float]:
     strength = float(correlation[lag])
     has_period = strength > _CORRELATION and again > 0.7 * strength and dip < 0.3 * strength
     return (lag, strength) if has_period else (0, 0.0)
+
+
+RULES = (norm_creep, epoch_steps, data_order)

@@ -34,7 +34,7 @@ class Signature:
         """Plain values; rows count from 0, and ranges of rows and steps include both ends."""
         return {
             "signature": self.signature,
-            "rows": [self.first, self.last],
+            "rows": [self.first, range(len(curve))[self.last]],
             "steps": [int(curve.steps[self.first]), int(curve.steps[self.last])],
             "evidence": self.evidence,
             "try": self.remedy,
