@@ -45,15 +45,16 @@ AVERAGE = "ema/"
 # -- which tensors -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Output:
     """One tensor to write; ``make`` gives it in FP32, or a buffer in its own type.
 
-    ``dtype``: it is written in it; None: in the layout's.
+    ``source``: a tensor of the checkpoint. ``dtype``: it is written in it; None: in the layout's.
     """
 
     shape: tuple[int, ...]
-    make: Callable[[Read], torch.Tensor]
+    source: str = ""
+    make: Callable[[Read, str], torch.Tensor] = lambda read, source: read(source)
     dtype: torch.dtype | None = None
 
 
@@ -96,7 +97,7 @@ def buffers_in(entry: Entry) -> dict[str, Output]:
     return {
         name.removeprefix(prefix): Output(
             shape=shape,
-            make=partial(_read, name.removeprefix(prefix)),
+            source=name.removeprefix(prefix),
             dtype=dtype_of(entry.manifest.dtype(name)),
         )
         for name, shape in sorted(entry.manifest.shapes.items())
@@ -120,21 +121,12 @@ def exported_name(entry: Entry, name: str) -> str:
     return average if is_averaged else f"{PARAM}{name}"
 
 
-def as_it_is(name: str, shape: tuple[int, ...]) -> Output:
-    """The unchanged parameter of this name."""
-    return Output(shape=shape, make=partial(_read, name))
-
-
-def _read(name: str, read: Read) -> torch.Tensor:
-    return read(name)
-
-
 def plain_layout(entry: Entry, *, dtype: torch.dtype = torch.float32) -> Layout:
     """The model's own parameter names, and no other file."""
     return Layout(
         stem="model",
         tensors={
-            **{name: as_it_is(name, shape) for name, shape in shapes_in(entry).items()},
+            **{name: Output(shape, name) for name, shape in shapes_in(entry).items()},
             **buffers_in(entry),
         },
         dtype=dtype,
@@ -147,7 +139,17 @@ def plain_layout(entry: Entry, *, dtype: torch.dtype = torch.float32) -> Layout:
 
 def export_command(arguments: Sequence[str]) -> int:
     """Parse and run; returns 0, or raises what ends the command."""
-    options = _parser().parse_args(arguments)
+    parser = Parser("export", __doc__)
+    parser.add_argument("run", metavar="OUT", help="the run's directory (out), or its ring")
+    parser.add_argument("folder", metavar="DIR", help="where to write the safetensors files")
+    words = "that checkpoint, proven or not; default: the newest proven one"
+    parser.add_argument("--step", type=int, help=words)
+    words = "hf: with config.json and tokenizer, as transformers loads it; default: plain"
+    parser.add_argument("--format", choices=["plain", "hf"], default="plain", help=words)
+    words = "of what is written; default: fp32"
+    parser.add_argument("--dtype", choices=list(_DTYPES), default="fp32", help=words)
+    parser.flag("--merge", "--format hf of model.lora: the whole model, not the adapters alone")
+    options = parser.parse_args(arguments)
     if "://" in options.run:
         raise ConfigError(
             f"export {options.run}: reads local checkpoints; copy a folder of {options.run}/ring "
@@ -183,30 +185,6 @@ def refuse_weights_in(folder: Path) -> None:
             f"{folder}: holds weights already ({existing[0]}), and a loader could take those; give "
             "a folder without"
         )
-
-
-def _parser() -> Parser:
-    parser = Parser("export", __doc__)
-    parser.add_argument("run", metavar="OUT", help="the run's directory (out), or its ring")
-    parser.add_argument("folder", metavar="DIR", help="where to write the safetensors files")
-    parser.add_argument(
-        "--step", type=int, help="that checkpoint, proven or not; default: the newest proven one"
-    )
-    parser.add_argument(
-        "--format",
-        choices=["plain", "hf"],
-        default="plain",
-        help="hf: with config.json and tokenizer, as transformers loads it; default: plain",
-    )
-    parser.add_argument(
-        "--dtype", choices=list(_DTYPES), default="fp32", help="of what is written; default: fp32"
-    )
-    parser.add_argument(
-        "--merge",
-        action="store_true",
-        help="--format hf of model.lora: the whole model, not the adapters alone",
-    )
-    return parser
 
 
 def ring_folder(run: Path) -> Path:
@@ -410,9 +388,9 @@ def _write(entry: Entry, folder: Path, layout: Layout, metadata: Mapping[str, st
             file = f"{layout.stem}{part}.safetensors"
             tensors = {}
             for name in group:
-                tensors[name] = (
-                    layout.tensors[name].make(read).to(layout.dtype_of(name)).contiguous()
-                )
+                output = layout.tensors[name]
+                values = output.make(read, output.source)
+                tensors[name] = values.to(layout.dtype_of(name)).contiguous()
                 bar.add(_num_bytes(layout, name))
             # Rename it only when it is whole.
             unfinished = folder / f".{file}.writing"

@@ -17,14 +17,7 @@ from typing import Any, Final
 import torch
 
 from runner.checkpoint.disk.directory import Entry
-from runner.command.export import (
-    Layout,
-    Output,
-    Read,
-    as_it_is,
-    buffers_in,
-    shapes_in,
-)
+from runner.command.export import Layout, Output, Read, buffers_in, shapes_in
 from runner.config.network import LoraSettings, lora_of
 from runner.config.schema import ModelConfig
 from runner.convert.model_config import llama_config, llama_name
@@ -96,7 +89,7 @@ class HfExport:
         return Layout(
             stem="adapter_model",
             tensors={
-                name.replace(f".{_ADAPTER}.", "."): as_it_is(name, shape)
+                name.replace(f".{_ADAPTER}.", "."): Output(shape, name)
                 for name, shape in own.items()
             },
             dtype=self.dtype,
@@ -115,9 +108,9 @@ class HfExport:
             if experts := model.experts(name, shape):
                 tensors |= experts
                 continue
-            output = as_it_is(name, shape)
+            output = Output(shape, name)
             if name.endswith(_ADAPTED) and f"{layer}.lora_A.{_ADAPTER}.weight" in shapes:
-                output = Output(shape=shape, make=partial(model.merged, layer))
+                output = Output(shape, layer, model.merged)
             tensors[model.stored_name(base_name(name))] = output
         return Layout(
             stem="model",
@@ -131,7 +124,7 @@ class HfExport:
         config = llama_config(settings, shapes, _DTYPES[self.dtype])
         return Layout(
             stem="model",
-            tensors={llama_name(name): as_it_is(name, shape) for name, shape in shapes.items()},
+            tensors={llama_name(name): Output(shape, name) for name, shape in shapes.items()},
             dtype=self.dtype,
             finish=partial(_write_decoder, config=config, settings=settings),
         )
@@ -174,13 +167,13 @@ class _Model:
         if fusion is None or not shape:
             return {}
         names = [self.stored_name(one) for one in fusion.names(own, shape[0])]
-        cut = _Cut(name, part_shape(shape, len(names)))
+        cut = _Cut(part_shape(shape, len(names)))
         return {
-            stored: Output(shape=cut.shape, make=partial(cut, number))
+            stored: Output(cut.shape, name, partial(cut, number))
             for number, stored in enumerate(names)
         }
 
-    def merged(self, layer: str, read: Read) -> torch.Tensor:
+    def merged(self, read: Read, layer: str) -> torch.Tensor:
         """The weight of an adapted layer with its adapter added, FP32, as PEFT adds it."""
         module: Any = self._network.get_submodule(layer)
         for part in ("lora_A", "lora_B"):
@@ -196,7 +189,7 @@ class _Model:
             weights, own = open_pretrained(self._path), base_name(name)
             if own in weights.shapes:
                 values = weights.read(own, 0, buffer.numel()).view(buffer.shape)
-                outputs[own] = Output(shape=tuple(buffer.shape), make=partial(_constant, values))
+                outputs[own] = Output(tuple(buffer.shape), own, partial(_constant, values))
         return outputs
 
     def write_files(self, folder: Path, *, dtype: str) -> Sequence[str]:
@@ -228,21 +221,20 @@ class _Model:
 class _Cut:
     """Cuts a parameter into equal parts; keeps it between two of them."""
 
-    def __init__(self, name: str, shape: tuple[int, ...]) -> None:
+    def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
-        self._name = name
         self._whole: torch.Tensor | None = None
 
-    def __call__(self, number: int, read: Read) -> torch.Tensor:
+    def __call__(self, number: int, read: Read, name: str) -> torch.Tensor:
         if self._whole is None:
-            self._whole = read(self._name).view(-1, *self.shape)
+            self._whole = read(name).view(-1, *self.shape)
         part = self._whole[number].clone()
         if number == len(self._whole) - 1:
             self._whole = None
         return part
 
 
-def _constant(values: torch.Tensor, read: Read) -> torch.Tensor:
+def _constant(values: torch.Tensor, read: Read, name: str) -> torch.Tensor:
     return values
 
 

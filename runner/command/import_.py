@@ -8,13 +8,13 @@ parameters; anything that this decoder cannot do is refused.
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 import shutil
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +55,22 @@ def import_command(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: ``out`` is in use, or the source is refused or does not fit.
     """
+    parser = Parser("import", __doc__)
+    parser.add_argument("source", metavar="SOURCE", help="file or directory with the weights")
+    words = "rename parameters (re.sub), in the order given; what becomes empty is left out"
+    parser.repeated("--rename", "REGEX=REPLACEMENT", words)
+    words = f"the model's {CONFIG_NAME}; default: the one beside the weights; none: read none"
+    parser.add_argument("--model-config", metavar="FILE", help=words)
+    words = f"pass over a key of {CONFIG_NAME}: it changes nothing that the model computes"
+    parser.repeated("--ignore", "KEY", words)
+    parser.add_settings()
     # Intermixed: settings may stand before and after the options.
-    options = _parser().parse_intermixed_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     source_path = Path(options.source)
-    foreign = _foreign_model(options, source_path)
-    overrides = _with_model(options, foreign)
-    config = compose(overrides, config_dir=options.config_dir)
+    config = compose(options.overrides, config_dir=options.config_dir)
+    foreign = _foreign_model(options, config, source_path)
+    added = _settings_of(foreign, config, options.overrides) if foreign else []
+    config = compose([*options.overrides, *added], config_dir=options.config_dir)
     if place_from(variables()).world_size != 1:
         raise ConfigError("import: runs in one process; start it without torchrun")
     check(config, world_size=config.parallel.shard_size or 1)
@@ -83,19 +93,19 @@ def import_command(arguments: Sequence[str]) -> int:
         shapes |= {f"{moment}/{name}": wanted[name] for moment in ("exp_avg", "exp_avg_sq")}
     shapes = dict(sorted(shapes.items()))
     names = {f"param/{name}": named_weights[name] for name in wanted}
-    _write(config, run_dir, dataset.fingerprint(), _Weights(source, names, shapes))
+    weights = partial(_state_of_step_0, source, names, shapes)
+    _write(config, run_dir, dataset.fingerprint(), shapes, weights)
     Console(soft_wrap=True).print(
         f"imported {len(wanted)} tensors from {options.source}; out={run_dir.out} starts from them",
         markup=False,
     )
-    if added := overrides[len(options.overrides) :]:
-        assert foreign is not None
+    if foreign and added:
         sys.stdout.write(f"{foreign.path} sets: {' '.join(added)}\n")
         sys.stdout.write("pass them to the training command as well\n")
     return 0
 
 
-def _foreign_model(options: argparse.Namespace, source_path: Path) -> ForeignModel | None:
+def _foreign_model(options: Namespace, config: RunConfig, source_path: Path) -> ForeignModel | None:
     """The model in the ``config.json`` of the weights; None without one."""
     given = options.model_config
     path = config_beside(source_path) if given is None else Path(given)
@@ -103,22 +113,19 @@ def _foreign_model(options: argparse.Namespace, source_path: Path) -> ForeignMod
         if options.ignore:
             raise ConfigError(f"--ignore {options.ignore[0]}: no {CONFIG_NAME} is read")
         return None
-    config = compose(options.overrides, config_dir=options.config_dir)
     return read_model(path, seq_len=config.data.seq_len, ignored=options.ignore)
 
 
-def _with_model(options: argparse.Namespace, foreign: ForeignModel | None) -> list[str]:
-    """The overrides, followed by settings from ``config.json`` that they lack.
+def _settings_of(foreign: ForeignModel, config: RunConfig, overrides: Sequence[str]) -> list[str]:
+    """The settings from ``config.json`` that the overrides lack.
 
     Raises:
         ConfigError: they contradict it; names every such key.
     """
-    if foreign is None:
-        return list(options.overrides)
-    values = flat(compose(options.overrides, config_dir=options.config_dir))
+    values = flat(config)
     values |= {key: value for key, value in _nulls(foreign).items() if values[key] is None}
     differing = {key: value for key, value in foreign.settings.items() if values[key] != value}
-    typed = {text.partition("=")[0].lstrip("+") for text in options.overrides}
+    typed = {text.partition("=")[0].lstrip("+") for text in overrides}
     contradictions = [
         f"  {key}={values[key]}: {foreign.path} says {_text(differing[key])}"
         for key in differing
@@ -130,7 +137,7 @@ def _with_model(options: argparse.Namespace, foreign: ForeignModel | None) -> li
             + "\n".join(contradictions)
             + "\nRemove them: they are taken from that file"
         )
-    return [*options.overrides, *(f"{key}={_text(value)}" for key, value in differing.items())]
+    return [f"{key}={_text(value)}" for key, value in differing.items()]
 
 
 def _nulls(foreign: ForeignModel) -> dict[str, Any]:
@@ -147,33 +154,6 @@ def _text(value: Setting) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{name}:{item}" for name, item in value.items()) + "}"
     return "null" if value is None else str(value).lower()
-
-
-def _parser() -> Parser:
-    parser = Parser("import", __doc__)
-    parser.add_argument("source", metavar="SOURCE", help="file or directory with the weights")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="the run's settings")
-    parser.add_argument(
-        "--rename",
-        action="append",
-        default=[],
-        metavar="REGEX=REPLACEMENT",
-        help="rename parameters (re.sub), in the order given; what becomes empty is left out",
-    )
-    parser.add_argument(
-        "--model-config",
-        metavar="FILE",
-        help=f"the model's {CONFIG_NAME}; default: the one beside the weights; none: read none",
-    )
-    parser.add_argument(
-        "--ignore",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help=f"pass over a key of {CONFIG_NAME}: it changes nothing that the model computes",
-    )
-    parser.add_argument("--config-dir", help="presets of your own")
-    return parser
 
 
 def _refuse_used(run_dir: RunDir) -> None:
@@ -267,35 +247,38 @@ def _list_some(label: str, names: Sequence[str]) -> str:
     return f"  {label}: {'; '.join(names[:_SHOWN])}{more}" if names else ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Weights:
-    """The state of step 0: tensors of the source by their names in the ring, and zero moments."""
+def _state_of_step_0(
+    source: StoredWeights,
+    names: Mapping[str, str],
+    shapes: Shapes,
+    moved: Callable[[int], None],
+) -> Iterator[Snapshot]:
+    """The tensors of the source by their names in the ring, and zero moments.
 
-    source: StoredWeights
-    names: Mapping[str, str]
-    shapes: Shapes
-
-    def snapshots(self, moved: Callable[[int], None]) -> Iterator[Snapshot]:
-        """Read each tensor when it is needed: only one of a large model is in memory."""
-        for name, shape in self.shapes.items():
-            count = math.prod(shape)
-            if name in self.names:
-                values = self.source.read(self.names[name], 0, count)
-            else:
-                values = torch.zeros(count)
-            moved(_FP32_BYTES * count)
-            yield Snapshot(name=name, start=0, values=values)
+    Each is read when it is needed: only one of a large model is in memory.
+    """
+    for name, shape in shapes.items():
+        count = math.prod(shape)
+        values = source.read(names[name], 0, count) if name in names else torch.zeros(count)
+        moved(_FP32_BYTES * count)
+        yield Snapshot(name=name, start=0, values=values)
 
 
-def _write(config: RunConfig, run_dir: RunDir, fingerprint: str, weights: _Weights) -> None:
+def _write(
+    config: RunConfig,
+    run_dir: RunDir,
+    fingerprint: str,
+    shapes: Shapes,
+    weights: Callable[[Callable[[int], None]], Iterator[Snapshot]],
+) -> None:
     store = CheckpointDirectory(run_dir.ring)
     store.sweep()
     folder = store.writing_folder(_SERIAL)
-    moments = [name for name in weights.shapes if name.startswith("exp_avg/")]
+    moments = [name for name in shapes if name.startswith("exp_avg/")]
     try:
-        num_bytes = sum(_FP32_BYTES * math.prod(shape) for shape in weights.shapes.values())
+        num_bytes = sum(_FP32_BYTES * math.prod(shape) for shape in shapes.values())
         with Bar("importing", num_bytes) as bar:
-            write_rank_file(folder, 0, weights.snapshots(bar.add))
+            write_rank_file(folder, 0, weights(bar.add))
         pieces, files = collect_pieces(folder, 1)
         manifest = Manifest(
             serial=_SERIAL,
@@ -308,7 +291,7 @@ def _write(config: RunConfig, run_dir: RunDir, fingerprint: str, weights: _Weigh
             journal_lines=0,
             train_state=TrainState(config.guard).to_json(),
             update_counts={name.removeprefix("exp_avg/"): 0 for name in moments},
-            shapes=dict(weights.shapes),
+            shapes=dict(shapes),
             pieces=pieces,
             files=files,
         )

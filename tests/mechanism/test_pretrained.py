@@ -333,11 +333,9 @@ def test_experts_that_are_stored_one_by_one_are_read_a_range_at_a_time_and_writt
     written: dict[str, Tensor] = {}
     for name, one in network.parameters().items():
         value = network.initial(0, name, one.shape, 0, math.prod(one.shape)).view(one.shape)
-        outputs = model.experts(name, one.shape) or {
-            model.stored_name(name): Output(shape=one.shape, make=lambda read: read(""))
-        }
+        outputs = model.experts(name, one.shape) or {model.stored_name(name): Output(one.shape)}
         written |= {
-            own: output.make(lambda _, value=value: value) for own, output in outputs.items()
+            own: output.make(lambda _, value=value: value, "") for own, output in outputs.items()
         }
     assert written.keys() == stored.keys()
     assert all(torch.equal(written[name], stored[name]) for name in stored)
