@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -131,7 +131,12 @@ def _in_process(config: RunConfig, dataset: Dataset) -> Iterator[Check]:
         yield from exactness_checks(network, engine, micro_steps)
     else:
         yield from repeated_step(engine, micro_steps)
-    yield from _more_checks(engine, batch, micro_steps, reloaded)
+    # From here on the weights change.
+    yield _no_other_source(engine, micro_steps)
+    yield from _sums(engine, batch)
+    # An adapter's first matrix gets a gradient only once its second is not zero.
+    yield gradients_reach(*with_gradient(engine, micro_steps, updates=2))
+    yield _same_after_reload(engine, reloaded(), micro_steps)
     yield _memory(config, network, engine, micro_steps)
 
 
@@ -153,36 +158,23 @@ def _memory(
     return Check(name="memory of one rank", holds=True, found=description, remedy="")
 
 
-def _more_checks(
-    engine: Engine, batch: MicroBatch, works: Sequence[MicroStep], reloaded: Callable[[], Engine]
-) -> Iterator[Check]:
-    """Run the trials of a single process that has the whole model; its weights change.
-
-    Args:
-        reloaded: makes another engine of the same model, without weights.
-    """
-    yield _no_other_source(engine, works)
-    yield from _sums(engine, batch)
-    # An adapter's first matrix gets a gradient only once its second is not zero.
-    yield gradients_reach(*with_gradient(engine, works, updates=2))
-    yield _same_after_reload(engine, reloaded(), works)
-
-
 def _no_other_source(engine: Engine, works: Sequence[MicroStep]) -> Check:
     steps = []
     for seed in (1, 2):
         np.random.seed(seed)
         random.seed(seed)
         steps.append(step_losses(engine, works))
-    is_same = are_equal(*steps)
-    return Check(
-        name="no other random source",
-        holds=is_same,
-        found="numpy's and Python's generators change nothing"
-        if is_same
-        else "the loss depends on numpy's or Python's random numbers",
-        remedy="draw from torch's global generator, which is seeded for each micro-batch",
+    return _check(
+        "no other random source",
+        are_equal(*steps),
+        "numpy's and Python's generators change nothing",
+        "the loss depends on numpy's or Python's random numbers",
+        "draw from torch's global generator, which is seeded for each micro-batch",
     )
+
+
+def _check(name: str, holds: bool, good: str, bad: str, remedy: str) -> Check:
+    return Check(name=name, holds=holds, found=good if holds else bad, remedy=remedy)
 
 
 def _sums(engine: Engine, batch: MicroBatch) -> Iterator[Check]:
@@ -202,14 +194,12 @@ def _sums(engine: Engine, batch: MicroBatch) -> Iterator[Check]:
     )
     padded = sample_losses(engine, _last_as_padding(batch))
     others = torch.allclose(padded[:-1], whole[:-1], rtol=ROUNDING)
-    is_ignored = bool(padded[-1] == 0) and others
-    yield Check(
-        name="padding adds nothing",
-        holds=is_ignored,
-        found="a row of padding has no loss and changes no other"
-        if is_ignored
-        else "a row of padding changes the loss of others",
-        remedy="compute a sample's loss only from its own row",
+    yield _check(
+        "padding adds nothing",
+        bool(padded[-1] == 0) and others,
+        "a row of padding has no loss and changes no other",
+        "a row of padding changes the loss of others",
+        "compute a sample's loss only from its own row",
     )
 
 
@@ -228,14 +218,12 @@ def _same_after_reload(engine: Engine, reloaded: Engine, works: Sequence[MicroSt
     for shard in reloaded.shards():
         shard.local.copy_(state[shard.name])
     reloaded.finish_load(engine.update_counts())
-    is_same = are_equal(step_losses(engine, works), step_losses(reloaded, works))
-    return Check(
-        name="the next step after a reload is equal",
-        holds=is_same,
-        found="weights, moments and buffers are the whole state"
-        if is_same
-        else "something other than weights, moments and buffers affects the next step",
-        remedy="keep no state in attributes of the module that training changes",
+    return _check(
+        "the next step after a reload is equal",
+        are_equal(step_losses(engine, works), step_losses(reloaded, works)),
+        "weights, moments and buffers are the whole state",
+        "something other than weights, moments and buffers affects the next step",
+        "keep no state in attributes of the module that training changes",
     )
 
 

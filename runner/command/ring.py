@@ -7,7 +7,7 @@ a ``checkpoint.remote`` it lists the whole clean ones; to export one, copy it ba
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -35,39 +35,38 @@ def ring_command(arguments: Sequence[str]) -> int:
     words = "which checkpoint to export; default: the newest proven one"
     parser.add_argument("--serial", type=int, help=words)
     options = parser.parse_args(arguments)
-    if "://" in options.run:
-        return _remote_ring(options.run, verify=options.verify, export=options.export)
-    folder = ring_folder(Path(options.run))
+    is_remote = "://" in options.run
+    if is_remote and options.export:
+        raise ConfigError(
+            f"--export {options.export}: reads local checkpoints; copy a folder of "
+            f"{options.run}/ring into a directory and name that directory"
+        )
+    listed = _remote if is_remote else _local
+    entries, damaged, faults = listed(options.run, verify=options.verify)
+    sentences = [f"damaged: {sentence}" for sentence in [*faults.values(), *damaged]]
+    if not is_remote:
+        sentences += _snapshots(ring_folder(Path(options.run)).parent)
     console = Console(soft_wrap=True)
-    entries, damaged, faults = _listed(folder, verify=options.verify)
-    _print_table(console, entries, faults, verified=options.verify)
-    for sentence in [*faults.values(), *damaged]:
-        console.print(f"damaged: {sentence}", markup=False)
-    for sentence in _snapshots(folder.parent):
+    console.print(_table(entries, faults, verified=options.verify))
+    for sentence in sentences:
         console.print(sentence, markup=False)
     if options.export:
-        for sentence in export_run(folder, Path(options.export), serial=options.serial):
+        for sentence in export_run(Path(options.run), Path(options.export), serial=options.serial):
             console.print(sentence, markup=False)
     intact = [entry for entry in entries if entry.record.serial not in faults]
     return 0 if intact and not faults and not damaged else CheckpointError.exit_code
 
 
-def _remote_ring(url: str, *, verify: bool, export: str | None) -> int:
+# The checkpoints, sentences about damaged manifests, and the other faults, by serial.
+Listed = tuple[list[Entry], list[str], dict[int, str]]
+
+
+def _remote(url: str, *, verify: bool) -> Listed:
     from runner.checkpoint.remote.store import RemoteRing
 
     if problem := url_problem(url):
         raise ConfigError(f"ring: the URL {problem}")
-    if export:
-        raise ConfigError(
-            f"--export {export}: reads local checkpoints; copy a folder of {url}/ring into a "
-            "directory and name that directory"
-        )
-    entries, damaged = RemoteRing(url).entries(verify=verify)
-    console = Console(soft_wrap=True)
-    _print_table(console, entries, {}, verified=verify)
-    for sentence in damaged:
-        console.print(f"damaged: {sentence}", markup=False)
-    return 0 if entries and not damaged else CheckpointError.exit_code
+    return *RemoteRing(url).entries(verify=verify), {}
 
 
 def _snapshots(out: Path) -> list[str]:
@@ -89,12 +88,9 @@ def _snapshots(out: Path) -> list[str]:
     ]
 
 
-def _listed(folder: Path, *, verify: bool) -> tuple[list[Entry], list[str], dict[int, str]]:
-    """The checkpoints, sentences about damaged manifests, and the other faults, by serial.
-
-    A living run retires checkpoints meanwhile: those are left out.
-    """
-    store = CheckpointDirectory(folder)
+def _local(run: str, *, verify: bool) -> Listed:
+    """A living run retires checkpoints meanwhile: those are left out."""
+    store = CheckpointDirectory(ring_folder(Path(run)))
     checked: dict[int, str] = {}
     for _ in range(MOST_LISTINGS):
         entries, damaged = store.entries()
@@ -122,22 +118,15 @@ def _verify(entries: Sequence[Entry]) -> dict[int, str]:
     return faults
 
 
-def _print_table(
-    console: Console, entries: Sequence[Entry], faults: dict[int, str], *, verified: bool
-) -> None:
+def _table(entries: Sequence[Entry], faults: Mapping[int, str], *, verified: bool) -> Table:
     table = Table()
     for title in ("serial", "step", "cursor", "state", "ranks", "size", "verified"):
         table.add_column(title, justify="right" if title != "verified" else "left")
     for entry in entries:
         is_damaged = entry.record.serial in faults
         verification = ("damaged" if is_damaged else "every byte") if verified else "not now"
-        table.add_row(
-            str(entry.record.serial),
-            str(entry.record.step),
-            str(entry.record.cursor),
-            entry.record.state.value,
-            str(entry.manifest.world_size),
-            format_bytes(entry.num_bytes),
-            verification,
-        )
-    console.print(table)
+        record = entry.record
+        numbers = map(str, (record.serial, record.step, record.cursor))
+        ranks, size = str(entry.manifest.world_size), format_bytes(entry.num_bytes)
+        table.add_row(*numbers, record.state.value, ranks, size, verification)
+    return table

@@ -74,9 +74,10 @@ _DRAWN_KINDS = (*_RULED_KINDS, "rollback", "redo", "replica_mismatch")
 def shown(rows: Sequence[AttemptRow]) -> list[Chart]:
     """The curves that have at least one value to draw: positive on a logarithmic scale."""
     applied = [row for row in rows if row.is_applied]
-    lowest = {curve: 0.0 if curve.is_log else -math.inf for curve in CURVES}
     return [
-        curve for curve in CURVES if any(getattr(row, curve.key) > lowest[curve] for row in applied)
+        curve
+        for curve in CURVES
+        if bounds((getattr(row, curve.key) for row in applied), is_log=curve.is_log)
     ]
 
 
@@ -194,15 +195,10 @@ def ticks(scale: tuple[float, float], *, is_log: bool) -> list[float]:
 
 def number(value: float) -> str:
     """A number on an axis: 0.003, 1.2, 17k."""
-    if value == 0:
-        return "0"
-    if abs(value) >= 1e4:
-        for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-            if abs(value) >= size:
-                return f"{value / size:.3g}{unit}"
-    if abs(value) >= 1e3:
-        return f"{value:.0f}"
-    return f"{value:.3g}" if abs(value) >= 1e-3 else f"{value:.1e}"
+    for unit, size, least in (("G", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e3, 1e4), ("", 1.0, 1e3)):
+        if abs(value) >= least:
+            return f"{value / size:.0f}" if not unit else f"{value / size:.3g}{unit}"
+    return f"{value:.3g}" if abs(value) >= 1e-3 or not value else f"{value:.1e}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

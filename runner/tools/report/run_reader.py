@@ -347,10 +347,7 @@ class RunStatus:
 
     def sentence(self) -> str:
         """One sentence with what a person needs first."""
-        losses = [
-            *([f"loss {self.loss:.4f}"] if self.loss is not None else []),
-            *([f"held-out {self.eval_loss:.4f}"] if self.eval_loss is not None else []),
-        ]
+        losses = [f"{name} {text}" for name, text in self.numbers() if name in ("loss", "held-out")]
         numbers = f"; {', '.join(losses)} nats per token" if losses else ""
         return f"{self._progress()}{numbers}. {self._safety()}"
 
