@@ -32,6 +32,7 @@ from runner.run_dir.paths import RunDir
 from runner.system.error import CheckpointError, ConfigError, CorruptCheckpoint, RetiredCheckpoint
 from runner.system.files import write_durably
 from runner.system.json_lines import iter_lines, step_of
+from runner.tools.report.markup import plain
 
 _SHARD_BYTES = 4 << 30
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -310,13 +311,7 @@ def _unproven(out: RunDir) -> dict[int, str]:
     if not out.journal.exists():
         return {}
     lines = (line for line in iter_lines(out.journal) if line.get("kind") == "unproven")
-    return {step_of(line): _shown(line.get("reason")) for line in lines}
-
-
-def _shown(reason: object) -> str:
-    """A stored sentence for a terminal: shortened, and without control characters."""
-    text = str(reason)[:_MOST_CHARACTERS]
-    return text if text.isprintable() else repr(text)
+    return {step_of(line): plain(str(line.get("reason"))[:_MOST_CHARACTERS]) for line in lines}
 
 
 def _steps(out: RunDir) -> int | None:

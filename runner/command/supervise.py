@@ -166,26 +166,25 @@ def run_command(arguments: Sequence[str]) -> int:
         ) from None
     if num_groups < 1:
         raise ConfigError(f"--progress {options.progress!r}: needs a group, such as step (\\d+)")
-    start, busy = options.quiet_start, options.quiet_busy
+    quiet, start, busy = options.quiet, options.quiet_start, options.quiet_busy
     if start is None:
-        start = max(_START_SECONDS, options.quiet) if options.quiet else 0.0
+        start = max(_START_SECONDS, quiet) if quiet else 0.0
     if busy is None:
-        busy = _BUSY * options.quiet
+        busy = _BUSY * quiet
     at_least(0, quiet=options.quiet, quiet_start=start)
     at_least(options.quiet, quiet_busy=busy)
-    rules = replace(rules_of(options, diagnose=False), measure="step")
     environment = dict(variables())
     supervisor = ScriptSupervisor(
         command,
         environment,
         watched=Watched(
-            quiet_seconds=options.quiet,
+            quiet_seconds=quiet,
             busy_seconds=busy,
             start_seconds=start,
             progress=options.progress,
             folder=options.out,
         ),
-        rules=rules,
+        rules=replace(rules_of(options, diagnose=False), measure="step"),
         launch_id=new_launch_id(environment),
         say=lambda text: _log.info("run: %s", text),
     )
@@ -201,26 +200,11 @@ def _run_options() -> Parser:
     parser.option("--out", Path("holdfast-run"), words, metavar="DIR")
     words = "without output or work on its GPUs before it counts as hung; 0: never"
     parser.option("--quiet", 600.0, words, metavar="SECONDS")
-    parser.add_argument(
-        "--quiet-start",
-        type=float,
-        metavar="SECONDS",
-        help="the same before its first step (imports, weights, compilation); 0: never; "
-        "default the larger of 600 and --quiet",
-    )
-    parser.add_argument(
-        "--quiet-busy",
-        type=float,
-        metavar="SECONDS",
-        help="without output while its GPUs are busy, as they are in a hung collective; "
-        "default three times --quiet",
-    )
-    parser.add_argument(
-        "--progress",
-        default=PROGRESS,
-        metavar="PATTERN",
-        help="finds the step in a line of output, as its first group; default: step 12, "
-        "iter: 12, 12/500 [",
-    )
+    words = "the same before its first step; 0: never; default the larger of 600 and --quiet"
+    parser.add_argument("--quiet-start", type=float, metavar="SECONDS", help=words)
+    words = "the same while its GPUs are busy, as in a hung collective; default three times --quiet"
+    parser.add_argument("--quiet-busy", type=float, metavar="SECONDS", help=words)
+    words = "finds the step in a line, as its first group; default: step 12, iter: 12, 12/500 ["
+    parser.add_argument("--progress", default=PROGRESS, metavar="PATTERN", help=words)
     add_restart_options(parser)
     return parser

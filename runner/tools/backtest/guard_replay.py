@@ -20,7 +20,6 @@ from runner.policy.decision.episode import Diagnosis
 from runner.policy.decision.history import History, Incident, discard_incident
 from runner.policy.decision.judge import Baseline, Kind
 from runner.policy.decision.ladder import (
-    Action,
     Apply,
     BadStepTracker,
     Discard,
@@ -39,12 +38,6 @@ from runner.policy.retention.retire import retire
 # States kept to follow recorded restarts.
 _STATES_KEPT = 1000
 _ROWS_AT_ONCE = 1000  # rows between reports of progress
-_ACTIONS: dict[type[Action], str] = {
-    Discard: "discard",
-    Rollback: "rollback",
-    Rebaseline: "rebaseline",
-    Halt: "halt",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +199,7 @@ class GuardReplay:
             Decision(
                 row=row,
                 verdict=kind.value,
-                action=_ACTIONS[type(action)],
+                action=type(action).__name__.lower(),
                 reason=action.reason,
                 onset=ruling.onset,
                 num_undone=undone,

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from runner.system.parsing import NONFINITE
@@ -62,33 +63,15 @@ def is_odd(row: AttemptRow, line: Mapping[str, Any]) -> bool:
 _WATCHED = (4, 5, 6, 8)
 
 
-class Column:
-    """Neighbouring attempts: for each curve the rows with its lowest and highest value."""
-
-    __slots__ = ("first", "high", "low")
-
-    def __init__(self, row: AttemptRow) -> None:
-        self.first = row
-        self.low = [row] * len(_WATCHED)
-        self.high = [row] * len(_WATCHED)
-
-    def add(self, row: AttemptRow) -> None:
-        low, high = self.low, self.high
-        for place, name in enumerate(_WATCHED):
-            value: float = row[name]  # type: ignore[assignment]
-            if value < low[place][name] or low[place][name] != low[place][name]:  # type: ignore[operator]
-                low[place] = row
-            if value > high[place][name] or high[place][name] != high[place][name]:  # type: ignore[operator]
-                high[place] = row
-
-    def join(self, later: Column) -> None:
-        for row in (*later.low, *later.high):
-            self.add(row)
-
-    def rows(self) -> Iterator[AttemptRow]:
-        yield self.first
-        yield from self.low
-        yield from self.high
+def _extremes(rows: Sequence[AttemptRow]) -> list[AttemptRow]:
+    """The first of neighbouring attempts, and for each curve its lowest and its highest."""
+    kept = {rows[0].attempt: rows[0]}
+    for place in _WATCHED:
+        known = [row for row in rows if row[place] == row[place]]
+        for choose in (min, max) if known else ():
+            row = choose(known, key=itemgetter(place))
+            kept[row.attempt] = row
+    return [kept[attempt] for attempt in sorted(kept)]
 
 
 class Thinned:
@@ -104,7 +87,7 @@ class Thinned:
         self._most_columns = 2 * columns
         self._near = near
         self._most_near = most_near
-        self._columns: list[Column] = []
+        self._columns: list[list[AttemptRow]] = []  # the last one has all of its rows
         self._width = 1
         # By attempt: the distance to the nearest odd row, and the row.
         self._kept: dict[int, tuple[int, AttemptRow]] = {}
@@ -115,13 +98,9 @@ class Thinned:
 
     def add(self, row: AttemptRow, *, odd: bool) -> None:
         """Add the next row; if ``odd``, the rows around it are kept."""
-        column = self.num_rows // self._width
-        if column < len(self._columns):
-            self._columns[column].add(row)
-        else:
-            self._columns.append(Column(row))
-            if len(self._columns) > self._most_columns:
-                self._double()
+        if self.num_rows % self._width == 0:
+            self._begin_column()
+        self._columns[-1].append(row)
         if odd:
             self._odd = row.attempt
             for earlier in self._before:
@@ -136,18 +115,21 @@ class Thinned:
 
     def rows(self) -> list[AttemptRow]:
         """The chosen rows in order, without duplicates."""
-        by_attempt = {row.attempt: row for column in self._columns for row in column.rows()}
+        columns = [*self._columns[:-1], *map(_extremes, self._columns[-1:])]
+        by_attempt = {row.attempt: row for column in columns for row in column}
         by_attempt |= {attempt: row for attempt, (_, row) in self._kept.items()}
         if self.last is not None:
             by_attempt[self.last.attempt] = self.last
         return [by_attempt[attempt] for attempt in sorted(by_attempt)]
 
-    def _double(self) -> None:
-        pairs = list(self._columns)
-        for at in range(0, len(pairs) - 1, 2):
-            pairs[at].join(pairs[at + 1])
-        self._columns = pairs[::2]
-        self._width *= 2
+    def _begin_column(self) -> None:
+        columns = self._columns
+        columns[-1:] = map(_extremes, columns[-1:])
+        if len(columns) == self._most_columns:
+            pairs = zip(columns[::2], columns[1::2], strict=True)
+            self._columns = [_extremes(one + other) for one, other in pairs]
+            self._width *= 2
+        self._columns.append([])
 
     def _keep(self, distance: int, row: AttemptRow) -> None:
         kept = self._kept.get(row.attempt)

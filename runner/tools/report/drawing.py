@@ -19,7 +19,7 @@ import numpy as np
 
 from runner.system.parsing import json_text
 from runner.tools.report.attempts import AttemptRow
-from runner.tools.report.markup import Html, cut, join, legend, tag
+from runner.tools.report.markup import Html, cut, figure, join, legend, tag
 from runner.tools.report.run_reader import Mark, RunReader
 from runner.tools.report.side_files import Grid
 
@@ -430,13 +430,9 @@ def lines(
         for place, points in enumerate(drawn.values())
     ]
     rulers = plane.rulers((x, f"{x:,.0f}") for x in places)
-    return tag(
-        "figure",
-        tag("figcaption", title, tag("small", f" {unit}, over {x_label}")),
-        svg(title, *rulers, *shapes, height=HEIGHT, cls="still", preserveAspectRatio=None),
-        legend((sign(place), name) for place, name in enumerate(drawn)),
-        cls=cls or None,
-    )
+    picture = svg(title, *rulers, *shapes, height=HEIGHT, cls="still", preserveAspectRatio=None)
+    signs = legend((sign(place), name) for place, name in enumerate(drawn))
+    return figure(title, f"{unit}, over {x_label}", picture, signs, cls=cls or None)
 
 
 def sign(place: int) -> Html:
@@ -622,9 +618,9 @@ def heat(picture: Picture, title: str, unit: str) -> Html:
         "log": picture.is_log,
         "cells": base64.b64encode(picture.places).decode(),
     }
-    return tag(
-        "figure",
-        tag("figcaption", title, tag("small", f" {unit}")),
+    return figure(
+        title,
+        unit,
         framed(
             _cells(picture, rows * height),
             frame,

@@ -117,12 +117,8 @@ def _incident(
     evidence = run.evidence(numbers[0]) if numbers and is_late else None
     names = list(dict.fromkeys(name for line in lines for name in line.sample_ids))
     at = [attempts[id(line)] for line in lines if id(line) in attempts]
-    zoom = None
-    if at:
-        zoom = tag(
-            "button", "show in the curves", type="button", cls="zoom",
-            data_from=min(at), data_to=max(at), hidden=True,
-        )  # fmt: skip
+    place = {"data_from": min(at), "data_to": max(at)} if at else {}
+    zoom = tag("button", "show in the curves", type="button", cls="zoom", **place, hidden=True)
     title = [tag("span", f"Step {group[0].step:,}: {_summary(lines)}")]
     if causes:
         title.append(tag("span", str(causes[0]["cause"])[:60], cls="verdict"))
@@ -138,7 +134,7 @@ def _incident(
     ]
     return tag(
         "li",
-        tag("h4", tag("span", *title), zoom),
+        tag("h4", tag("span", *title), zoom if at else None),
         _facts(facts),
         _names(names, _MOST_NAMES if is_late else _FEW_NAMES),
         *(_evidence(*evidence) if evidence is not None else []),
@@ -243,9 +239,8 @@ def _evidence(probes: Mapping[str, Any], samples: str) -> list[Html]:
 def _names(names: Sequence[str], most: int) -> Html | None:
     if not names:
         return None
-    items = [tag("li", name) for name in names[:most]]
-    if len(names) > most:
-        items.append(tag("li", f"and {len(names) - most} more in journal.jsonl"))
+    more = [f"and {len(names) - most} more in journal.jsonl"] if len(names) > most else []
+    items = (tag("li", name) for name in [*names[:most], *more])
     summary = "1 suspected sample" if len(names) == 1 else f"{len(names)} suspected samples"
     return details(summary, tag("ul", *items))
 
@@ -263,20 +258,15 @@ def _reasons(
 
 
 def _without_known(reason: str, known_texts: Sequence[str]) -> str:
-    for known_text in known_texts:
-        if reason.startswith(known_text):
-            return reason[len(known_text) :].lstrip("; ")
-    return reason
+    known = next(filter(reason.startswith, known_texts), None)
+    return reason if known is None else reason.removeprefix(known).lstrip("; ")
 
 
 def _cost(lines: Sequence[Line]) -> str:
     steps = sum(line.cost_steps for line in lines)
     seconds = sum(line.cost_seconds for line in lines)
-    costs = [
-        *(["1 step" if steps == 1 else f"{steps:,} steps"] if steps else []),
-        *([took(seconds)] if seconds else []),
-    ]
-    return ", ".join(costs)
+    step_text = "1 step" if steps == 1 else f"{steps:,} steps" if steps else ""
+    return ", ".join(filter(None, [step_text, took(seconds) if seconds else ""]))
 
 
 def _texts(value: object) -> list[str]:

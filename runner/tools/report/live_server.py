@@ -9,6 +9,7 @@ resolves to 127.0.0.1 (DNS rebinding).
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 import time
 from collections import deque
@@ -183,12 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _is_own(hosts: list[str]) -> bool:
     """Whether the Host header names this machine; any port, because a tunnel may have another."""
-    if len(hosts) != 1:
-        return False
-    name, colon, port = hosts[0].rpartition(":")
-    if colon and port.isdigit():
-        return name.lower() in _HOSTS
-    return hosts[0].lower() in _HOSTS
+    return len(hosts) == 1 and re.sub(r":\d+$", "", hosts[0].lower()) in _HOSTS
 
 
 def _number(query_fields: dict[str, list[str]], name: str) -> int:

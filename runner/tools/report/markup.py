@@ -72,9 +72,19 @@ def details(summary: str, *parts: object) -> Html:
     return tag("details", tag("summary", summary), *parts)
 
 
-def legend(entries: Iterable[tuple[Html, str]]) -> Html:
-    """What each sign means."""
-    return tag("ul", *(tag("li", sign, label) for sign, label in entries), cls="legend")
+def legend(entries: Iterable[tuple[Html | str, str]]) -> Html:
+    """What each sign means; a sign is an element, or the class of a small one."""
+    signs = (
+        (sign if isinstance(sign, Html) else tag("span", cls=sign), label)
+        for sign, label in entries
+    )
+    return tag("ul", *(tag("li", sign, label) for sign, label in signs), cls="legend")
+
+
+def figure(title: str, remark: str, *parts: object, **attributes: object) -> Html:
+    """A figure with its title and a remark in small letters."""
+    caption = tag("figcaption", title, tag("small", f" {remark}"))
+    return tag("figure", caption, *parts, **attributes)
 
 
 def _name(key: str) -> str:

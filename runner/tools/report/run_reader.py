@@ -349,7 +349,7 @@ class RunStatus:
         """One sentence with what a person needs first."""
         losses = [f"{name} {text}" for name, text in self.numbers() if name in ("loss", "held-out")]
         numbers = f"; {', '.join(losses)} nats per token" if losses else ""
-        return f"{self._progress()}{numbers}. {self._safety()}"
+        return f"{self._state()}{numbers}. {self._safety()}"
 
     def numbers(self) -> list[tuple[str, str]]:
         """Name and text of the known numbers besides step and losses."""
@@ -364,9 +364,12 @@ class RunStatus:
             ("restarts", f"{self.restarts:,}"),
         ]
 
-    def _progress(self) -> str:
-        of = f" of {self.total:,}" if self.total is not None else ""
-        at = f"step {self.step:,}{of}"
+    def progress(self) -> str:
+        """The step, and of how many."""
+        return f"{self.step:,}" + (f" of {self.total:,}" if self.total is not None else "")
+
+    def _state(self) -> str:
+        at = f"step {self.progress()}"
         if self.status == "running":
             eta = "" if self.eta_seconds is None else f", about {duration(self.eta_seconds)} to go"
             return f"Running: {at}{eta}"

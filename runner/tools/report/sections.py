@@ -35,6 +35,7 @@ from runner.tools.report.incident import CHANGE_KINDS, Line, ints, list_of
 from runner.tools.report.markup import (
     Html,
     details,
+    figure,
     join,
     legend,
     note,
@@ -105,8 +106,7 @@ _POINTS = 600  # of a run that is compared
 
 def head(run: RunReader, now: RunStatus) -> Html:
     """The run's state in one sentence, and its numbers."""
-    of = f" of {now.total:,}" if now.total is not None else ""
-    facts = [("step", f"{now.step:,}{of}"), *now.numbers()]
+    facts = [("step", now.progress()), *now.numbers()]
     tiles = (tag("div", tag("dt", name), tag("dd", value)) for name, value in facts)
     damaged = run.num_damaged
     return join(
@@ -156,13 +156,7 @@ def curves(run: RunReader, number: int) -> Html | None:
     if not drawn_curves:
         return None
     figures = (
-        tag(
-            "figure",
-            tag("figcaption", curve.title, tag("small", f" {curve.unit}")),
-            drawing(run, curve),
-            cls="chart",
-            data_curve=curve.key,
-        )
+        figure(curve.title, curve.unit, drawing(run, curve), cls="chart", data_curve=curve.key)
         for curve in drawn_curves
     )
     return section(
@@ -190,8 +184,7 @@ def legend_of(run: RunReader) -> Html:
         (any(one.state is State.clean for one in run.checkpoints()), ("proven",)),
     ):
         present |= set(names) if is_present else set()
-    signs = (name for name in _LEGEND if name in present)
-    return legend((tag("span", cls=f"sign {name}"), _LEGEND[name]) for name in signs)
+    return legend((f"sign {name}", text) for name, text in _LEGEND.items() if name in present)
 
 
 # -- the stream ------------------------------------------------------------------------------
@@ -208,10 +201,9 @@ def stream(run: RunReader) -> Html | None:
     skipped = sum(stop - start for start, stop in ranges)
     end = max([cursor, *(stop for _, stop in ranges)])
     planned = max(end, _planned(settings) + skipped)
-    text = f"{cursor:,} positions read or skipped"
-    text += f" of about {planned:,}" if planned > end else ""
     count = f"{len(ranges):,} range{'' if len(ranges) == 1 else 's'}"
-    text += f"; {skipped:,} skipped for good in {count}" if ranges else "; none skipped"
+    of = f" of about {planned:,}" if planned > end else ""
+    lost = f"{skipped:,} skipped for good in {count}" if ranges else "none skipped"
     rows = [[f"{start:,}", f"{stop - 1:,}", f"{stop - start:,}"] for start, stop in ranges]
     more = len(rows) - _MOST_RANGES
     skipped_rows = details(
@@ -221,8 +213,8 @@ def stream(run: RunReader) -> Html | None:
     )
     keys = {
         "read": "read",
-        **({"skipped": "skipped for good"} if ranges else {}),
-        **({"to-come": "to come"} if planned > end else {}),
+        "skipped": "skipped for good" if ranges else "",
+        "to-come": "to come" if planned > end else "",
         "streamed": "in the stream",
         "held": "held out",
     }
@@ -230,9 +222,9 @@ def stream(run: RunReader) -> Html | None:
         "stream",
         "The stream",
         _strip(planned, cursor, ranges),
-        tag("p", f"{text}."),
+        tag("p", f"{cursor:,} positions read or skipped{of}; {lost}."),
         *_held_out(settings),
-        legend((tag("span", cls=f"key {name}"), label) for name, label in keys.items()),
+        legend((f"key {name}", label) for name, label in keys.items() if label),
         skipped_rows if rows else None,
     )
 
@@ -283,11 +275,9 @@ def layers(run: RunReader) -> Html | None:
         if name in fold.grids and (shown := picture(fold.grids[name])) is not None:
             title = LAYER_QUANTITIES.get(name, name)
             drawn.append(heat(shown, title[:1].upper() + title[1:], "by layer, over inspections"))
-    numbers = [
-        figure
-        for name, row in zip(fold.model.names, fold.model.cells(), strict=True)
-        if (figure := small(_MODEL_LABELS.get(name, name), row)) is not None
-    ][:_MOST_SMALL]
+    rows = zip(fold.model.names, fold.model.cells(), strict=True)
+    smalls = (small(_MODEL_LABELS.get(name, name), row) for name, row in rows)
+    numbers = [drawn_number for drawn_number in smalls if drawn_number is not None][:_MOST_SMALL]
     if not drawn and not numbers:
         return None
     remark = (
@@ -309,9 +299,9 @@ def position(run: RunReader) -> Html | None:
     """The loss along the sequence, early and late in the run."""
     fold = run.fold.layers
     last = len(fold.profiles) - 1
-    places = {round(index * last / (_PROFILES - 1)) for index in range(_PROFILES)}
+    places = {round(index * last / (_PROFILES - 1)) for index in range(_PROFILES) if last >= 0}
     profiles: dict[str, list[Point]] = {}
-    for step, profile in (fold.profiles[at] for at in sorted(places, reverse=True) if last >= 0):
+    for step, profile in (fold.profiles[at] for at in sorted(places, reverse=True)):
         width = fold.positions / len(profile)
         profiles[f"step {step:,}"] = [((at + 0.5) * width, y) for at, y in enumerate(profile)]
     drawn = lines("Early and late in the run", _UNIT, profiles, x_label="positions of a sequence")
@@ -330,16 +320,11 @@ def source(run: RunReader) -> Html | None:
     names = list(dict.fromkeys([*fold.samples, *fold.newest]))
     if not names:
         return None
-    whole = sum(fold.samples.values()) or 1
-    rows = [
-        [
-            name,
-            f"{fold.samples.get(name, 0):,}",
-            f"{fold.samples.get(name, 0) / whole:.1%}",
-            f"{fold.newest[name]:.4f}" if name in fold.newest else "",
-        ]
-        for name in names[:_MOST_SOURCES]
-    ]
+    whole, rows = sum(fold.samples.values()) or 1, []
+    for name in names[:_MOST_SOURCES]:
+        count = fold.samples.get(name, 0)
+        loss = f"{fold.newest[name]:.4f}" if name in fold.newest else ""
+        rows.append([name, f"{count:,}", f"{count / whole:.1%}", loss])
     more = len(names) - _MOST_SOURCES
     return section(
         "source",
@@ -360,10 +345,8 @@ def ranks(run: RunReader) -> Html | None:
     """Times of the ranks: which rank was slow, and whether its device was."""
     fold = run.fold.ranks
     drawn = []
-    for grid, title in (
-        (fold.own, "Own time of a step: data and Python before its first collective"),
-        (fold.device, "One fixed computation on each device"),
-    ):
+    own = "Own time of a step: data and Python before its first collective"
+    for grid, title in ((fold.own, own), (fold.device, "One fixed computation on each device")):
         shown = picture(grid) if len(grid.names) > 1 else None
         if shown is not None and shown.high <= _ALIKE * shown.low and not shown.has_above:
             seconds = number(shown.high)
@@ -419,8 +402,8 @@ def _stored(run: RunReader) -> list[list[object]]:
 
 def _changes(copy: TierCopy) -> list[tuple[float, State]]:
     """Since when the copy had each of its states."""
-    times = (copy.saved, copy.clean, copy.tainted)
-    return [(time, state) for time, state in zip(times, _STATE_LABELS, strict=True) if time]
+    times = zip((copy.saved, copy.clean, copy.tainted), _STATE_LABELS, strict=True)
+    return [(time, state) for time, state in times if time]
 
 
 def _life(run: RunReader) -> Html | None:
@@ -444,13 +427,9 @@ def _life(run: RunReader) -> Html | None:
         )
         for tier in tiers
     )
-    remark = " a bar is a checkpoint from its save to its end; higher is a later step"
-    caption = tag("figcaption", "Over time", tag("small", remark))
-    signs = (
-        (tag("span", cls=f"sign life-{state.value}"), label)
-        for state, label in _STATE_LABELS.items()
-    )
-    return tag("figure", caption, *figures, legend(signs), cls="life")
+    remark = "a bar is a checkpoint from its save to its end; higher is a later step"
+    labels = ((f"sign life-{state.value}", label) for state, label in _STATE_LABELS.items())
+    return figure("Over time", remark, *figures, legend(labels), cls="life")
 
 
 def _across(places: AttemptIndex, first: float, end: float) -> Callable[[float], float]:
@@ -475,12 +454,12 @@ def _lane(
     across: Callable[[float], float],
 ) -> list[Html]:
     shapes = [tag("rect", x=0, y=0, width=WIDTH, height=_LANE, cls="lane")]
+
     # If there are very many: existing ones first, then tainted, then longest lived.
-    weighed = sorted(
-        copies,
-        key=lambda copy: (copy.gone is None, copy.tainted is not None, copy.lived()),
-        reverse=True,
-    )[:_MOST_BARS]
+    def weight(copy: TierCopy) -> tuple[bool, bool, float]:
+        return copy.gone is None, copy.tainted is not None, copy.lived()
+
+    weighed = sorted(copies, key=weight, reverse=True)[:_MOST_BARS]
     for copy in sorted(weighed, key=lambda copy: copy.saved):
         y = 5 + (_LANE - 10) * (1 - copy.step / last_step)
         changes = _changes(copy)
