@@ -157,7 +157,7 @@ def _values(options: Namespace) -> Values:
 def _check(values: Values) -> None:
     missing = [name for name in _INPUTS if name not in values]
     if missing:
-        # The restart from memory follows from the other.
+        # --memory-restart-seconds follows from --restart-seconds.
         asked = [_option(name) for name in missing if name != "memory_restart_seconds"]
         options = ", ".join(asked).replace("--state-gb", "--params or --state-gb")
         raise ConfigError(

@@ -5,9 +5,9 @@ exports, trainer_state.json of Hugging Face's trainer; a folder with metrics.jso
 counts as one curve. Options name the columns, where common names do not find them; what is not
 there is not judged.
 
-update-ratio: norm of a step's update over that of the weights. layer-ratio: gradient norm of the
-first quarter of the layers over the last's. entropy: of a batch's tokens. corpus-entropy: of the
-corpus' (unigram, nats), a column or one number.
+--eval-loss: held out. --update-ratio: norm of a step's update over that of the weights.
+--layer-ratio: gradient norm of the first quarter of the layers over the last's. --entropy: of a
+batch's tokens. --corpus-entropy: of the corpus' (unigram, nats), a column or one number.
 """
 
 from __future__ import annotations

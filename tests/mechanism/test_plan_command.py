@@ -165,7 +165,7 @@ def test_the_table_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["plan", "model=tiny"], "which needs to know over how many ranks: --ranks N"),
         ([*MEMORY, "--nodes", "4"], "--nodes: not with --ranks"),
-        (["plan", "--ranks", "0", "model=tiny"], "--ranks 0: must be at least 1"),
+        (["plan", "--ranks", "0", "model=tiny"], "--ranks 0: at least 1"),
         ([*MEMORY, "--room-gib", "-1"], "--room-gib -1.0: must be more than 0"),
         ([*MEMORY, "parallel=zero1", "optim=muon", "compute.precision=bf16"], "flat partitions"),
     ],
