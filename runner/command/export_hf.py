@@ -24,17 +24,7 @@ from runner.convert.model_config import llama_config, llama_name
 from runner.convert.tokenizer_files import copy_tokenizer, write_byte_tokenizer
 from runner.convert.weights import open_pretrained
 from runner.data.tokenizer import BYTE_END, BYTE_VOCAB_SIZE, open_codec
-from runner.model.pretrained import (
-    base_name,
-    base_network,
-    build,
-    is_adapter,
-    kept_buffers,
-    layout_on_disk,
-    part_shape,
-    read_config,
-    read_tree,
-)
+from runner.model import pretrained
 from runner.model.recompute import NONE
 from runner.model.recorded import record
 from runner.run_dir.paths import RunDir
@@ -85,7 +75,9 @@ class HfExport:
         return self._whole(entry, model)
 
     def _adapters(self, entry: Entry, model: _Model) -> Layout:
-        own = {name: shape for name, shape in shapes_in(entry).items() if is_adapter(name)}
+        own = {
+            name: shape for name, shape in shapes_in(entry).items() if pretrained.is_adapter(name)
+        }
         return Layout(
             stem="adapter_model",
             tensors={
@@ -99,11 +91,11 @@ class HfExport:
     def _whole(self, entry: Entry, model: _Model) -> Layout:
         """All weights, with their adapters merged."""
         shapes = shapes_in(entry)
-        own = {base_name(name): output for name, output in buffers_in(entry).items()}
+        own = {pretrained.base_name(name): output for name, output in buffers_in(entry).items()}
         tensors: dict[str, Output] = {}
         for name, shape in shapes.items():
             layer = name.removesuffix(_ADAPTED)
-            if is_adapter(name):
+            if pretrained.is_adapter(name):
                 continue
             if experts := model.experts(name, shape):
                 tensors |= experts
@@ -111,7 +103,7 @@ class HfExport:
             output = Output(shape, name)
             if name.endswith(_ADAPTED) and f"{layer}.lora_A.{_ADAPTER}.weight" in shapes:
                 output = Output(shape, layer, model.merged)
-            tensors[model.stored_name(base_name(name))] = output
+            tensors[model.stored_name(pretrained.base_name(name))] = output
         return Layout(
             stem="model",
             tensors={**tensors, **model.buffers(), **own},
@@ -152,9 +144,10 @@ class _Model:
         stored = run.pretrained
         self._files = stored if (stored / _CONFIG).is_file() else self._path
         self._lora = lora
-        config = read_config(self._files)
-        self._network = record(lambda: build(config, lora, recompute=NONE)).network
-        self._layout = layout_on_disk(self._network)  # raises for one that is not written
+        config = pretrained.read_config(self._files)
+        self._network = record(lambda: pretrained.build(config, lora, recompute=NONE)).network
+        # Raises for one that is not written.
+        self._layout = pretrained.layout_on_disk(self._network)
 
     def stored_name(self, name: str) -> str:
         """The name of a tensor on disk: other programs know models with experts by these."""
@@ -162,12 +155,12 @@ class _Model:
 
     def experts(self, name: str, shape: tuple[int, ...]) -> dict[str, Output]:
         """The tensors that a parameter with several experts is stored as; empty if it has none."""
-        own = base_name(name)
+        own = pretrained.base_name(name)
         fusion = self._layout.fusion_of(own)
         if fusion is None or not shape:
             return {}
         names = [self.stored_name(one) for one in fusion.names(own, shape[0])]
-        cut = _Cut(part_shape(shape, len(names)))
+        cut = _Cut(pretrained.part_shape(shape, len(names)))
         return {
             stored: Output(cut.shape, name, partial(cut, number))
             for number, stored in enumerate(names)
@@ -185,8 +178,8 @@ class _Model:
     def buffers(self) -> dict[str, Output]:
         """Untrained tensors that belong to the weights, as the folder had them."""
         outputs: dict[str, Output] = {}
-        for name, buffer in kept_buffers(self._network).items():
-            weights, own = open_pretrained(self._path), base_name(name)
+        for name, buffer in pretrained.kept_buffers(self._network).items():
+            weights, own = open_pretrained(self._path), pretrained.base_name(name)
             if own in weights.shapes:
                 values = weights.read(own, 0, buffer.numel()).view(buffer.shape)
                 outputs[own] = Output(tuple(buffer.shape), own, partial(_constant, values))
@@ -194,10 +187,10 @@ class _Model:
 
     def write_files(self, folder: Path, *, dtype: str) -> Sequence[str]:
         """``config.json``, the generation's and the tokenizer's files."""
-        tree = read_tree(self._files / _CONFIG)
+        tree = pretrained.read_tree(self._files / _CONFIG)
         # Newer releases write dtype, and read both.
         tree = {name: value for name, value in tree.items() if name not in ("dtype", "auto_map")}
-        classes = [type(base_network(self._network)).__name__]
+        classes = [type(pretrained.base_network(self._network)).__name__]
         write_json(folder / _CONFIG, {**tree, "architectures": classes, "torch_dtype": dtype})
         if (self._files / _GENERATION).is_file():
             shutil.copyfile(self._files / _GENERATION, folder / _GENERATION)
