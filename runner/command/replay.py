@@ -8,6 +8,7 @@ more, in this process. Does not write to OUT.
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from runner.command.bar import Bar
 from runner.run_dir.paths import SAMPLES, RunDir, explanations, read_explanation
 from runner.system.error import ConfigError
 from runner.system.parsing import json_text
+from runner.tools.report.follow import number as number_of
 from runner.tools.report.incident import list_of
 from runner.tools.report.markup import plain
 
@@ -155,10 +157,8 @@ def repeated_lines(
 
 
 def _number(value: Any) -> str:
-    try:
-        return f"{value:.5g}" if isinstance(value, int | float) else "NaN or Inf"
-    except OverflowError:  # a whole number beyond any double
-        return "NaN or Inf"
+    finite = number_of(value)
+    return "NaN or Inf" if math.isnan(finite) else f"{finite:.5g}"
 
 
 def _list(tree: Mapping[str, Any], name: str) -> list[Any]:

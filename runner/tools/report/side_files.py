@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from runner.tools.report.follow import number, whole
@@ -242,37 +242,32 @@ class TierCopy:
         return (self.gone or self.saved) - self.saved
 
 
-@dataclass(slots=True)
-class _Tier:
-    live: dict[int, TierCopy] = field(default_factory=dict)
-    gone: list[TierCopy] = field(default_factory=list)
-
-
 class RingFold:
     """The contents of ``ring.jsonl``: the states of each copy of a checkpoint."""
 
     def __init__(self) -> None:
-        self._tiers = {tier: _Tier() for tier in TIERS}
+        self._live: dict[str, dict[int, TierCopy]] = {tier: {} for tier in TIERS}
+        self._gone: dict[str, list[TierCopy]] = {tier: [] for tier in TIERS}
 
     def add(self, line: Mapping[str, Any]) -> None:
         name, serial, time = line.get("tier"), line.get("serial"), number(line.get("time"))
         if name not in TIERS or type(serial) is not int or math.isnan(time):
             return
-        tier, state = self._tiers[name], line.get("state")
+        live, gone, state = self._live[name], self._gone[name], line.get("state")
         if state == "committed":
-            tier.live[serial] = TierCopy(serial=serial, step=whole(line.get("of")), saved=time)
-        elif serial in tier.live and state in ("clean", "tainted", "gone"):
-            setattr(tier.live[serial], state, time)
+            live[serial] = TierCopy(serial=serial, step=whole(line.get("of")), saved=time)
+        elif serial in live and state in ("clean", "tainted", "gone"):
+            setattr(live[serial], state, time)
             if state == "gone":
-                tier.gone.append(tier.live.pop(serial))
-        if len(tier.gone) > 2 * _MOST_GONE:
-            tier.gone = sorted(tier.gone, key=TierCopy.lived, reverse=True)[:_MOST_GONE]
+                gone.append(live.pop(serial))
+        if len(gone) > 2 * _MOST_GONE:
+            gone[:] = sorted(gone, key=TierCopy.lived, reverse=True)[:_MOST_GONE]
 
     def copies(self, tier: str) -> list[TierCopy]:
         """The copies of one tier in the order of their saves; the longest lived if very many."""
-        copies = [*self._tiers[tier].gone, *self._tiers[tier].live.values()]
+        copies = [*self._gone[tier], *self._live[tier].values()]
         return sorted(copies, key=lambda copy: copy.saved)
 
     def live(self, tier: str) -> list[TierCopy]:
         """The copies that still exist, by serial."""
-        return sorted(self._tiers[tier].live.values(), key=lambda copy: copy.serial)
+        return sorted(self._live[tier].values(), key=lambda copy: copy.serial)
