@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from runner.command.arguments import Parser
 from runner.run_dir.paths import RunDir
 from runner.system.environment import variables
 from runner.system.error import EXIT_CRASH, EXIT_DONE
-from runner.system.json_lines import iter_lines
+from runner.system.json_lines import read_lines
 
 # A tiny decoder and a synthetic language. FP32 is fast on every processor.
 SETTINGS = (
@@ -38,15 +39,22 @@ SETTINGS = (
 )
 # Three steps read these samples; the rank dies after the run went back and skipped them.
 FAULTS = "faults=[poison@samples=700-790,kill@step=40,rank=1]"
-Summary = dict[str, Any]
 _LAUNCH = ("launch", "--nproc", "2", "--restarts", "0", "--torchrun-restarts", "1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """The results of one run."""
+
+    digest: str
+    skipped: Sequence[Sequence[int]]
+    kinds: frozenset[str]
+    restarts: int
 
 
 def demo_command(arguments: Sequence[str]) -> int:
     """Parse and run; returns 0 if both runs end with the same state."""
-    parser = Parser("demo", __doc__)
-    parser.add_argument("--keep", metavar="DIR", help="leave both runs there")
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="holdfast-demo-") as own:
         folder = Path(options.keep or own)
@@ -55,12 +63,12 @@ def demo_command(arguments: Sequence[str]) -> int:
         if healed is None:
             return EXIT_CRASH
         _say("2. A run without faults that skips these samples from the start")
-        skipping = _run(folder / "told", skip_override(healed["skipped"]))
+        skipping = _run(folder / "told", skip_override(healed.skipped))
         if skipping is None:
             return EXIT_CRASH
-    problem = _verdict(healed, skipping)
-    _say(f"state of the healed run:        {healed['state_digest']}")
-    sys.stdout.write(f"state of the run that skipped:  {skipping['state_digest']}\n")
+    problem = verdict(healed, skipping)
+    _say(f"state of the healed run:        {healed.digest}")
+    sys.stdout.write(f"state of the run that skipped:  {skipping.digest}\n")
     seconds = time.monotonic() - began
     if problem:
         sys.stdout.write(f"FAILED: {problem} ({seconds:.0f} s)\n")
@@ -72,24 +80,21 @@ def demo_command(arguments: Sequence[str]) -> int:
     return EXIT_DONE
 
 
-def _verdict(healed: Summary, skipping: Summary) -> str | None:
+def verdict(healed: Ended, skipping: Ended) -> str | None:
     """What the demo failed to show; None if it showed everything."""
-    if "rollback" not in healed["kinds"] or not healed["skipped"]:
+    if "rollback" not in healed.kinds or not healed.skipped:
         return "the first run did not go back and skip the poisoned range"
-    if "crash" not in healed["kinds"] or not healed["restarts"]:
+    if "crash" not in healed.kinds or not healed.restarts:
         return "the first run did not lose a rank and resume"
-    if skipping["kinds"] & {"discard", "rollback", "crash"}:
+    if skipping.kinds & {"discard", "rollback", "crash"}:
         return "the second run had bad steps or a crash"
-    if healed["state_digest"] != skipping["state_digest"]:
+    if healed.digest != skipping.digest:
         return "the two states differ"
     return None
 
 
-def _run(out: Path, *settings: str) -> Summary | None:
-    """Train to the end; its summary with the ``kinds`` of its journal lines.
-
-    None, after a message, if that failed.
-    """
+def _run(out: Path, *settings: str) -> Ended | None:
+    """Train to the end; None, after a message, if that failed."""
     command = [sys.executable, "-m", "runner", *_LAUNCH, f"out={out}", *SETTINGS, *settings]
     sys.stdout.flush()
     environment = {"OMP_NUM_THREADS": "1", **variables()}
@@ -97,9 +102,20 @@ def _run(out: Path, *settings: str) -> Summary | None:
     if code != EXIT_DONE:
         sys.stdout.write(f"FAILED: the run in {out} ended with {code}\n")
         return None
+    return ended(out)
+
+
+def ended(out: Path) -> Ended:
+    """Read what a finished run left in ``out``."""
     paths = RunDir(out)
-    summary: Summary = json.loads(paths.summary.read_text())
-    return summary | {"kinds": {line["kind"] for line in iter_lines(paths.journal)}}
+    summary: dict[str, Any] = json.loads(paths.summary.read_text())
+    journal, _ = read_lines(paths.journal)
+    return Ended(
+        digest=str(summary["state_digest"]),
+        skipped=summary["skipped"],
+        kinds=frozenset(str(line["kind"]) for line in journal),
+        restarts=int(summary["restarts"]),
+    )
 
 
 def skip_override(skipped: Sequence[Sequence[int]]) -> str:
@@ -109,3 +125,9 @@ def skip_override(skipped: Sequence[Sequence[int]]) -> str:
 
 def _say(text: str) -> None:
     sys.stdout.write(f"\n{text}\n")
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="python -m runner demo", description=__doc__)
+    parser.add_argument("--keep", metavar="DIR", help="leave both runs there")
+    return parser
