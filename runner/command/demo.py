@@ -128,6 +128,6 @@ def _say(text: str) -> None:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m runner demo", description=__doc__)
+    parser = Parser("demo", __doc__)
     parser.add_argument("--keep", metavar="DIR", help="leave both runs there")
     return parser
