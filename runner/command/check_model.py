@@ -42,7 +42,7 @@ from runner.session import parts
 from runner.session.corpus import open_dataset
 from runner.startup.checks import ROUNDING, Check, gradients_reach
 from runner.startup.engine_checks import (
-    Rows,
+    BatchRows,
     are_equal,
     exactness_checks,
     repeated_step,
@@ -182,7 +182,9 @@ def _sums(engine: Engine, batch: MicroBatch) -> Iterator[Check]:
     rows = list(range(len(batch.positions)))
     middle = len(rows) // 2
     whole = sample_losses(engine, batch)
-    halves = [sample_losses(engine, Rows(batch, part)) for part in (rows[:middle], rows[middle:])]
+    halves = [
+        sample_losses(engine, BatchRows(batch, part)) for part in (rows[:middle], rows[middle:])
+    ]
     apart = float(((whole - torch.cat(halves)).abs() / whole.abs().clamp(min=1e-9)).max())
     yield Check(
         name="the loss is a sum per sample",

@@ -28,7 +28,7 @@ from runner.config.validate import check
 from runner.data.dataset import Dataset
 from runner.data.feed import few
 from runner.distributed.env import RankEnv
-from runner.engine.fsdp import Layout
+from runner.engine.fsdp import MeshLayout
 from runner.engine.optimizer import OptimizerSettings, ShardOptimizer
 from runner.engine.partitions import never_whole, require_elementwise
 from runner.engine.protocol import Shard
@@ -180,7 +180,7 @@ def _state(
     parameters = network.parameters()
     ranks = place.world_size
     if not facts.zero_stage:
-        layout = Layout.of(config.parallel, config.compute, ranks, place.local_world_size)
+        layout = MeshLayout.of(config.parallel, config.compute, ranks, place.local_world_size)
         ranks = layout.shard_size
 
     def held_part(shape: tuple[int, ...]) -> Tensor:

@@ -28,7 +28,7 @@ from runner.session import parts
 from runner.session.corpus import open_dataset, open_validation, prepare_data, sample_stream
 from runner.startup.checks import Check
 from runner.startup.preflight import hardware, learning, probes
-from runner.startup.preflight.corpus import Corpus, corpus_checks
+from runner.startup.preflight.corpus import TrialCorpus, corpus_checks
 from runner.startup.preflight.subject import Subject, Trial, tried
 from runner.train.evaluate import spread_over
 
@@ -94,7 +94,7 @@ def _device(config: RunConfig) -> torch.device:
     return torch.device("cuda", 0) if has_gpu else torch.device("cpu")
 
 
-def _corpus(config: RunConfig, dataset: Dataset, stream: SampleStream) -> Corpus:
+def _corpus(config: RunConfig, dataset: Dataset, stream: SampleStream) -> TrialCorpus:
     """Training samples in an order spread over all of them, and the held-out samples."""
     generator = np.random.default_rng(config.seed)
     num_samples = len(dataset)
@@ -105,7 +105,7 @@ def _corpus(config: RunConfig, dataset: Dataset, stream: SampleStream) -> Corpus
     ).astype(np.int64)
     training = indices[~stream.order.is_held_out(indices)]
     if config.data.val_path is None:
-        return Corpus(
+        return TrialCorpus(
             dataset=dataset,
             held_out_from=dataset,
             training=training,
@@ -114,7 +114,7 @@ def _corpus(config: RunConfig, dataset: Dataset, stream: SampleStream) -> Corpus
     prepared = [str(one.place) if one else "" for one in prepare_data(config, lambda *_: None)]
     validation = open_validation(config, prepared)
     assert validation is not None
-    return Corpus(
+    return TrialCorpus(
         dataset=dataset,
         held_out_from=validation,
         training=training,
@@ -122,7 +122,9 @@ def _corpus(config: RunConfig, dataset: Dataset, stream: SampleStream) -> Corpus
     )
 
 
-def _subject(config: RunConfig, dataset: Dataset, corpus: Corpus, device: torch.device) -> Subject:
+def _subject(
+    config: RunConfig, dataset: Dataset, corpus: TrialCorpus, device: torch.device
+) -> Subject:
     indices = corpus.training[: _BATCHES * _ROWS].tolist()
     batches = few_of(dataset, config.data.seq_len, indices, _ROWS)
     return Subject(

@@ -51,7 +51,7 @@ from runner.system.error import RankError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class MeshLayout:
     """``replicas`` copies, each sharded over ``shard_size`` ranks.
 
     ``dtype`` is the compute type: BF16, FP32, or FP64 for arbitration; ``is_wide`` disables the
@@ -70,7 +70,7 @@ class Layout:
     @classmethod
     def of(
         cls, parallel: ParallelConfig, compute: ComputeConfig, world_size: int, local_size: int
-    ) -> Layout:
+    ) -> MeshLayout:
         """For ``parallel.kind``, with ``local_size`` ranks on a node."""
         assert compute.precision is not Precision.auto, "settle_precision comes first"
         shard_size = world_size
@@ -89,7 +89,7 @@ class Layout:
         )
 
 
-def device_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
+def device_mesh(device: torch.device, layout: MeshLayout) -> DeviceMesh:
     """1-D for pure sharding, (replicate, shard) otherwise."""
     if layout.replicas == 1:
         return init_device_mesh(device.type, (layout.shard_size,), mesh_dim_names=("shard",))
@@ -102,7 +102,7 @@ def shard_model(
     blocks: Sequence[nn.Module],
     *,
     mesh: DeviceMesh,
-    layout: Layout,
+    layout: MeshLayout,
 ) -> None:
     """Wrap each block, then the root; sums instead of averages, FP32 reduction."""
     give_dimension(model)
@@ -158,7 +158,7 @@ class FsdpEngine(Engine):
         *,
         embedding: nn.Module,
         settings: OptimizerSettings,
-        layout: Layout,
+        layout: MeshLayout,
         mesh: DeviceMesh,
         device: torch.device,
         probe: bool,

@@ -20,8 +20,7 @@ from runner.data.feed import few
 from runner.distributed.device import code_digest
 from runner.distributed.observers import Observers
 from runner.distributed.process_group import limit_groups
-from runner.engine.determinism import repeats_bits
-from runner.engine.modes import same_randomness
+from runner.engine.modes import repeats_bits, same_randomness
 from runner.engine.protocol import Engine, MicroStep
 from runner.explain.audit import Auditor
 from runner.explain.curve_reader import CurveReader, watch_spikes

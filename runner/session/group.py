@@ -32,7 +32,7 @@ from runner.distributed.env import (
 )
 from runner.distributed.process_group import Departure, end_group, start_group, take_device
 from runner.distributed.rendezvous import Facts
-from runner.engine.determinism import be_deterministic
+from runner.engine.modes import be_deterministic
 from runner.health.preemption import StopLook, StopRequest
 from runner.health.rank_monitor import RankMonitor
 from runner.observe.console import Console

@@ -35,7 +35,7 @@ from runner.data.cursor import shard_batch
 from runner.data.dataset import Dataset, RecordDataset
 from runner.distributed.agreement import Ranks
 from runner.distributed.env import RankEnv
-from runner.engine.fsdp import FsdpEngine, Layout, device_mesh, shard_model
+from runner.engine.fsdp import FsdpEngine, MeshLayout, device_mesh, shard_model
 from runner.engine.optimizer import OptimizerSettings
 from runner.engine.protocol import Engine
 from runner.engine.wider_precision import widen_buffers
@@ -163,9 +163,9 @@ def decoder_blueprint(config: RunConfig, shape: DecoderShape) -> DecoderBlueprin
     return DecoderBlueprint(shape=shape, head_losses=losses, frozen=config.compute.frozen)
 
 
-def layout(config: RunConfig, place: RankEnv) -> Layout:
+def layout(config: RunConfig, place: RankEnv) -> MeshLayout:
     """Replicas and shards for ``parallel.kind``."""
-    return Layout.of(config.parallel, config.compute, place.world_size, place.local_world_size)
+    return MeshLayout.of(config.parallel, config.compute, place.world_size, place.local_world_size)
 
 
 def works_a_step(config: RunConfig, place: RankEnv) -> int:
@@ -258,7 +258,7 @@ def initialise(
 def _sharded(
     config: RunConfig,
     blueprint: Blueprint,
-    plan: Layout,
+    plan: MeshLayout,
     mesh: DeviceMesh,
     settings: OptimizerSettings,
     inside: MicroBatchFaults | None,

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from runner.data.dataset import NOT_COUNTED
 from runner.data.feed import MicroBatch
-from runner.engine import determinism
+from runner.engine import modes
 from runner.engine.protocol import Batch, Engine, MicroStep
 from runner.model.blueprint import GuestBlueprint
 from runner.startup.checks import (
@@ -144,7 +144,7 @@ def samples_alone(engine: Engine, works: Sequence[MicroStep]) -> list[Check]:
     batch = works[0].batch
     # For each sample a batch of it alone, of the same size.
     num_rows = len(next(iter(batch.inputs().values())))
-    batches = [Rows(batch, [row] * num_rows) for row in range(num_rows)]
+    batches = [BatchRows(batch, [row] * num_rows) for row in range(num_rows)]
     calls: list[list[tuple[str, str]]] = []
     losses = []
     with _noted(gathered, calls):
@@ -225,7 +225,7 @@ def _gathered(network: nn.Module) -> dict[nn.Module, str]:
     }
 
 
-class Rows:
+class BatchRows:
     """Some rows of a batch."""
 
     def __init__(self, batch: Batch, rows: list[int]) -> None:
@@ -291,9 +291,9 @@ def sample_losses(engine: Engine, batch: Batch) -> torch.Tensor:
 
 
 def step_numbers(engine: Engine, works: Sequence[MicroStep]) -> list[torch.Tensor]:
-    """:func:`runner.engine.determinism.step_numbers`, with the model's own errors explained."""
+    """:func:`runner.engine.modes.step_numbers`, with the model's own errors explained."""
     with _in_words("a step"):
-        return determinism.step_numbers(engine, works)
+        return modes.step_numbers(engine, works)
 
 
 def step_losses(engine: Engine, works: Sequence[MicroStep]) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ from torch import nn
 from runner.config.schema import Precision, Recompute, RunConfig
 from runner.config.validate import is_zero
 from runner.distributed.env import RankEnv
-from runner.engine.fsdp import Layout
+from runner.engine.fsdp import MeshLayout
 from runner.engine.protocol import Shard
 from runner.model.blueprint import Parameter
 from runner.system.units import format_bytes
@@ -206,7 +206,7 @@ def engine_facts(config: RunConfig, place: RankEnv) -> EngineFacts:
             keeps_whole_gradients=False,
         )
     sizes = place.world_size, place.local_world_size
-    plan = Layout.of(config.parallel, config.compute, *sizes)
+    plan = MeshLayout.of(config.parallel, config.compute, *sizes)
     return EngineFacts(
         zero_stage=0,
         item_bytes=_BF16_BYTES if config.compute.precision is Precision.bf16 else _FP32_BYTES,

@@ -13,7 +13,7 @@ import torch
 
 from runner.config.compose import compose, trajectory
 from runner.distributed.agreement import Ranks
-from runner.engine.determinism import be_deterministic, repeats_bits
+from runner.engine.modes import be_deterministic, repeats_bits
 from runner.engine.protocol import LocalSums, MicroStep
 from runner.run_dir.paths import RunDir, settings_differing
 from runner.session.summary import collect_digest

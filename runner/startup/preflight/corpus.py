@@ -29,7 +29,7 @@ _UNCOUNTED = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
-class Corpus:
+class TrialCorpus:
     """The data as the run reads it.
 
     Args:
@@ -50,7 +50,7 @@ class _Read:
     labels: Tokens
 
 
-def corpus_checks(corpus: Corpus) -> Iterator[Check]:
+def corpus_checks(corpus: TrialCorpus) -> Iterator[Check]:
     """Run all trials that need only samples of token ids."""
     began = time.monotonic()
     read, unreadable = _samples(corpus.dataset, corpus.training[:_SAMPLES], began + _SECONDS)
@@ -209,7 +209,7 @@ def _duplicates(dataset: Dataset, read: Sequence[_Read]) -> Check:
     )
 
 
-def _contamination(corpus: Corpus) -> Check:
+def _contamination(corpus: TrialCorpus) -> Check:
     """Find pieces of held-out text anywhere in the training data."""
     name = "held-out text is not trained on"
     if not len(corpus.held_out):
