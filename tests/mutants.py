@@ -481,8 +481,8 @@ MUTANTS = (
     Mutant(
         "the budget of replays is not looked at",
         "runner/explain/explaining_guard.py",
-        "if left < self._rules.an_incident or info.batch is None:",
-        "if info.batch is None:",
+        "if left < self._rules.an_incident or len(",
+        "if len(",
         "tests/mechanism/test_explain.py",
         "budget",
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -77,7 +77,7 @@ class TrainState:
             CheckpointError: it is not what :meth:`to_json` returns.
         """
         try:
-            json.dumps(state, allow_nan=False)  # parsers accept NaN, Infinity and 1e999
+            _refuse_nonfinite(state)
             self.updates = whole(state["updates"], "updates", below=_LIMIT)
             self.cursor = whole(state["cursor"], "cursor", below=_LIMIT)
             self.last_loss = None if state["last_loss"] is None else float(state["last_loss"])
@@ -104,3 +104,12 @@ def reach_of(state: TrainState, rules: RemedyRules, history: History) -> Reach:
         cursor=state.cursor,
         ledger=history.ledger,
     )
+
+
+def _refuse_nonfinite(value: Any) -> None:
+    """Refuse NaN, Infinity and numbers like 1e999, which JSON parsers accept."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"holds {value}")
+    if isinstance(value, Mapping | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            _refuse_nonfinite(item)
