@@ -41,7 +41,6 @@ from runner.system.process import host_name
 from runner.train.run import EngineRun
 from runner.train.save_schedule import SaveSchedule
 
-KIND = "audit"
 _REPEATS = 3  # computations before a rank is named
 _TIES = (2, 4)  # world sizes at which half of the ranks may differ from the others
 _KEPT = 2  # agreements; the newest one's checkpoint may not be written yet
@@ -83,10 +82,7 @@ class AgreedNumbers:
         ring: CheckpointRing,
         is_saved: Callable[[int], bool],
     ) -> None:
-        self._same = same
-        self._weights = weights
-        self._ring = ring
-        self.is_saved = is_saved
+        self._same, self._weights, self._ring, self.is_saved = same, weights, ring, is_saved
         self._agreements: list[_Agreement] = []
 
     @property
@@ -181,17 +177,10 @@ class Auditor:
         agreed: AgreedNumbers,
         replicas: ReplicaInspector,
     ) -> None:
-        self._same = same
-        self._steps = run.stepper
+        self._run, self._same, self._agreed, self._replicas = run, same, agreed, replicas
         self._ranks = run.observers.ranks
-        self._heart = run.group.heart
         self._every = run.config.debug.audit_every
-        self._until = run.config.steps
         self._host = host_name()
-        self._incarnation = run.lease.run_lease.number
-        self._report = run.written.report
-        self._agreed = agreed
-        self._replicas = replicas
         self._begun = self._good_step = 0
         self._known: set[tuple[int, ...]] = set()
 
@@ -215,8 +204,6 @@ class Auditor:
 
     def is_due(self, updates: int) -> bool:
         """Whether :meth:`look` uses the state after exactly ``updates`` updates."""
-        if self._ranks.world_size < 2:
-            return False
         is_regular = updates % self._every == 0
         return is_regular or self._is_start(updates) or self._is_for_checkpoint(updates)
 
@@ -227,7 +214,7 @@ class Auditor:
         """
         if self._ranks.world_size not in _TIES or self._agreed.newest_step is not None:
             return False
-        return updates == self._begun + 1 and self._begun + self._every <= self._until
+        return updates == self._begun + 1 and self._begun + self._every <= self._run.config.steps
 
     def _is_for_checkpoint(self, updates: int) -> bool:
         """Whether few ranks are compared where audits and checkpoints do not coincide."""
@@ -247,10 +234,10 @@ class Auditor:
             LeaveError: a rank computes wrongly each time, and its host can be excluded; raised on
                 all.
         """
-        plan = self._steps.newest_plan
+        plan = self._run.stepper.newest_plan
         if plan is None or not self.is_due(updates):
             return
-        self._heart.enter("explain")
+        self._run.group.heart.enter("explain")
         batches = self._same.batches(plan, updates // self._every)
         if batches is None:
             return
@@ -318,12 +305,12 @@ class Auditor:
         fault = DeviceFault(ranks=ranks, host=hosts[ranks[0]], reason=reason)
         crash = fault.incident(
             step=step,
-            incarnation=self._incarnation,
+            incarnation=self._run.lease.run_lease.number,
             signature=f"audit: rank {ranks[0]}",
             decision="restart without this host, from a checkpoint no later than step "
             f"{self._good_step}",
         )
-        self._report(crash)
+        self._run.written.report(crash)
         self._replicas.distrust(self._good_step)
         raise LeaveError(reason)
 
@@ -332,9 +319,9 @@ class Auditor:
         if ranks in self._known:
             return
         self._known.add(ranks)
-        self._report(
+        self._run.written.report(
             Incident(
-                kind=KIND,
+                kind="audit",
                 step=step,
                 decision="only reported: check the device",
                 reason=reason,

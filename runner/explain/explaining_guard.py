@@ -7,15 +7,14 @@ the bad attempt never happened, also for the guard's memory; without proof the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 from runner.config.schema import ExplainKind, GuardConfig, RemedyKind
-from runner.data.cursor import BatchPlan
 from runner.data.feed import named_samples
-from runner.distributed.observers import Failure, Observers
+from runner.distributed.observers import Failure
 from runner.explain.bundle import Bundles
 from runner.explain.case import Case, inconclusive
 from runner.explain.mark import ObserverNote
@@ -23,19 +22,23 @@ from runner.explain.probe import Bench
 from runner.explain.repeated_steps import RepeatedSteps, without_rate
 from runner.explain.replay import Replay, known_samples
 from runner.health.checks import DeviceFault
-from runner.observe.journal import Journal
 from runner.policy.decision.finding import Cause, Finding, Remedy
-from runner.policy.decision.history import EXPLAIN, MIX, NUMERICS, STICKY, Incident, cause_of
+from runner.policy.decision.history import (
+    EXPLAIN,
+    MIX,
+    NUMERICS,
+    STICKY,
+    History,
+    Incident,
+    cause_of,
+)
 from runner.policy.decision.judge import Verdict
 from runner.policy.decision.signals import StepSignals
 from runner.system.error import LeaveError
-from runner.system.process import host_name
 from runner.train.agreed_step import StepInfo
 from runner.train.guard import Guard
-from runner.train.report import Reporter
 from runner.train.run import EngineRun
 from runner.train.state import TrainState
-from runner.train.step import Stepper
 from runner.train.step_runner import StepPlanner
 
 T = TypeVar("T")
@@ -83,95 +86,47 @@ class ExplainRules:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """Sources of the evidence that a person reads.
-
-    Args:
-        batch: returns the batch plan at a stream position.
-        names: returns the data set's names of the samples at positions of a plan.
-        observers: what fails in looking for the cause becomes "not tried".
-        bundles: writes all numbers; on rank 0 only.
-        incarnation: number of this start.
-        mark: notes the step that is explained; ``later_mark`` the step of probes that follow a
-            rollback, or a return from one.
-    """
-
-    batch: Callable[[int], BatchPlan]
-    names: Callable[[BatchPlan, Sequence[int]], tuple[str, ...]]
-    observers: Observers
-    bundles: Bundles | None = None
-    incarnation: int = 1
-    mark: ObserverNote = field(default_factory=partial(ObserverNote, None))
-    later_mark: ObserverNote = field(default_factory=partial(ObserverNote, None))
-
-
 class ExplainingGuard:
     """A guard that looks for the cause before it decides.
 
+    What fails in looking for it becomes "not tried".
+
     Args:
         guard: judges steps, and carries out the ladder.
-        evidence: see :class:`Evidence`.
         repeated_steps: compares the steps after a rollback for bad weights.
+        bundles: writes all numbers; on rank 0 only.
     """
 
     def __init__(
         self,
-        guard: Guard,
-        replay: Replay,
-        *,
         rules: ExplainRules,
-        stepper: Stepper,
-        journal: Journal,
-        reporter: Reporter,
-        evidence: Evidence,
+        run: EngineRun,
+        guard: Guard,
+        planner: StepPlanner,
+        *,
+        replay: Replay,
         repeated_steps: RepeatedSteps,
+        bundles: Bundles | None = None,
     ) -> None:
-        self._observers = evidence.observers
-        self._guard = guard
-        self._replay = replay
-        self._rules = rules
-        self._stepper = stepper
-        self._journal = journal
-        self._reporter = reporter
-        self._repeated = repeated_steps
-        self._evidence = evidence
+        self._rules, self._run, self._guard, self._planner = rules, run, guard, planner
+        self._replay, self._repeated, self._bundles = replay, repeated_steps, bundles
+        self._observers, self._history = run.observers, run.history
+        # Of the step that is explained, and of probes that follow a rollback, or a return from one.
+        self._mark, self._later_mark = (
+            ObserverNote.of(run, "explain"),
+            ObserverNote.of(run, "later"),
+        )
 
     @classmethod
     def of(
         cls, rules: ExplainRules, run: EngineRun, guard: Guard, planner: StepPlanner
     ) -> ExplainingGuard:
         """The guard that computes a bad step again to find its cause first."""
-        group, corpus, feed, observers = run.group, run.corpus, run.feed, run.observers
-        config = run.config
-        bench = Bench(
-            engine=run.engine,
-            feed=feed,
-            ranks=observers.ranks,
-            heart=group.heart,
-            stop=group.stop_look.through(observers.ranks),
-            may_watch=not config.compute.compile,
-            unit=config.guard.loss_floor / GuardConfig().loss_floor,
-        )
-        replay = Replay(bench, known=lambda: known_samples(run), host=host_name(), reread=feed.put)
-        bundles = Bundles(run) if group.is_first else None
+        replay = Replay(Bench(run), known=lambda: known_samples(run), reread=run.feed.put)
+        bundles = Bundles(run) if run.group.is_first else None
+        repeated = RepeatedSteps(run, planner, replay, bundles)
         return cls(
-            guard,
-            replay,
-            rules=rules,
-            stepper=run.stepper,
-            journal=run.journal,
-            reporter=run.reporter,
-            evidence=Evidence(
-                batch=planner.batch,
-                names=lambda plan, positions: named_samples(corpus.dataset, plan, positions),
-                observers=observers,
-                bundles=bundles,
-                incarnation=run.lease.run_lease.number,
-                mark=ObserverNote.of(run, "explain"),
-                later_mark=ObserverNote.of(run, "later"),
-            ),
-            repeated_steps=RepeatedSteps(run, planner, replay, bundles),
+            rules, run, guard, planner, replay=replay, repeated_steps=repeated, bundles=bundles
         )
 
     def note_lines(self, info: StepInfo) -> None:
@@ -202,18 +157,18 @@ class ExplainingGuard:
 
     def _persists(self, step: int) -> bool:
         """Whether a device has spoilt this step as often as ``persist`` says, counting now."""
-        redone = self._journal.history.redone_at(step)
+        redone = self._history.redone_at(step)
         num = sum(cause_of(incident) == STICKY for incident in redone)
         return num + 1 >= min(self._rules.persist, _MOST_REDONE)
 
     def _decided(self, info: StepInfo, finding: Finding, state: TrainState) -> Verdict | None:
         """Let the ladder decide; on a rollback, begin to compare the steps."""
-        rollbacks = self._journal.history.rollbacks
+        rollbacks = self._history.rollbacks
         before = len(rollbacks)
         verdict = self._guard.handle(replace(info, cause=finding.to_json()), state)
         went_back = len(rollbacks) > before
         is_open = finding.remedy is Remedy.go_back and finding.cause is not Cause.rate
-        if went_back and is_open and _reads_again(self._journal):
+        if went_back and is_open and _reads_again(self._history):
             # The checkpoint's limits: while the loss falls, the bad step's are lower.
             to_step = rollbacks[-1].to_step
             self._look_later(
@@ -225,7 +180,7 @@ class ExplainingGuard:
         """Compare a recomputed step; the first that differs is looked into, unless that has ended
         starts. Collective."""
         compared = self._look(lambda: self._repeated.follow(info, state))
-        if callable(compared) and not self._journal.history.has_ended_starts(info.signals.step):
+        if callable(compared) and not self._history.has_ended_starts(info.signals.step):
             self._look_later(info, compared)
 
     def _look(self, work: Callable[[], T]) -> T | Failure | None:
@@ -248,11 +203,11 @@ class ExplainingGuard:
             return self._look(noted)
 
     def _look_later(self, info: StepInfo, work: Callable[[], T]) -> T | Failure | None:
-        return self._look_noted(self._evidence.later_mark, info.signals, work)
+        return self._look_noted(self._later_mark, info.signals, work)
 
     def _explained(self, info: StepInfo, state: TrainState) -> Finding | None:
         """Find the cause; without computations left, only that of a device proven bad before."""
-        history, step, signals = self._journal.history, self._stepper.newest, info.signals
+        history, step, signals = self._history, self._run.stepper.newest, info.signals
         if info.batch is None:
             return None
         left = self._rules.in_all - history.num_probes
@@ -271,7 +226,7 @@ class ExplainingGuard:
             seeds=step.seeds,
             sums=step.sums,
             limits=state.baseline.limits,
-            later=self._evidence.batch(signals.stop + _LATER * (signals.stop - signals.start)),
+            later=self._planner.batch(signals.stop + _LATER * (signals.stop - signals.start)),
             most_steps=self._rules.an_incident,
             overflowed=self._overflowed(signals),
             came_again=came_again,
@@ -279,10 +234,8 @@ class ExplainingGuard:
             if self._rules.may_load
             else None,
         )
-        with self._reporter.stall("discarded"):
-            found = self._look_noted(
-                self._evidence.mark, signals, lambda: self._replay.explain(case)
-            )
+        with self._run.reporter.stall("discarded"):
+            found = self._look_noted(self._mark, signals, lambda: self._replay.explain(case))
             if isinstance(found, Finding):
                 finding = found
             else:
@@ -299,11 +252,11 @@ class ExplainingGuard:
                     if isinstance(rated, Finding)
                     else without_rate(before, f"G: not tried: {_why_failed(rated)}")
                 )
-        return replace(finding, bundle=self._journal.num_lines)
+        return replace(finding, bundle=self._run.journal.num_lines)
 
     def _still_sticky(self, signals: StepSignals) -> Finding | None:
         """The device that spoilt the attempt before this one; no computation shows it again."""
-        before = self._journal.history.newest_redo()
+        before = self._history.newest_redo()
         if before is None or before.samples is None or cause_of(before) != STICKY:
             return None
         if signals.start not in before.samples:
@@ -317,18 +270,17 @@ class ExplainingGuard:
 
     def _is_of_a_mix(self, signals: StepSignals) -> bool:
         """Whether the previous step was discarded because of a new data mix."""
-        before = self._journal.history.newest_discard()
+        before = self._history.newest_discard()
         if before is None or before.samples is None:
             return False
         return before.samples[1] == signals.start and cause_of(before) == MIX
 
     def _overflowed(self, signals: StepSignals) -> bool:
         """Whether the previous step was computed in a wider precision."""
-        history = self._journal.history
-        before = history.newest_redo()
+        before = self._history.newest_redo()
         if before is None or before.samples is None or cause_of(before) != NUMERICS:
             return False
-        return before.samples[1] == signals.start or history.is_wide(signals.start - 1)
+        return before.samples[1] == signals.start or self._history.is_wide(signals.start - 1)
 
     def _wide_steps(self, finding: Finding, signals: StepSignals) -> int:
         """How many steps from this one on are computed in the wider precision at once.
@@ -338,7 +290,7 @@ class ExplainingGuard:
         """
         if finding.remedy is not Remedy.widen or not self._overflowed(signals):
             return 0
-        ranges = self._journal.history.wide_ranges
+        ranges = self._history.wide_ranges
         size = signals.stop - signals.start
         last = ranges[-1] if ranges else (0, 0)
         num = (last[1] - last[0]) // size if last[1] + size >= signals.start else 0
@@ -346,10 +298,9 @@ class ExplainingGuard:
 
     def _keep(self, info: StepInfo, finding: Finding, state: TrainState) -> None:
         """Write the evidence before the journal refers to it."""
-        number = finding.bundle
-        if self._evidence.bundles is not None and info.batch is not None and number is not None:
-            write = partial(self._evidence.bundles.write, number, info.signals.step, info.batch)
-            limits = state.baseline.limits
+        number, limits = finding.bundle, state.baseline.limits
+        if self._bundles is not None and info.batch is not None and number is not None:
+            write = partial(self._bundles.write, number, info.signals.step, info.batch)
             self._observers.alone("evidence", lambda: write(limits, finding), None)
 
     def _leave(self, info: StepInfo, finding: Finding) -> LeaveError:
@@ -358,21 +309,19 @@ class ExplainingGuard:
         fault = DeviceFault(ranks=finding.ranks, host=finding.hosts[0], reason=message)
         incident = fault.incident(
             step=info.signals.step,
-            incarnation=self._evidence.incarnation,
+            incarnation=self._run.lease.run_lease.number,
             signature=f"{finding.cause.value}: rank {finding.ranks[0]}",
             decision="restart from the ring, without this node",
         )
         detail = {**incident.detail, "finding": finding.to_json()}
         samples = (info.signals.start, info.signals.stop)
-        incident = replace(incident, samples=samples, detail=detail)
-        self._journal.add(incident)
-        self._reporter.incident(incident)
+        self._run.written.report(replace(incident, samples=samples, detail=detail))
         return LeaveError(message)
 
     def _redo(self, info: StepInfo, finding: Finding, state: TrainState) -> None:
         """Undo the attempt: the loop plans the step anew from the same cursor."""
-        signals, verdict = info.signals, state.baseline.judge(info.signals)
-        assert info.batch is not None
+        signals, verdict, plan = info.signals, state.baseline.judge(info.signals), info.batch
+        assert plan is not None
         skipped = finding.positions if finding.remedy is Remedy.skip else ()
         num_wide = self._wide_steps(finding, signals)
         wide_until = signals.start + num_wide * (signals.stop - signals.start)
@@ -383,7 +332,11 @@ class ExplainingGuard:
             reason=f"{finding.describe()}{self._how_often(finding)}; {verdict.reason}",
             ranks=finding.ranks,
             samples=(signals.start, signals.stop),
-            sample_ids=self._observers.alone("names", partial(self._names, info, finding), ()),
+            sample_ids=self._observers.alone(
+                "names",
+                lambda: named_samples(self._run.corpus.dataset, plan, finding.positions),
+                (),
+            ),
             cost_steps=1 + finding.steps,
             cost_seconds=info.seconds,
             detail={
@@ -394,19 +347,15 @@ class ExplainingGuard:
                 "cause": finding.to_json(),
             },
         )
-        self._journal.add(incident)
-        self._reporter.step(info, verdict, "redo", learning_rate=0.0, state=state)
-        self._reporter.incident(incident)
-
-    def _names(self, info: StepInfo, finding: Finding) -> tuple[str, ...]:
-        assert info.batch is not None
-        return self._evidence.names(info.batch, finding.positions)
+        self._run.journal.add(incident)
+        self._run.reporter.step(info, verdict, "redo", learning_rate=0.0, state=state)
+        self._run.reporter.incident(incident)
 
     def _how_often(self, finding: Finding) -> str:
         """Count transient faults by rank: a device with several is going bad."""
         if finding.cause is not Cause.transient or len(finding.ranks) != 1:
             return ""
-        before = self._journal.history.num_transient_on(finding.ranks[0])
+        before = self._history.num_transient_on(finding.ranks[0])
         return f" (fault {before + 1} of this rank: check its device)" if before else ""
 
 
@@ -421,9 +370,9 @@ def _why_failed(failure: Failure | None) -> str:
     return failure.why if failure is not None else "an earlier probe has failed"
 
 
-def _reads_again(journal: Journal) -> bool:
+def _reads_again(history: History) -> bool:
     """Whether the last rollback skips no samples."""
-    incidents = reversed(journal.history.incidents)
+    incidents = reversed(history.incidents)
     return next((i.detail["read_again"] for i in incidents if i.kind == "rollback"), False)
 
 

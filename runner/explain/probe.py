@@ -16,17 +16,18 @@ from typing import Any
 
 import torch
 
+from runner.config.schema import GuardConfig
 from runner.data.cursor import BatchPlan, Indices
-from runner.data.feed import Feed, MicroBatch
-from runner.distributed.observers import Failure, ObservedRanks
+from runner.data.feed import MicroBatch
+from runner.distributed.observers import Failure
 from runner.engine.modes import same_randomness
-from runner.engine.protocol import Engine, LocalSums, MicroStep, Shard
+from runner.engine.protocol import LocalSums, MicroStep, Shard
 from runner.explain.module_watch import ModuleWatch, first_bad, largest_by_module
 from runner.explain.reading import Reading, Row, Share
 from runner.health.checks import differing_copies
-from runner.health.heartbeat import Heartbeat
-from runner.health.preemption import StopLook
 from runner.system.error import RankError
+from runner.system.process import host_name
+from runner.train.run import EngineRun
 
 # The name of each sequence of a micro-batch in a reading; None for padding.
 Names = Sequence[int | None]
@@ -36,40 +37,20 @@ _STRAY, _STRAY_SIGMAS = 1e4, 1e3
 
 
 class Bench:
-    """Computes variations of one attempt on one rank.
+    """Computes variations of one attempt on one rank."""
 
-    Args:
-        unit: what the guard takes for a nat (``guard.loss_floor`` over its default).
-        may_watch: whether hooks can watch modules; they cannot in compiled ones.
-        stop: looked at before each reading of samples and each micro-batch.
-    """
-
-    def __init__(
-        self,
-        *,
-        engine: Engine,
-        feed: Feed,
-        ranks: ObservedRanks,
-        heart: Heartbeat,
-        stop: StopLook,
-        may_watch: bool = True,
-        unit: float = 1.0,
-    ) -> None:
-        self._unit = unit
-        self._stop = stop
-        self._may_watch = may_watch
+    def __init__(self, run: EngineRun) -> None:
+        self._engine, self._feed, self._heart = run.engine, run.feed, run.group.heart
+        self._ranks = run.observers.ranks
+        self.world_size = self._ranks.world_size
+        # Looked at before each reading of samples and each micro-batch.
+        self._stop = run.group.stop_look.through(self._ranks)
+        self._unit = run.config.guard.loss_floor / GuardConfig().loss_floor  # for it a nat
+        self._may_watch = not run.config.compute.compile  # no hooks in compiled modules
         self._narrow: ModuleWatch | None = None
         self._wide = ModuleWatch()
-        self._engine = engine
-        self._feed = feed
-        self._ranks = ranks
-        self._heart = heart
         self.num_steps = 0  # computed so far
         self._seeds: Sequence[int] = ()
-
-    @property
-    def world_size(self) -> int:
-        return self._ranks.world_size
 
     def begin(
         self, batches: Sequence[MicroBatch], seeds: Sequence[int], sums: LocalSums
@@ -266,9 +247,9 @@ class Bench:
         failed = any(batch.unreadable for batch in batches)
         return self._ranks.sum([float(failed)])[0] == 0
 
-    def hosts(self, name: str) -> list[str]:
+    def hosts(self) -> list[str]:
         """The host names of all ranks. Collective."""
-        return [str(host) for host in self._ranks.gather(name)]
+        return [str(host) for host in self._ranks.gather(host_name())]
 
     def _drop_gradients(self) -> None:
         one = torch.ones((), device=self._engine.device)

@@ -64,23 +64,17 @@ class Replay:
 
     Args:
         known: returns samples that are known to be good, as many as a step has, or none.
-        host: the name of this rank's host.
         reread: replaces the loader's samples of a plan by those that were read again.
     """
 
-    def __init__(
-        self, bench: Bench, *, known: Callable[[], Indices], host: str, reread: Reread
-    ) -> None:
-        self._bench = bench
-        self._known = known
-        self._host = host
-        self._reread = reread
+    def __init__(self, bench: Bench, *, known: Callable[[], Indices], reread: Reread) -> None:
+        self._bench, self._known, self._reread = bench, known, reread
 
     def explain(self, case: Case) -> Finding:
         """The cause of a bad step, the same on all ranks. Collective; the state is unchanged."""
         search = _Search(self._bench, case, self._known, self._reread)
         finding = search.find()
-        hosts = self._bench.hosts(self._host)
+        hosts = self._bench.hosts()
         if finding.cause is Cause.sticky and len(set(hosts)) > 1:
             finding = replace(finding, remedy=Remedy.leave)
         return replace(

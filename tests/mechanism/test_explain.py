@@ -27,7 +27,7 @@ from runner.distributed.env import place_from
 from runner.distributed.observers import Failure, ObservedRanks
 from runner.engine.protocol import Engine, MicroStep
 from runner.explain.case import Case
-from runner.explain.explaining_guard import Evidence, ExplainingGuard, ExplainRules
+from runner.explain.explaining_guard import ExplainingGuard, ExplainRules
 from runner.explain.probe import Bench, without_samples
 from runner.explain.reading import (
     Reading,
@@ -45,6 +45,7 @@ from runner.health.heartbeat import Heartbeat
 from runner.health.preemption import StopLook
 from runner.observe.journal import Journal, read_journal
 from runner.policy.decision.finding import Cause, Finding, Remedy
+from runner.policy.decision.history import Incident
 from runner.policy.decision.judge import Kind, Verdict
 from runner.policy.decision.signals import Limits
 from runner.policy.decision.skip_ledger import Ledger
@@ -111,13 +112,15 @@ class Real:
         sums = engine.accumulate(works)
         engine.apply(skip=one, grad_scale=one, learning_rate=0.0)
         ranks = ObservedRanks(Ranks(CPU))
-        bench = Bench(
+        group = SimpleNamespace(heart=Heartbeat(), stop_look=StopLook(lambda: False, ranks))
+        run: Any = SimpleNamespace(
             engine=engine,
             feed=feed,
-            ranks=ranks,
-            heart=Heartbeat(),
-            stop=StopLook(lambda: False, ranks),
+            config=config,
+            group=group,
+            observers=SimpleNamespace(ranks=ranks),
         )
+        bench = Bench(run)
         first = bench.begin(batches, seeds, sums)
         return cls(engine, bench, stream, plan, batches, first)
 
@@ -345,7 +348,7 @@ class World:
     def all_readable(self, batches: Any) -> bool:
         return True
 
-    def hosts(self, name: str) -> list[str]:
+    def hosts(self) -> list[str]:
         return [f"node{0 if self.one_host else rank}" for rank in range(self.world_size)]
 
     def _is_nan(self, position: int, rank: int) -> bool:
@@ -424,7 +427,6 @@ def explained(
     replay = Replay(
         bench,
         known=lambda: np.arange(world.size),
-        host="here",
         reread=lambda plan, batches: given.append(plan),
     )
     nothing: Any = None
@@ -795,21 +797,26 @@ class Explaining:
             newest=SimpleNamespace(fetched=SimpleNamespace(micro_batches=()), seeds=(), sums=None),
         )
         lines = LineFile(self.file, length=0, check=lambda: None)
-        self.guard = ExplainingGuard(
-            parts,
-            parts,
-            rules=ExplainRules(an_incident=10, in_all=self.in_all, persist=self.persist),
-            stepper=parts,
-            journal=Journal([], told_to_skip=[], file=lines),
+        journal = Journal([], told_to_skip=[], file=lines)
+
+        def report(line: Incident) -> None:
+            journal.add(line)
+            parts.incident(line)
+
+        run: Any = SimpleNamespace(
+            journal=journal,
+            history=journal.history,
+            written=SimpleNamespace(report=report),
             reporter=parts,
-            evidence=Evidence(
-                batch=lambda cursor: PLAN,
-                names=lambda plan, positions: (),
-                observers=observers(),
-                incarnation=4,
-            ),
-            repeated_steps=parts,
+            stepper=parts,
+            observers=observers(),
+            corpus=SimpleNamespace(dataset=None),
+            group=SimpleNamespace(is_first=False),
+            lease=SimpleNamespace(run_lease=SimpleNamespace(number=4, check=lambda: None)),
         )
+        planner: Any = SimpleNamespace(batch=lambda cursor: PLAN)
+        rules = ExplainRules(an_incident=10, in_all=self.in_all, persist=self.persist)
+        self.guard = ExplainingGuard(rules, run, parts, planner, replay=parts, repeated_steps=parts)
 
     def decides(self, info: StepInfo, state: TrainState) -> Verdict:
         self.causes.append(info.cause)
