@@ -25,34 +25,23 @@ _SHARE = 0.5
 @contextmanager
 def state_restored(engine: Engine, ring: CheckpointRing) -> Iterator[None]:
     """Copy the engine's state to host memory, and put it back at the end."""
-    copy = HostCopy(engine)
+    kept = [shard.local.detach().to("cpu", copy=True) for shard in engine.shards()]
+    counts = engine.update_counts()
     try:
         yield
     finally:
         ring.before_update()
-        copy.put_back(engine)
-
-
-class HostCopy:
-    """A copy of an engine's state in host memory."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._shards = [shard.local.detach().to("cpu", copy=True) for shard in engine.shards()]
-        self._counts = engine.update_counts()
-
-    @torch.no_grad()
-    def put_back(self, engine: Engine) -> None:
-        for shard, kept in zip(engine.shards(), self._shards, strict=True):
-            shard.local.copy_(kept)
-        engine.finish_load(self._counts)
+        with torch.no_grad():
+            for shard, copy in zip(engine.shards(), kept, strict=True):
+                shard.local.copy_(copy)
+            engine.finish_load(counts)
 
 
 class CleanWeights:
     """Puts the weights of a checkpoint in place for a while, for observers."""
 
     def __init__(self, run: EngineRun) -> None:
-        self._engine = run.engine
-        self._ring = run.ring
+        self._engine, self._ring = run.engine, run.ring
         self._ranks = run.observers.ranks
         self._num_local_ranks = run.group.place.local_world_size  # they share a node's memory
         self._stop = run.group.stop_look.through(self._ranks)

@@ -87,10 +87,7 @@ class CurveReader:
         self._reported = {
             str(line.detail.get("signature")) for line in run.history.incidents if line.kind == KIND
         }
-        self._total = total
-        self._warmup = warmup
-        self._dataset = run.corpus.dataset
-        self._report = run.written.report
+        self._run, self._total, self._warmup = run, total, warmup
         self._next = _LEAST_ROWS
         self._entropy: float | None = None
         self._begun: int | None = None  # the step whose reading is not collected yet
@@ -106,11 +103,10 @@ class CurveReader:
 
     def columns(self, info: StepInfo | None) -> dict[str, float]:
         """Metrics columns of each evaluation, which ``holdfast read`` also uses."""
-        return {} if info is not None or self._metrics is None else self._own_columns()
-
-    def _own_columns(self) -> dict[str, float]:
+        if info is not None or self._metrics is None:
+            return {}
         if self._entropy is None:
-            self._entropy = unigram_entropy(self._dataset)
+            self._entropy = unigram_entropy(self._run.corpus.dataset)
         return {_ENTROPY: round(self._entropy, 6)} if self._entropy > 0 else {}
 
     def applied(self, line: MetricsLine) -> None:
@@ -171,7 +167,7 @@ class CurveReader:
         if signature in self._reported or finding["confidence"] == "low" or is_early:
             return
         self._reported.add(signature)
-        self._report(
+        self._run.written.report(
             Incident(
                 kind=KIND,
                 step=step,

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ import torch
 from torch import nn
 
 from runner.config.schema import OptimConfig
-from runner.distributed.observers import Failure, Observers
+from runner.distributed.observers import Failure
 from runner.engine.activations import MOST_STRETCHES, Activations, stretches
 from runner.engine.layer_sums import KINDS, Before, LayerSums
-from runner.engine.protocol import Engine
 from runner.policy.decision.early import EarlyRules, EarlyWarnings, Look, Warned
 from runner.policy.decision.history import WARNING, Incident
 from runner.system.json_lines import LineFile, step_of, tail
@@ -37,73 +35,21 @@ _TAIL_BYTES = 4 << 20  # of a file's end, enough for the latest measurements
 _LINE_BYTES = 4 << 10  # upper bound on a line of the metrics
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerPlaces:
-    """The layer of each parameter, in the model's order, equal on all ranks.
+class LayerWatch:
+    """Measures at intervals of updates, on one rank; rank 0 inside the forward pass as well.
+
+    The numbers are those of :class:`LayerSums`, then those of :class:`Activations`. What fails in
+    measuring is left out; until all ranks know, it gives NaN.
 
     Args:
         names: names of the trained parameters.
-        matrices: whether each has two dimensions or more.
-        layers: the layer of each: a block, or a module outside all blocks.
-        blocks: names of the blocks.
     """
 
-    names: tuple[str, ...]
-    matrices: tuple[bool, ...]
-    layers: tuple[str, ...]
-    blocks: tuple[str, ...]
-
-    @classmethod
-    def of(
-        cls, network: nn.Module, blocks: Sequence[nn.Module], shapes: Mapping[str, Sequence[int]]
-    ) -> LayerPlaces:
-        """
-        Args:
-            shapes: shapes of the whole parameters, which the engine may shard.
-        """
-        called = {id(module): name for name, module in network.named_modules()}
-        prefixes = tuple(called[id(block)] for block in blocks)
-        names = tuple(n for n, p in network.named_parameters() if p.requires_grad)
-        return cls(
-            names=names,
-            matrices=tuple(len(shapes[name]) >= 2 for name in names),
-            layers=tuple(_layer(name, prefixes) for name in names),
-            blocks=prefixes,
-        )
-
-
-def _layer(name: str, blocks: Sequence[str]) -> str:
-    inside = (block for block in blocks if name.startswith(f"{block}."))
-    return next(inside, name.rpartition(".")[0] or name)
-
-
-class LayerWatch:
-    """Measures at intervals of updates, on one rank.
-
-    The numbers are those of :class:`LayerSums`, then those of :class:`Activations`.
-
-    Args:
-        every: interval in updates.
-        is_first: whether this rank measures inside the forward pass.
-        observers: what fails in measuring is left out; until all ranks know, it gives NaN.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        activations: Activations,
-        places: LayerPlaces,
-        *,
-        every: int,
-        is_first: bool,
-        observers: Observers,
-    ) -> None:
-        self._observers = observers
-        self._device = engine.device
+    def __init__(self, run: EngineRun, activations: Activations, names: Sequence[str]) -> None:
+        self._observers, self._device = run.observers, run.engine.device
         self._activations = activations
-        self._sums = LayerSums(engine, places.names)
-        self._every = every
-        self._is_first = is_first
+        self._sums = LayerSums(run.engine, names)
+        self._every, self._is_first = run.config.track.layers_every, run.group.is_first
         self._before: Before | None = None
         self._has_moments = False
 
@@ -144,14 +90,32 @@ class LayerWatch:
 
 
 class LayerTable:
-    """Turns measurements into readable numbers."""
+    """Turns measurements into readable numbers; equal on all ranks.
 
-    def __init__(self, places: LayerPlaces, optim: OptimConfig, *, num_units: int) -> None:
-        self._places = places
+    Args:
+        blocks: of the network; a layer is one of them, or a module outside all blocks.
+        shapes: shapes of the whole parameters, which the engine may shard.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        blocks: Sequence[nn.Module],
+        shapes: Mapping[str, Sequence[int]],
+        optim: OptimConfig,
+        *,
+        num_units: int,
+    ) -> None:
+        called = {id(module): name for name, module in network.named_modules()}
+        self._blocks = [called[id(block)] for block in blocks]
+        self.names = [n for n, p in network.named_parameters() if p.requires_grad]
+        self._matrices = [len(shapes[name]) >= 2 for name in self.names]
         self._optim = optim
         self._num_units = num_units
         self._members: dict[str, list[int]] = {}
-        for at, layer in enumerate(places.layers):
+        for at, name in enumerate(self.names):
+            inside = (block for block in self._blocks if name.startswith(f"{block}."))
+            layer = next(inside, name.rpartition(".")[0] or name)
             self._members.setdefault(layer, []).append(at)
 
     def layers(self, measured: Measured) -> dict[str, dict[str, float]]:
@@ -169,7 +133,7 @@ class LayerTable:
         for at in range(self._num_units):
             residual, logit = self._of_unit(measured, at)
             inside = {"residual_rms": residual, "attention_logit": logit}
-            layer = by_layer.setdefault(self._places.blocks[at], {})
+            layer = by_layer.setdefault(self._blocks[at], {})
             layer |= {key: value for key, value in inside.items() if math.isfinite(value)}
         return by_layer
 
@@ -177,7 +141,7 @@ class LayerTable:
         """The numbers of the whole model that could be measured."""
         by_kind = self._by_kind(measured)
         norms = [math.sqrt(square) for square in by_kind["grad"] if square > 0]
-        moved = zip(by_kind["moved"], by_kind["held"], self._places.matrices, strict=True)
+        moved = zip(by_kind["moved"], by_kind["held"], self._matrices, strict=True)
         ratios = [math.sqrt(m / h) for m, h, is_matrix in moved if is_matrix and h > 0]
         pairs = zip(by_kind["ratio"], by_kind["count"], strict=True)
         adam = [self._adam(ratio, count, measured) for ratio, count in pairs if count]
@@ -199,10 +163,7 @@ class LayerTable:
     def by_position(self, measured: Measured) -> tuple[list[float], list[float]]:
         """Summed loss and counted tokens of each stretch of a sequence."""
         at = self._inside(2 * self._num_units + 2)
-        losses, counts = (
-            measured.numbers[at:][:MOST_STRETCHES],
-            measured.numbers[at + MOST_STRETCHES :],
-        )
+        losses, counts = measured.numbers[at:], measured.numbers[at + MOST_STRETCHES :]
         num = stretches(measured.length)
         return list(losses[:num]), list(counts[:num])
 
@@ -212,10 +173,10 @@ class LayerTable:
         return self._inside(0)
 
     def _inside(self, at: int) -> int:
-        return len(KINDS) * len(self._places.names) + at
+        return len(KINDS) * len(self.names) + at
 
     def _by_kind(self, measured: Measured) -> dict[str, Sequence[float]]:
-        size = len(self._places.names)
+        size = len(self.names)
         return {kind: measured.numbers[n * size : (n + 1) * size] for n, kind in enumerate(KINDS)}
 
     def _of_unit(self, measured: Measured, at: int) -> tuple[float, float]:
@@ -226,14 +187,10 @@ class LayerTable:
 
     def _first_to_last(self, squares: Sequence[float]) -> float:
         """Gradient norm of the first quarter of the blocks over that of the last."""
-        num = len(self._places.blocks) // _QUARTER
+        num = len(self._blocks) // _QUARTER
         if not num:
             return math.nan
-        of_block = {block: 0.0 for block in self._places.blocks}
-        for layer, square in zip(self._places.layers, squares, strict=True):
-            if layer in of_block:
-                of_block[layer] += square
-        by_depth = list(of_block.values())
+        by_depth = [sum(squares[at] for at in self._members.get(b, ())) for b in self._blocks]
         first, last = sum(by_depth[:num]), sum(by_depth[-num:])
         return math.sqrt(first / last) if last > 0 else math.nan
 
@@ -256,36 +213,34 @@ def _ratio(name: str, square: float, of: float) -> dict[str, float]:
 
 
 class LayerLog:
-    """Records measurements, equal on all ranks; rank 0 writes the file.
+    """Records measurements, equal on all ranks; rank 0 writes the file, a line per measurement.
 
-    Args:
-        file: gets a line per measurement; None on the other ranks.
-        past: measurements of earlier starts, the same on all ranks.
-        norms: gradient norms of the last steps before this start, by step.
+    Collective: measurements of earlier starts, and gradient norms of the last steps before this
+    one, are read on rank 0.
     """
 
-    def __init__(
-        self,
-        run: EngineRun,
-        table: LayerTable,
-        *,
-        file: LineFile | None,
-        past: Iterable[Look],
-        norms: Mapping[int, float],
-    ) -> None:
-        config = run.config
-        rules = EarlyRules(every=config.track.layers_every, warmup=config.schedule.warmup)
-        self._table = table
-        self._early = EarlyWarnings(rules)
-        self._file = file
+    def __init__(self, run: EngineRun, table: LayerTable) -> None:
+        config, ranks, run_dir = run.config, run.observers.ranks, run.group.run_dir
+        every, is_first, resumed = config.track.layers_every, run.group.is_first, run.resumed.step
+        rules = EarlyRules(every=every, warmup=config.schedule.warmup)
+
+        def past() -> tuple[list[Any], int]:
+            return _past(run_dir.layers, resumed, rules.window) if is_first else ([], 0)
+
+        def opened() -> LineFile | None:
+            """To append: for a repeated step the later line counts."""
+            check = run.lease.run_lease.check
+            return LineFile(run_dir.layers, length=length, check=check) if is_first else None
+
+        looks, length = ranks.all_or_none("reading the layers' file", past)
+        norms = _norms(run_dir.metrics, resumed, every) if is_first else []
+        self._run, self._table, self._early = run, table, EarlyWarnings(rules)
+        self._file = ranks.all_or_none("opening the layers' file", opened)
         self._attempt = run.journal.attempt + 1  # the line of this start is written later
-        self._clip = config.optim.clip
-        self._ring = run.ring
-        self._report = run.written.report
-        self._norms: dict[int, float] = dict(norms)
         self._by_position: list[tuple[int, list[float], list[float]]] = []
-        for look in past:
-            self._early.note(look)
+        for step, values in ranks.from_first(looks):
+            self._early.note(Look(step=step, values=values))
+        self._norms = {int(step): float(norm) for step, norm in ranks.from_first(norms)}
 
     def columns(self, info: StepInfo | None) -> dict[str, float]:
         """Record a step's gradient norm, and measurements of this step or an earlier one.
@@ -306,18 +261,19 @@ class LayerLog:
         self._write(measured, model)
         warned = self._early.note(Look(step=measured.step, values=model))
         if warned is not None:
-            clean = self._ring.newest_clean()  # it pins the checkpoint before it
+            clean = self._run.ring.newest_clean()  # it pins the checkpoint before it
             keeps = clean.serial if clean else None
-            self._report(_incident(warned, measured.step, keeps=keeps))
+            self._run.written.report(_incident(warned, measured.step, keeps=keeps))
         return {f"{COLUMNS}{name}": _rounded(value) for name, value in model.items()}
 
     def _clip_share(self, step: int) -> dict[str, float]:
         """The share of clipped steps since the last measurement."""
         since = range(max(1, step - self._early.rules.every + 1), step + 1)
         norms = [self._norms[one] for one in since if one in self._norms]
-        if not self._clip or not norms:
+        clip = self._run.config.optim.clip
+        if not clip or not norms:
             return {}
-        return {"clip_share": sum(norm > self._clip for norm in norms) / len(norms)}
+        return {"clip_share": sum(norm > clip for norm in norms) / len(norms)}
 
     def _write(self, measured: Measured, model: Mapping[str, float]) -> None:
         positions = self._positions(measured)
@@ -385,49 +341,23 @@ def watch_layers(run: EngineRun) -> None:
 
 
 def _layers(run: EngineRun) -> tuple[LayerWatch, LayerLog]:
-    config, group, network, engine = run.config, run.group, run.corpus.network, run.engine
-    every, ranks, path = config.track.layers_every, run.observers.ranks, group.run_dir.layers
+    config, network, engine = run.config, run.corpus.network, run.engine
     blocks = network.units(engine.network)
     shapes = {name: one.shape for name, one in network.parameters().items()}
-    places = LayerPlaces.of(engine.network, blocks, shapes)
     activations = Activations(engine.objective, blocks, is_compiled=config.compute.compile)
-
-    def past() -> tuple[list[Any], int]:
-        return _past(path, run.resumed.step) if group.is_first else ([], 0)
-
-    def opened() -> LineFile | None:
-        """To append: for a repeated step the later line counts."""
-        check = run.lease.run_lease.check
-        return LineFile(path, length=length, check=check) if group.is_first else None
-
-    looks, length = ranks.all_or_none("reading the layers' file", past)
-    norms = _norms(group.run_dir.metrics, run.resumed.step, every) if group.is_first else []
-    log = LayerLog(
-        run,
-        LayerTable(places, config.optim, num_units=activations.num_units),
-        file=ranks.all_or_none("opening the layers' file", opened),
-        past=[Look(step=step, values=values) for step, values in ranks.from_first(looks)],
-        norms={int(step): norm for step, norm in ranks.from_first(norms)},
-    )
+    num_units = activations.num_units
+    table = LayerTable(engine.network, blocks, shapes, config.optim, num_units=num_units)
+    log = LayerLog(run, table)
     run.ring.also_keep(run.history.kept_serials)
-    watch = LayerWatch(
-        engine,
-        activations,
-        places,
-        every=every,
-        is_first=group.is_first,
-        observers=run.observers,
-    )
-    return watch, log
+    return LayerWatch(run, activations, table.names), log
 
 
-def _past(path: Path, resumed: int) -> tuple[list[tuple[int, Mapping[str, Any]]], int]:
+def _past(path: Path, resumed: int, window: int) -> tuple[list[tuple[int, Mapping[str, Any]]], int]:
     """The latest measurements before the step that the run resumes from.
 
     Also returns the offset at which the last whole line ends.
     """
     lines, length = tail(path, _TAIL_BYTES)
-    window = EarlyRules(every=1).window
     looks: dict[int, Mapping[str, Any]] = {}
     for line in lines:
         step, model = step_of(line), line.get("model")

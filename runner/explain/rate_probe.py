@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from runner.explain.clean_weights import state_restored
 from runner.explain.reading import Reading, outstanding, usual
@@ -80,14 +79,8 @@ class RateProbe:
     def __init__(
         self, run: EngineRun, planner: StepPlanner, known: Callable[[], Reading | None]
     ) -> None:
+        self._run, self._planner, self._known = run, planner, known
         self._stop = run.group.stop_look.through(run.observers.ranks)
-        self._engine = run.engine
-        self._stepper = run.stepper
-        self._planner = planner
-        self._ring = run.ring
-        self._history = run.history
-        self._fresh = partial(TrainState, run.config.guard)
-        self._known = known
         self._num_steps = 0
 
     def try_rates(
@@ -119,7 +112,8 @@ class RateProbe:
                 "(explain=full)"
             )
         self._num_steps = 0
-        with self._stepper.aside(self._stop.over), state_restored(self._engine, self._ring):
+        run = self._run
+        with run.stepper.aside(self._stop.over), state_restored(run.engine, run.ring):
             result = self._tried(record, bad, without)
             if result.factor is not None and not result.control_cures:
                 result = self._from_older(result, older, bad.step, most_steps)
@@ -171,10 +165,11 @@ class RateProbe:
     def _is_cured(self, record: Record, bad: int, course: Course) -> bool:
         """Whether all steps through the bad one and a few more are clean."""
         self._stop.now()
-        restored, state = self._ring.restore([record]), self._fresh()
-        state.load_json(restored.train_state)
-        state.baseline.hold(self._history.held)
-        ledger = self._history.ledger.copy()
+        run, plan_step = self._run, self._planner.plan
+        state = TrainState(run.config.guard)
+        state.load_json(run.ring.restore([record]).train_state)
+        state.baseline.hold(run.history.held)
+        ledger = run.history.ledger.copy()
         for position in course.without:
             ledger.add(position, position + 1)
         state.cursor = state.cursor if course.cursor is None else course.cursor
@@ -186,9 +181,9 @@ class RateProbe:
                 position = int(batch.positions[0])
                 ledger.add(position, position + 1)
                 batch = self._planner.stream.plan(state.cursor, ledger)
-            plan = self._planner.plan(batch, state.updates, state.baseline.bounds)
+            plan = plan_step(batch, state.updates, state.baseline.bounds)
             plan = replace(plan, learning_rate=plan.learning_rate * course.factor)
-            info = self._stepper.read(self._stepper.launch(plan, ledger))
+            info = run.stepper.read(run.stepper.launch(plan, ledger))
             self._num_steps += 1
             signals = info.signals
             if signals.gated or info.unreadable or not math.isfinite(signals.loss):

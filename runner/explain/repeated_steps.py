@@ -46,13 +46,9 @@ class RepeatedSteps:
     def __init__(
         self, run: EngineRun, planner: StepPlanner, replay: Replay, bundles: Bundles | None
     ) -> None:
-        self._run = run
-        self._replay = replay
-        self._is_exact = run.repeats_bits
+        self._run, self._replay, self._bundles = run, replay, bundles
         self._rate_probe = RateProbe(run, planner, replay.known_now)
         self._clean_weights = CleanWeights(run)
-        self._report = run.written.report
-        self._bundles = bundles
         self._comparison: StepComparison | None = None
         self._finding: Finding | None = None
         self._from = 0
@@ -98,7 +94,7 @@ class RepeatedSteps:
         recorded = dict(self._recorded(to_step + 1, bad.step))
         # The rate is from the plan: it is not recorded for a step that was not applied.
         recorded[bad.step] = Recorded.of(bad, info.learning_rate)
-        self._comparison = StepComparison(recorded, bad=bad.step, is_exact=self._is_exact)
+        self._comparison = StepComparison(recorded, bad=bad.step, is_exact=self._run.repeats_bits)
         self._finding, self._from, self._limits = finding, to_step, state.baseline.limits
         state.came_again = None
         self._device_text = ""
@@ -175,7 +171,7 @@ class RepeatedSteps:
         )
         if self._bundles is not None and finding.bundle is not None:
             self._bundles.conclude(finding.bundle, finding)
-        self._report(
+        self._run.written.report(
             Incident(
                 kind="explained",
                 step=now.step,
