@@ -28,13 +28,6 @@ class Geometry:
     copies: int
     group: dist.ProcessGroup | None = None
 
-    @property
-    def own(self) -> tuple[int, int]:
-        """(first, size) of the elements of this part that this rank saves for all copies."""
-        size = -(-self.count // self.copies)
-        first = min(self.count, self.index * size)
-        return first, min(size, self.count - first)
-
 
 def replicated(shape: Sequence[int], *, rank: int, world_size: int) -> Geometry:
     """Of a tensor that is the same on all ranks."""

@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from runner.checkpoint.manifest import ITEM_SIZES
 from runner.distributed.agreement import Ranks
 from runner.embed.state.codec import dtype_of
 from runner.embed.state.geometry import Geometry, geometry, local, replicated
+from runner.engine.whole_state import complete, slice_of
 
-_BUCKET_BYTES = 1 << 26  # that ranks exchange at a time
 _CONVERTED = (torch.float32, torch.bfloat16, torch.float16)  # by :func:`encode`
 
 
@@ -77,21 +76,23 @@ class TensorSlice:
         elif str(dtype).removeprefix("torch.") not in ITEM_SIZES:
             self.element_type, self._width = torch.uint8, dtype.itemsize
         self.shape = where.shape if self._width == 1 else (*where.shape, self._width)
-        self.start = (where.start + where.own[0]) * self._width
+        num = where.count * self._width
+        first = min(num, where.index * -(-num // where.copies))  # as in :func:`slice_of`
+        self.start = where.start * self._width + first
         self._read = read
         self._is_old = is_old
         self.staged: torch.Tensor | None = None
         if read is None:
-            self.staged = torch.zeros(where.count * self._width, dtype=self.element_type)
+            self.staged = torch.zeros(num, dtype=self.element_type)
 
     @property
     def local(self) -> torch.Tensor:
         """1-D, of ``element_type``: what this rank saves or loads."""
-        first, size = (number * self._width for number in self.geometry.own)
-        if self.staged is not None:
-            return self.staged[first : first + size]
-        assert self._read is not None
-        return self._read().contiguous().reshape(-1).view(self.element_type)[first : first + size]
+        flat, where = self.staged, self.geometry
+        if flat is None:
+            assert self._read is not None
+            flat = self._read().contiguous().reshape(-1).view(self.element_type)
+        return slice_of(self.name, flat, where.index, where.copies).local
 
     def loaded(self) -> torch.Tensor:
         """1-D, of ``dtype``: the elements that were loaded."""
@@ -196,25 +197,10 @@ class StagedState:
 
     def finish_load(self, update_counts: Mapping[str, int]) -> None:
         """Exchange the parts that the ranks have read. Collective."""
-        shared = [part for part in self._loading.values() if part.geometry.copies > 1]
-        for group in {id(part.geometry.group): part.geometry.group for part in shared}.values():
-            bucket: list[torch.Tensor] = []
-            for slice_ in shared:
-                if slice_.geometry.group is group and slice_.staged is not None:
-                    bucket.append(slice_.staged.view(torch.uint8))
-                    if sum(map(len, bucket)) >= _BUCKET_BYTES:
-                        self._exchange(bucket, group)
-                        bucket = []
-            self._exchange(bucket, group)
-
-    def _exchange(self, parts: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-        """Each byte comes from one rank and is 0 on the others."""
-        if not parts:
-            return
-        packed = torch.cat(list(parts)).to(self.device)
-        dist.all_reduce(packed, group=group)
-        for part, summed in zip(parts, torch.split(packed.cpu(), [*map(len, parts)]), strict=True):
-            part.copy_(summed)
+        for name, part in self._loading.items():
+            where = part.geometry
+            wholes = {name: part.staged} if part.staged is not None and where.count else {}
+            complete(wholes, where.index, where.copies, device=self.device, group=where.group)
 
     def _loaded(self, name: str, like: torch.Tensor | None) -> torch.Tensor:
         """A new tensor with the loaded values: of the stored shape, or sharded like ``like``."""
