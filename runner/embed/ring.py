@@ -218,14 +218,11 @@ def _check(state: Mapping[str, Stateful]) -> None:
             "{'model': model, 'optimizer': optimizer}"
         )
     for name, part in state.items():
-        if not isinstance(name, str) or not name:
+        is_stateful = hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+        if not (isinstance(name, str) and name and is_stateful):
             raise ConfigError(
-                f"Ring: state has the key {name!r}; a name must be a non-empty string"
-            )
-        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
-            raise ConfigError(
-                f"Ring: state[{name!r}] is a {type(part).__name__}; needs state_dict() and "
-                "load_state_dict(state)"
+                f"Ring: state[{name!r}] is a {type(part).__name__}; needs a string as its name, "
+                "state_dict() and load_state_dict(state)"
             )
         if type(part).__module__.partition(".")[0] == "deepspeed":
             raise ConfigError(

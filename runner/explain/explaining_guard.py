@@ -20,7 +20,7 @@ from runner.explain.case import Case, inconclusive
 from runner.explain.mark import ObserverNote
 from runner.explain.probe import Bench
 from runner.explain.repeated_steps import RepeatedSteps, without_rate
-from runner.explain.replay import Replay, known_samples
+from runner.explain.replay import Replay
 from runner.health.checks import DeviceFault
 from runner.policy.decision.finding import Cause, Finding, Remedy
 from runner.policy.decision.history import (
@@ -122,7 +122,7 @@ class ExplainingGuard:
         cls, rules: ExplainRules, run: EngineRun, guard: Guard, planner: StepPlanner
     ) -> ExplainingGuard:
         """The guard that computes a bad step again to find its cause first."""
-        replay = Replay(Bench(run), known=lambda: known_samples(run), reread=run.feed.put)
+        replay = Replay(Bench(run))
         bundles = Bundles(run) if run.group.is_first else None
         repeated = RepeatedSteps(run, planner, replay, bundles)
         return cls(

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from runner.config.schema import GuardConfig
@@ -40,6 +41,7 @@ class Bench:
     """Computes variations of one attempt on one rank."""
 
     def __init__(self, run: EngineRun) -> None:
+        self._run = run
         self._engine, self._feed, self._heart = run.engine, run.feed, run.group.heart
         self._ranks = run.observers.ranks
         self.world_size = self._ranks.world_size
@@ -179,6 +181,25 @@ class Bench:
             ]
         )
 
+    def known_indices(self) -> Indices:
+        """Data set indices of samples that are known to be good, one step's worth.
+
+        Held-out samples, of a mixture as the stream mixes them now; repeated if there are too few.
+        If the corpus holds out none (``data.val_path``, ``data.held_out=0``), the samples of the
+        newest applied step; none before the first.
+        """
+        run, stream, order = self._run, self._run.corpus.stream, self._run.corpus.mixture
+        state, size = run.state, run.config.batch.global_size
+        if order is not None:
+            held_out = order.held_out_like(size, state.cursor)
+        else:
+            held_out = stream.held_out_indices(size)
+        if len(held_out):
+            return np.resize(held_out, size)
+        if state.updates:
+            return stream.plan_before(state.cursor, run.history.ledger).indices
+        return held_out
+
     def known(self, indices: Indices, *, rank: int | None = None) -> Reading:
         """Compute the step on a fixed set of samples that are known to be good.
 
@@ -230,6 +251,10 @@ class Bench:
         source_rank = (self._ranks.rank - shift) % self.world_size
         with same_randomness(self._engine.device):
             return self._feed.read_again(plan, source_rank)
+
+    def replace_read(self, plan: BatchPlan, batches: tuple[MicroBatch, ...]) -> None:
+        """Have the loader give these samples for a plan, instead of those that it has read."""
+        self._feed.put(plan, batches)
 
     def rotated(self, plan: BatchPlan, *, without: Collection[int] = ()) -> Reading:
         """Compute the share of each rank r on rank r + 1, with padding at these positions."""

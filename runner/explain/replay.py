@@ -7,11 +7,10 @@ same on all ranks, so all ranks run the same probes and reach the same finding.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
-
-import numpy as np
 
 from runner.data.cursor import BatchPlan, Indices
 from runner.data.feed import MicroBatch
@@ -40,7 +39,6 @@ from runner.explain.reading import (
 )
 from runner.policy.decision.finding import Cause, Finding, Remedy
 from runner.policy.decision.signals import Limits
-from runner.train.run import EngineRun
 
 _MOST_AGAIN = 5  # repetitions of a step that is bad intermittently
 _REPEATS = 3  # repetitions of a step that was good again, to refute a transient fault
@@ -56,23 +54,16 @@ _STANDS_ALONE = 8.0  # times the others' gradient norm; samples differ by less
 _ADVICE = "compute this operation in FP32, or bound its input (model.qk_norm, model.z_loss)"
 _ON_ALL_SAMPLES = "samples are bad on {who}, its own and its neighbours'; on other ranks not"
 
-Reread = Callable[[BatchPlan, tuple[MicroBatch, ...]], None]
-
 
 class Replay:
-    """Finds the causes of bad steps.
+    """Finds the causes of bad steps."""
 
-    Args:
-        known: returns samples that are known to be good, as many as a step has, or none.
-        reread: replaces the loader's samples of a plan by those that were read again.
-    """
-
-    def __init__(self, bench: Bench, *, known: Callable[[], Indices], reread: Reread) -> None:
-        self._bench, self._known, self._reread = bench, known, reread
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
 
     def explain(self, case: Case) -> Finding:
         """The cause of a bad step, the same on all ranks. Collective; the state is unchanged."""
-        search = _Search(self._bench, case, self._known, self._reread)
+        search = _Search(self._bench, case)
         finding = search.find()
         hosts = self._bench.hosts()
         if finding.cause is Cause.sticky and len(set(hosts)) > 1:
@@ -88,12 +79,12 @@ class Replay:
 
     def known_now(self) -> Reading | None:
         """The reading of good samples with the current weights; None without any. Collective."""
-        indices = self._known()
+        indices = self._bench.known_indices()
         return self._bench.known(indices) if len(indices) else None
 
     def repeats_known(self) -> bool:
         """Whether known samples give the same numbers twice, and on other ranks. Collective."""
-        indices = self._known()
+        indices = self._bench.known_indices()
         once, twice = self._bench.known(indices), self._bench.known(indices)
         others = self._bench.known(indices[::-1])  # each sample on another rank
         last = len(indices) - 1
@@ -111,13 +102,7 @@ class Replay:
 class _Search(Probes):
     """The search for the cause of one bad step."""
 
-    def __init__(
-        self, bench: Bench, case: Case, known: Callable[[], Indices], reread: Reread
-    ) -> None:
-        super().__init__(bench, case)
-        self._known = known
-        self._reread = reread
-        self.layers: Mapping[str, Any] = {}
+    layers: Mapping[str, Any] = MappingProxyType({})
 
     def find(self) -> Finding:
         again = self.note("A", self.bench.compute(self.batches, watched=True))
@@ -167,7 +152,7 @@ class _Search(Probes):
         if not self.is_good(self.again("J")):
             self.not_tried.append("J: samples were read wrongly, but that is not all")
             return None
-        self._reread(plan, fresh)
+        self.bench.replace_read(plan, fresh)
         positions = tuple(sorted(position for of_rank in wrong for position in of_rank))
         return shown(
             Cause.misread,
@@ -195,7 +180,7 @@ class _Search(Probes):
     # -- A is bad again -------------------------------------------------------------------------
 
     def _bad_again(self, again: Reading) -> Finding:
-        indices = self._known()
+        indices = self.bench.known_indices()
         if not len(indices):
             why = "bad each time, and no samples are known to be good (data.held_out)"
             return inconclusive(why)
@@ -538,24 +523,4 @@ def _rank_sentence(differing: Collection[int]) -> str:
     return (
         "every rank's losses and activations' gradients were the same: a weight's gradient or the "
         "sum over ranks was wrong, and no rank can be named"
-    )
-
-
-def known_samples(run: EngineRun) -> Indices:
-    """Data set indices of samples that are known to be good, one step's worth.
-
-    Held-out samples, of a mixture as the stream mixes them now; repeated if there are too few. If
-    the corpus holds out none (``data.val_path``, ``data.held_out=0``), the samples of the newest
-    applied step; none before the first.
-    """
-    stream, state, size = run.corpus.stream, run.state, run.config.batch.global_size
-    order = run.corpus.mixture
-    if order is not None:
-        held_out = order.held_out_like(size, state.cursor)
-    else:
-        held_out = stream.held_out_indices(size)
-    if len(held_out):
-        return np.resize(held_out, size)
-    return (
-        stream.plan_before(state.cursor, run.history.ledger).indices if state.updates else held_out
     )

@@ -276,6 +276,7 @@ class World:
     other_copy: bool = False
     applies_wider: bool = True
     num_steps: int = 0
+    replaced: list[BatchPlan] = field(default_factory=list)  # the loader's samples of these plans
     is_filled: bool = False  # known samples are where others are left out
     dice: random.Random = field(default_factory=lambda: random.Random(0))
 
@@ -347,6 +348,12 @@ class World:
 
     def all_readable(self, batches: Any) -> bool:
         return True
+
+    def known_indices(self) -> Any:
+        return np.arange(self.size)
+
+    def replace_read(self, plan: BatchPlan, batches: Any) -> None:
+        self.replaced.append(plan)
 
     def hosts(self) -> list[str]:
         return [f"node{0 if self.one_host else rank}" for rank in range(self.world_size)]
@@ -423,12 +430,7 @@ def explained(
         checkpoint: the same computations with the weights of the clean checkpoint.
     """
     bench: Any = world
-    given: list[BatchPlan] = []
-    replay = Replay(
-        bench,
-        known=lambda: np.arange(world.size),
-        reread=lambda plan, batches: given.append(plan),
-    )
+    replay = Replay(bench)
     nothing: Any = None
     batches: Any = Positions(dict.fromkeys(range(world.size), 0))
     everybody = np.arange(world.size)
@@ -455,7 +457,7 @@ def explained(
     )
     found = replay.explain(case)
     assert found.steps == world.num_steps <= most_steps
-    assert bool(given) is (found.cause is Cause.misread)
+    assert bool(world.replaced) is (found.cause is Cause.misread)
     return found
 
 

@@ -274,7 +274,7 @@ class Guard(Holder):
         self._carried.data_goes_on = True
         if not self._has_begun:
             self._has_begun = True
-            self._steps.begin()
+            self._steps.checkpoints.begin(self._run.state)
         self._steps.replay_known_discards()
         if number < self._steps.next_number():
             return False
@@ -305,7 +305,7 @@ class Guard(Holder):
         self._steps.settle()
         self._finish_reading()
         self._abort_step(is_end=True)
-        failure = self._steps.finish()
+        failure = self._steps.checkpoints.finish(self._run.state, lambda: None)
         suffix = f", but the last checkpoint is not clean: {failure}" if failure else ""
         self._sum_up(f"closed{suffix}", digest=self.state_digest())
         self._release()
@@ -346,7 +346,7 @@ class Guard(Holder):
                 self._carried.repeat()
             else:
                 self._start(number)
-            self._steps.begin()
+            self._steps.checkpoints.begin(self._run.state)
         elif place.epoch < number:
             self._start(number)
 
@@ -560,7 +560,7 @@ class Guard(Holder):
                 "and optimizer.step(), and step only where it is True"
             )
         with journal_errors(self._run):
-            self._steps.commit()
+            self._steps.checkpoints.commit(self._run.state)
         size = sum(parameter.numel() for parameter in self._sharded.parameters.values())
         self._sum_up(
             f"pass {number + 1} is over",

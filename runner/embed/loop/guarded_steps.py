@@ -74,6 +74,7 @@ class GuardedSteps:
     """Handles the steps of a user's loop on one rank.
 
     Attributes:
+        checkpoints: when to save and prove.
         has_rolled_back: whether a checkpoint was loaded since this was last set to False.
         must_replay: the batches in hand must be handed out once more; until it is set to False.
         reads_draw: reading a batch draws from the random generators of this rank.
@@ -96,13 +97,9 @@ class GuardedSteps:
         measurer: Measurer,
         gate: DeviceGate | None,
     ) -> None:
-        self._run = run
-        self._state = run.state
-        self._sharded = sharded
-        self._carried = carried
-        self._measurer = measurer
-        self._gate = gate
-        self._history = run.history
+        self._run, self._state, self._history = run, run.state, run.history
+        self._sharded, self._carried = sharded, carried
+        self._measurer, self._gate = measurer, gate
         self._known_discards = deque(run.resumed.known_discards)
         self._code = code_digest()
         self._scalers = Scalers(carried.schedulers)
@@ -111,15 +108,12 @@ class GuardedSteps:
             run, stepper=measurer, rules=rules, data_goes_on=lambda: carried.data_goes_on
         )
         self._guard = Guard(run, rules=rules, recovery=recovery, steps=self)
-        self._checkpoints = Checkpoints(
+        self.checkpoints = Checkpoints(
             run,
             schedule=SaveSchedule.of(run, in_memory=True),
             rules=rules,
             last=LastProof(
-                run,
-                sharded,
-                last_batch=lambda: run.state.last_loss,
-                earlier=lambda: None,
+                run, sharded, last_batch=lambda: run.state.last_loss, earlier=lambda: None
             ),
         )
         self.has_rolled_back = self.must_replay = self.reads_draw = self.undoes_refused = False
@@ -154,10 +148,6 @@ class GuardedSteps:
         """Updates that were allowed and are not counted yet."""
         is_allowed = isinstance(self._decided, _Allowed) and self._decided.verdict is not None
         return int(is_allowed or self.is_unread)
-
-    def begin(self) -> None:
-        """Save a first checkpoint as a rollback target. Collective."""
-        self._checkpoints.begin(self._state)
 
     def next_number(self) -> int:
         """The number of the next batch that is not skipped."""
@@ -292,7 +282,7 @@ class GuardedSteps:
     def _read(self, agreed: AgreedStep, step: _Step) -> StepInfo:
         info = replace(self._measurer.read(agreed), seconds=time.monotonic() - step.began)
         self._guard.note_lines(info)
-        self._checkpoints.apply_progress(info, self._state)
+        self.checkpoints.apply_progress(info, self._state)
         return info
 
     def _judge(self, info: StepInfo) -> Verdict | None:
@@ -317,7 +307,7 @@ class GuardedSteps:
         """Whether nothing needs the state behind this step before the next. Equal on all ranks."""
         return (
             self.num_judged > _AT_ONCE
-            and not self._checkpoints.is_due(self._state.updates + 1)
+            and not self.checkpoints.is_due(self._state.updates + 1)
             and not self._known_discards
             # After one bad step the next may be bad too: this only avoids wasted work.
             and not self._state.trouble.num_recent()
@@ -382,13 +372,13 @@ class GuardedSteps:
         rate = float(groups[0].get("lr", 0.0)) if groups else 0.0
         state.advance(info.signals)
         self._run.reporter.step(info, verdict, "apply", learning_rate=rate, state=state)
-        self._checkpoints.prove(state)
+        self.checkpoints.prove(state)
         self._run.make_memory(lambda: self._sharded.capture()["tensors"])
-        self._checkpoints.after_update(state, info.seconds)
+        self.checkpoints.after_update(state, info.seconds)
         self._run.group.heart.enter("other")
 
     def _leave(self) -> None:
-        self._checkpoints.save_and_leave(self._state)
+        self.checkpoints.save_and_leave(self._state)
 
     # -- the end --------------------------------------------------------------------------
 
@@ -417,11 +407,3 @@ class GuardedSteps:
             )
         )
         self._state.cursor = stop
-
-    def commit(self) -> None:
-        """Commit the current state to disk. Collective."""
-        self._checkpoints.commit(self._state)
-
-    def finish(self) -> str | None:
-        """Commit and prove the final state; why it is not clean, or None. Collective."""
-        return self._checkpoints.finish(self._state, lambda: None)

@@ -63,7 +63,6 @@ class Measurer:
         self._norm: torch.Tensor | None = None
         self._sizes: list[int] = []
         self._trained: list[tuple[torch.Tensor, int]] = []
-        self._plain_square = 0.0  # of the gradients of plain tensors, while they are compared
         self._order: LoopOrder | None = LoopOrder(state.parameters, ranks)
 
     def note(self, loss: torch.Tensor | float, number: int) -> None:
@@ -121,7 +120,7 @@ class Measurer:
         if self._order is not None and self._order.is_compared:
             self._order.require_unchanged()
             if ranks.world_size > 1:
-                self._order.require_alike(self._plain_square)
+                self._order.require_alike(self._square_of_plain())
         is_bad = (~torch.isfinite(value)) | (~torch.isfinite(square))
         own = torch.stack([value, square, is_bad.double()])
         gate_before = 0.0  # not compared between ranks
@@ -180,8 +179,6 @@ class Measurer:
                 is_sharded = is_sharded or isinstance(grad, DTensor) or grad.is_sparse
                 by_copies[copies].append(_values(parameter))
         self._norm = None
-        if self._order is not None and self._order.is_compared:
-            self._plain_square = self._square_of_plain()
         shares = []
         for copies, grads in by_copies.items():
             norm = get_total_norm(grads)

@@ -15,65 +15,64 @@ class Randomness:
     """The states of Python's, NumPy's and torch's generators; capturing takes about 50 us."""
 
     def __init__(self) -> None:
-        self._python = random.getstate()
-        self._numpy = np.random.get_state()
-        self._torch = torch.get_rng_state()
-        self._cuda = None
+        self._states: dict[str, Any] = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+            "cuda": None,
+        }
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            self._cuda = torch.cuda.get_rng_state()
+            self._states["cuda"] = torch.cuda.get_rng_state()
 
     def is_unchanged(self) -> bool:
         """Whether nothing was drawn on the host since."""
-        return not self.differing(Randomness()) - {"_cuda"}
+        return not self.differing(Randomness()) - {"cuda"}
 
     def differing(self, other: Randomness) -> set[str]:
         """The generators whose state differs."""
-        mine: tuple[Any, ...] = tuple(self._numpy)
-        theirs: tuple[Any, ...] = tuple(other._numpy)
-        are_equal = {
-            "_python": self._python == other._python,
-            "_numpy": mine[2:] == theirs[2:] and np.array_equal(mine[1], theirs[1]),
-            "_torch": torch.equal(self._torch, other._torch),
-            "_cuda": self._cuda is None
-            or other._cuda is None
-            or torch.equal(self._cuda, other._cuda),
-        }
-        return {name for name, is_equal in are_equal.items() if not is_equal}
+        pairs = {name: (state, other._states[name]) for name, state in self._states.items()}
+        return {name for name, (a, b) in pairs.items() if not _equal_states(a, b)}
 
     def take(self, other: Randomness, names: set[str]) -> None:
         """Take the states of the generators ``names`` from ``other``."""
-        for name in names:
-            setattr(self, name, getattr(other, name))
+        self._states |= {name: other._states[name] for name in names}
 
     def restore(self) -> None:
         """Set the generators to these states."""
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda)
+        random.setstate(self._states["python"])
+        np.random.set_state(self._states["numpy"])
+        torch.set_rng_state(self._states["torch"])
+        if self._states["cuda"] is not None:
+            torch.cuda.set_rng_state(self._states["cuda"])
 
     def to_json(self) -> dict[str, Any]:
         """The states as exact JSON values."""
-        version, python_state, gauss = self._python
-        states = {
-            "python": (version, np.asarray(python_state, dtype=np.uint32), gauss),
-            "numpy": tuple(self._numpy),
-            "torch": self._torch,
-            "cuda": self._cuda,
-        }
-        packed: dict[str, Any] = pack(states, "the state of a random generator")
+        version, python_state, gauss = self._states["python"]
+        python = version, np.asarray(python_state, dtype=np.uint32), gauss
+        packed: dict[str, Any] = pack(
+            {**self._states, "python": python}, "the state of a random generator"
+        )
         return packed
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> Randomness:
         """Inverse of :meth:`to_json`."""
-        randomness, state = cls.__new__(cls), unpack(stored)
-        version, python_state, gauss = state["python"]
-        randomness._python = (version, tuple(int(word) for word in python_state), gauss)
-        randomness._numpy = state["numpy"]
-        randomness._torch, randomness._cuda = state["torch"], state["cuda"]
+        randomness, states = cls.__new__(cls), unpack(stored)
+        version, python_state, gauss = states["python"]
+        states["python"] = version, tuple(int(word) for word in python_state), gauss
+        randomness._states = states
         return randomness
+
+
+def _equal_states(one: Any, other: Any) -> bool:
+    """Whether two states of a generator are alike; None, for an unused device, is like any."""
+    if one is None or other is None:
+        return True
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    # NumPy's state has an array in it.
+    pairs = zip(one, other, strict=True)
+    return all(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in pairs)
 
 
 class StepDraws:
