@@ -27,17 +27,13 @@ _former_hook = sys.excepthook
 class GuardHalted(Halted, SystemExit):
     """The guard gave up. Uncaught, the script ends with exit code 3."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.code = Halted.exit_code
+    code = Halted.exit_code
 
 
 class GuardPreempted(Preempted, SystemExit):
     """A stop was requested. Uncaught, the script ends with exit code 75."""
 
-    def __init__(self, message: str, *, in_time: bool) -> None:
-        super().__init__(message, in_time=in_time)
-        self.code = Preempted.exit_code
+    code = Preempted.exit_code
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from runner.data.cursor import BatchPlan, Indices
 from runner.data.feed import MicroBatch
 from runner.distributed.observers import Failure
 from runner.engine.modes import same_randomness
-from runner.engine.protocol import LocalSums, MicroStep, Shard
+from runner.engine.protocol import Engine, LocalSums, MicroStep, Shard
 from runner.explain.module_watch import ModuleWatch, first_bad, largest_by_module
 from runner.explain.reading import Reading, Row, Share
 from runner.health.checks import differing_copies
@@ -91,7 +91,7 @@ class Bench:
             micro_steps = self._micro_steps(batches)
             self._ranks.ready()
             sums = self._engine.accumulate(micro_steps)
-            self._drop_gradients()
+            drop_gradients(self._engine)
         self.num_steps += 1
         return self._gather_reading(sums, batches, names or _positions(batches))
 
@@ -124,7 +124,7 @@ class Bench:
                 self._ranks.ready()
                 sums = self._engine.accumulate_wider(micro_steps, watch=self._wide.over)
                 if self._engine.applies_wider:
-                    self._drop_gradients()
+                    drop_gradients(self._engine)
         finally:
             self._engine.twin.close()
         return self._gather_reading(sums, batches, _positions(batches))
@@ -276,10 +276,6 @@ class Bench:
         """The host names of all ranks. Collective."""
         return [str(host) for host in self._ranks.gather(host_name())]
 
-    def _drop_gradients(self) -> None:
-        one = torch.ones((), device=self._engine.device)
-        self._engine.apply(skip=one, grad_scale=one, learning_rate=0.0)
-
     def _gather_reading(
         self, sums: LocalSums, batches: Sequence[MicroBatch], names: Sequence[Names]
     ) -> Reading:
@@ -293,6 +289,12 @@ class Bench:
         shares = [Share(loss=s[0], square=s[1], nonfinite=s[2] > 0, count=s[3]) for s, _ in by_rank]
         tokens = max(1.0, sum(s.count for s in shares))
         return Reading(rows=rows, shares=shares, tokens=tokens, unit=self._unit)
+
+
+def drop_gradients(engine: Engine) -> None:
+    """End a step that is not applied."""
+    one = torch.ones((), device=engine.device)
+    engine.apply(skip=one, grad_scale=one, learning_rate=0.0)
 
 
 def _extent(shard: Shard) -> tuple[str, float, float, int]:

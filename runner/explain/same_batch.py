@@ -18,6 +18,7 @@ from runner.data.cursor import BatchPlan
 from runner.data.feed import MicroBatch
 from runner.engine.modes import same_randomness
 from runner.engine.protocol import MicroStep
+from runner.explain.probe import drop_gradients
 from runner.health.checks import device_kind, sum_of_words
 from runner.policy.outlier_ranks import ByRank
 from runner.system.parsing import json_text
@@ -31,10 +32,8 @@ class SameBatch:
     """Computes a micro-batch on every rank."""
 
     def __init__(self, run: EngineRun) -> None:
-        self._ranks = run.observers.ranks
+        self._engine, self._feed, self._ranks = run.engine, run.feed, run.observers.ranks
         self._stop = run.group.stop_look.through(self._ranks)
-        self._engine = run.engine
-        self._feed = run.feed
         self._kind = device_kind(run.group.device)  # devices of one kind give equal bits
         self._seed = run.config.seed
         self._takes_whole_step = is_zero(run.config.parallel.kind)
@@ -73,8 +72,7 @@ class SameBatch:
         with same_randomness(device):
             with self._gradients.over():
                 sums = self._engine.accumulate(self._stop.over(works))
-            one = torch.ones((), device=device)
-            self._engine.apply(skip=one, grad_scale=one, learning_rate=0.0)
+            drop_gradients(self._engine)
         sequences = sums.sequences.to_host()
         own = self.by_parameter()
         gradients = [_digest(own)] if self.repeats_bits else list(own.values())

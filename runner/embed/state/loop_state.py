@@ -67,9 +67,9 @@ class LoopState(StagedState):
         plain = [(plain_name(f"{name}.").rstrip("."), module) for name, module in named]
         self.modes = Modes(plain, self.parameters)
         self.buffers, self.extra = Buffers(plain), ExtraState(plain)
-        self._groups = [
-            ParameterGroups(optimizer, self._names, self.parameters) for optimizer in optimizers
-        ]
+        # The groups with which the script began. Where a checkpoint's script began with the same,
+        # the groups become those of the checkpoint; else the script itself has changed.
+        self._first_groups = [self._members(optimizer) for optimizer in optimizers]
 
     @property
     def compute_device(self) -> torch.device:
@@ -105,10 +105,28 @@ class LoopState(StagedState):
         Raises:
             ConfigError: an optimizer was given a parameter that the guard does not know.
         """
-        for groups in self._groups:
-            groups.members()
+        for optimizer in self.optimizers:
+            self._members(optimizer)
         optimized = {id(parameter) for *_, parameter in self._optimized()}
         return [p for p in self.parameters.values() if id(p) in optimized]
+
+    def _members(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+        """Names of the parameters of each group of an optimizer.
+
+        Raises:
+            ConfigError: a parameter has no name.
+        """
+        try:
+            return [
+                [self._names[id(parameter)] for parameter in group["params"]]
+                for group in optimizer.param_groups
+            ]
+        except KeyError:
+            raise ConfigError(
+                f"{type(optimizer).__name__} was given a parameter after Guard(...) that is in "
+                "none of the guard's models, so that it would not be saved; create its module "
+                "before, and give it to Guard(model=...)"
+            ) from None
 
     # -- discarding -----------------------------------------------------------------------
 
@@ -170,15 +188,21 @@ class LoopState(StagedState):
                     yield self._names[id(parameter)], parameter, optimizer.state[parameter]
 
     def _pack_optimizer(self, number: int) -> dict[str, Any]:
+        optimizer, groups = self.optimizers[number], []
         states = {
             name: pack(state, f"optim/{number}/{name}", partial(self._add_state, name, parameter))
             for name, parameter, state in self._stateful(number)
         }
-        groups = [
-            pack(_options(group), f"optim/{number}/group/{n}", lambda t, name: self._add(name, t))
-            for n, group in enumerate(self.optimizers[number].param_groups)
-        ]
-        return {"states": states, "groups": groups, **self._groups[number].to_json()}
+        for n, group in enumerate(optimizer.param_groups):
+            options = {key: value for key, value in group.items() if key != "params"}
+            where = f"optim/{number}/group/{n}"
+            groups.append(pack(options, where, lambda tensor, name: self._add(name, tensor)))
+        return {
+            "states": states,
+            "groups": groups,
+            "members": self._members(optimizer),
+            "first": self._first_groups[number],
+        }
 
     def _add_state(
         self, name: str, parameter: torch.Tensor, value: torch.Tensor, where: str
@@ -252,11 +276,33 @@ class LoopState(StagedState):
         """Load only the optimizers' options, such as the learning rate, and modes of modules."""
         self.modes.load_json(stored.get("modes", {}))
         for number, optimizer in enumerate(self.optimizers):
-            self._groups[number].load_json(stored["optimizers"][number])
-            groups = stored["optimizers"][number]["groups"]
-            for group, options in zip(optimizer.param_groups, groups, strict=True):
+            own = stored["optimizers"][number]
+            self._regroup(optimizer, self._first_groups[number], own)
+            for group, options in zip(optimizer.param_groups, own["groups"], strict=True):
                 for key, value in options.items():
                     group[key] = unpack(value, partial(self._option_tensor, group.get(key)))
+
+    def _regroup(
+        self, optimizer: torch.optim.Optimizer, first: list[list[str]], stored: Mapping[str, Any]
+    ) -> None:
+        """
+        Raises:
+            CheckpointError: the script began with other groups than the one that saved.
+        """
+        members = stored.get("members")  # none in a checkpoint of an older version
+        if members is None or _alike(members, self._members(optimizer)):
+            return
+        if not _alike(stored["first"], first):
+            raise CheckpointError(
+                f"{type(optimizer).__name__} began with other groups of parameters "
+                f"({_sizes(stored['first'])} parameters, now {_sizes(first)}); make them as "
+                "before, or choose another out"
+            )
+        groups = optimizer.param_groups
+        del groups[len(members) :]
+        groups.extend({} for _ in range(len(members) - len(groups)))
+        for group, names in zip(groups, members, strict=True):
+            group["params"] = [self.parameters[name] for name in names]
 
     def _option_tensor(self, live: Any, name: str) -> torch.Tensor:
         if not isinstance(live, torch.Tensor):
@@ -320,10 +366,6 @@ class LoopState(StagedState):
         return tensors
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
-
-
 def _prefixed(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
     if len(models) == 1:
         return [("", models[0])]
@@ -332,68 +374,6 @@ def _prefixed(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
 
 def _joined(prefix: str, name: str) -> str:
     return ".".join(part for part in (prefix, name) if part)
-
-
-class ParameterGroups:
-    """The parameters in each group of one optimizer, by name.
-
-    A checkpoint also has the groups with which its script began. Where a script begins with the
-    same, its groups become those of the checkpoint; else the script itself has changed.
-    """
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        names: Mapping[int, str],
-        parameters: Mapping[str, torch.Tensor],
-    ) -> None:
-        self._optimizer = optimizer
-        self._names = names
-        self._parameters = parameters
-        self._first = self.members()
-
-    def members(self) -> list[list[str]]:
-        """Names of the parameters of each group.
-
-        Raises:
-            ConfigError: a parameter has no name.
-        """
-        try:
-            return [
-                [self._names[id(parameter)] for parameter in group["params"]]
-                for group in self._optimizer.param_groups
-            ]
-        except KeyError:
-            raise ConfigError(
-                f"{type(self._optimizer).__name__} was given a parameter after Guard(...) that is "
-                "in none of the guard's models, so that it would not be saved; create its module "
-                "before, and give it to Guard(model=...)"
-            ) from None
-
-    def to_json(self) -> dict[str, Any]:
-        """The current groups, and the first ones of this start."""
-        return {"members": self.members(), "first": self._first}
-
-    def load_json(self, stored: Mapping[str, Any]) -> None:
-        """Regroup as in the checkpoint.
-
-        Raises:
-            CheckpointError: the script begins with other groups than the one that made it.
-        """
-        members = stored.get("members")  # none in a checkpoint of an older version
-        if members is None or _alike(members, self.members()):
-            return
-        if not _alike(stored["first"], self._first):
-            raise CheckpointError(
-                f"{type(self._optimizer).__name__} began with other groups of parameters "
-                f"({_sizes(stored['first'])} parameters, now {_sizes(self._first)}); make them as "
-                "before, or choose another out"
-            )
-        groups = self._optimizer.param_groups
-        del groups[len(members) :]
-        groups.extend({} for _ in range(len(members) - len(groups)))
-        for group, names in zip(groups, members, strict=True):
-            group["params"] = [self._parameters[name] for name in names]
 
 
 def _alike(a: Sequence[Sequence[str]], b: Sequence[Sequence[str]]) -> bool:
