@@ -7,6 +7,7 @@ The report is only information: no decision depends on it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from concurrent.futures import Future
@@ -150,16 +151,12 @@ class CurveReader:
         step, self._begun = self._begun, None
         if step is None:
             return
-        for finding in self._observers.ranks.from_first(self._own_findings()):
+        found: list[dict[str, Any]] = []
+        # On a busy machine it may time out: the next reading sees as much.
+        with contextlib.suppress(TimeoutError):
+            found = self._found.result() if self._metrics is not None else []
+        for finding in self._observers.ranks.from_first(found):
             self._report_once(finding, step)
-
-    def _own_findings(self) -> list[dict[str, Any]] | None:
-        if self._metrics is None:
-            return None
-        try:
-            return self._found.result()
-        except TimeoutError:  # a busy machine: the next reading sees as much
-            return []
 
     def _report_once(self, finding: dict[str, Any], step: int) -> None:
         signature = finding["signature"]

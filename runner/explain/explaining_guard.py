@@ -143,7 +143,8 @@ class ExplainingGuard:
         """
         if info.known is None and self._repeated.is_following:
             self._follow(info, state)
-        finding = self._explained(info, state) if _is_to_explain(info) else None
+        is_ours = info.known is None and not info.unreadable and info.signals.withheld is None
+        finding = self._explained(info, state) if is_ours and info.signals.gated else None
         if finding is None:
             return self._guard.handle(info, state)
         self._keep(info, finding, state)
@@ -357,12 +358,6 @@ class ExplainingGuard:
             return ""
         before = self._history.num_transient_on(finding.ranks[0])
         return f" (fault {before + 1} of this rank: check its device)" if before else ""
-
-
-def _is_to_explain(info: StepInfo) -> bool:
-    signals = info.signals
-    is_ours = info.known is None and not info.unreadable and signals.withheld is None
-    return is_ours and signals.gated
 
 
 def _why_failed(failure: Failure | None) -> str:

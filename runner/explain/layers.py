@@ -119,7 +119,7 @@ class LayerTable:
             self._members.setdefault(layer, []).append(at)
 
     def layers(self, measured: Measured) -> dict[str, dict[str, float]]:
-        """The numbers of each layer that could be measured."""
+        """The numbers of each layer; NaN for what could not be measured."""
         by_layer: dict[str, dict[str, float]] = {}
         by_kind = self._by_kind(measured)
         for name, members in self._members.items():
@@ -127,14 +127,12 @@ class LayerTable:
             by_layer[name] = {
                 "grad": math.sqrt(sums["grad"]) / max(measured.tokens, 1),
                 "weight": math.sqrt(sums["weight"]),
-                **_ratio("update", sums["moved"], sums["held"]),
-                **self._adam(sums["ratio"], sums["count"], measured),
+                "update": math.sqrt(sums["moved"] / sums["held"]) if sums["held"] > 0 else math.nan,
+                "adam_rms": self._adam(sums["ratio"], sums["count"], measured),
             }
         for at in range(self._num_units):
-            residual, logit = self._of_unit(measured, at)
-            inside = {"residual_rms": residual, "attention_logit": logit}
             layer = by_layer.setdefault(self._blocks[at], {})
-            layer |= {key: value for key, value in inside.items() if math.isfinite(value)}
+            layer["residual_rms"], layer["attention_logit"] = self._of_unit(measured, at)
         return by_layer
 
     def model(self, measured: Measured) -> dict[str, float]:
@@ -144,7 +142,7 @@ class LayerTable:
         moved = zip(by_kind["moved"], by_kind["held"], self._matrices, strict=True)
         ratios = [math.sqrt(m / h) for m, h, is_matrix in moved if is_matrix and h > 0]
         pairs = zip(by_kind["ratio"], by_kind["count"], strict=True)
-        adam = [self._adam(ratio, count, measured) for ratio, count in pairs if count]
+        adam = [self._adam(ratio, count, measured) for ratio, count in pairs]
         units = [self._of_unit(measured, at) for at in range(self._num_units)]
         log_sums = measured.numbers[self._inside(2 * self._num_units) :][:2]
         numbers = {
@@ -156,7 +154,7 @@ class LayerTable:
             "attention_logit": max((logit for _, logit in units), default=math.nan),
             "logsumexp": log_sums[0],
             "logsumexp_max": log_sums[1],
-            "adam_rms": max((one["adam_rms"] for one in adam if one), default=math.nan),
+            "adam_rms": max((rms for rms in adam if not math.isnan(rms)), default=math.nan),
         }
         return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
@@ -194,22 +192,18 @@ class LayerTable:
         first, last = sum(by_depth[:num]), sum(by_depth[-num:])
         return math.sqrt(first / last) if last > 0 else math.nan
 
-    def _adam(self, ratios: float, count: float, measured: Measured) -> dict[str, float]:
+    def _adam(self, ratios: float, count: float, measured: Measured) -> float:
         """sqrt(mean(g^2 / v)) of summed ratios, with the clipped gradient and v's bias corrected.
 
         RMS_t of StableAdamW (Wortsman et al. 2023, arXiv 2304.13013), with g^2 in v already.
         """
         if not count:
-            return {}
+            return math.nan
         clip = self._optim.clip
         scale = measured.tokens * (max(1.0, measured.grad_norm / clip) if clip > 0 else 1.0)
         unbiased = 1 - self._optim.beta2**measured.step
         square = ratios / count * unbiased / max(scale, 1) ** 2
-        return {"adam_rms": math.sqrt(square)} if square >= 0 else {}
-
-
-def _ratio(name: str, square: float, of: float) -> dict[str, float]:
-    return {name: math.sqrt(square / of)} if of > 0 else {}
+        return math.sqrt(square) if square >= 0 else math.nan
 
 
 class LayerLog:

@@ -149,15 +149,13 @@ def _first_backward(off: _OffTensors) -> str | None:
         name for name, flags in off if flags.get("grad_in") and flags.get("grad_out") is False
     ]
     names = {
-        name for name in candidates if not any(_is_inside(other, name) for other in candidates)
+        name
+        for name in candidates
+        if not any(o != name and (o.startswith(f"{name}.") or not name) for o in candidates)
     }
     if len(names) > 1:  # they share an input, whose gradient is the sum of theirs
         names = {name.rpartition(".")[0] for name in names}
     return names.pop() if len(names) == 1 else None
-
-
-def _is_inside(inner: str, outer: str) -> bool:
-    return inner != outer and (inner.startswith(f"{outer}.") or not outer)
 
 
 def largest_by_module(calls: Calls, right: Calls) -> dict[str, list[float]]:

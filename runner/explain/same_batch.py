@@ -100,8 +100,11 @@ class OwnGradients:
 
     def __init__(self, network: nn.Module) -> None:
         # A hook inside of a compiled block would have it compiled anew.
-        compiled = [name for name, module in network.named_modules() if _is_compiled(module)]
-        self._compiled = tuple(f"{name}." for name in compiled)
+        self._compiled = tuple(
+            f"{name}."
+            for name, module in network.named_modules()
+            if getattr(module, "_compiled_call_impl", None) is not None
+        )
         self._modules = {
             name: module
             for name, module in network.named_modules()
@@ -156,10 +159,6 @@ class OwnGradients:
             checksum = self._sums[name] * _FACTOR + checksum
             square = self._squares[name] + square
         self._sums[name], self._squares[name] = checksum, square
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _on_host(numbers: dict[str, Tensor]) -> dict[str, Any]:

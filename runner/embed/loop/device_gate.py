@@ -53,19 +53,9 @@ class DeviceGate:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.closed: torch.Tensor | None = None
-        self._hooks = [
-            hook
-            for optimizer in optimizers
-            for hook in (
-                optimizer.register_step_pre_hook(self._before),
-                optimizer.register_step_post_hook(self._after),
-            )
-        ]
-
-    def remove(self) -> None:
-        """Leave the optimizers alone."""
-        for hook in self._hooks:
-            hook.remove()
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self._before)
+            optimizer.register_step_post_hook(self._after)
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self.closed is not None:

@@ -178,7 +178,11 @@ class Guard(Holder):
         number = len(self._sources)
         self._sources.append(source_of(loader))
         self._steps.undoes_refused = True
-        self._leave_pass()
+        if self._has_begun:
+            # The last pass may have been left by ``break``, with an update not counted yet.
+            self.settle()
+            self._finish_reading()
+            self._abort_step()
         if steps is None:
             self._require_equal_lengths(loader)
         if number < self._position.epoch:
@@ -517,13 +521,6 @@ class Guard(Holder):
         with journal_errors(self._run):
             self._steps.finish_reading()
         self._replay_aborted()
-
-    def _leave_pass(self) -> None:
-        """The last pass may have been left by ``break``, with an update not counted yet."""
-        if self._has_begun:
-            self.settle()
-            self._finish_reading()
-            self._abort_step()
 
     def _abort_step(self, *, is_end: bool = False) -> None:
         """Abort the step of batches in hand: the next start is to read them."""

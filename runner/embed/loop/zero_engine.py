@@ -70,17 +70,14 @@ def _check_kind(engine: Any) -> None:
         or dist.get_world_size(wrapped.dp_process_group) < dist.get_world_size()
     ):
         raise _unsupported("experts, or ranks that are not all data parallel")
-    if name == "DeepSpeedZeroOptimizer" and not _skips_nonfinite(wrapped):
+    if name == "DeepSpeedZeroOptimizer" and not (
+        wrapped.compute_grad_norm
+        and (wrapped.check_grad_overflow or wrapped.dtype is not torch.bfloat16)
+    ):
         raise _unsupported(
             "a gradient that is not finite would be applied: set bf16.check_grad_overflow=true "
             "(and leave zero_optimization.compute_grad_norm on) in DeepSpeed's settings"
         )
-
-
-def _skips_nonfinite(wrapped: Any) -> bool:
-    """Whether it skips a step with NaN in its gradients."""
-    checks = wrapped.check_grad_overflow or wrapped.dtype is not torch.bfloat16
-    return bool(checks and wrapped.compute_grad_norm)
 
 
 def _unsupported(why: str) -> ConfigError:
@@ -96,9 +93,9 @@ class ZeroState(LoopState):
         super().__init__([engine.module], [base], ranks, device)
         self._flats = {n for n, p in self.parameters.items() if id(p) in self._flat_ids}
 
-    def _where(self, tensor: torch.Tensor, name: str, like: str | None) -> Geometry:
+    def geometry_of(self, tensor: torch.Tensor, name: str, like: str | None = None) -> Geometry:
         if like not in self._flats:
-            return super()._where(tensor, name, like)
+            return super().geometry_of(tensor, name, like)
         return row([tensor.numel()], self._ranks.rank, self._ranks.world_size)
 
     def expect(self, tensors: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from runner.distributed.agreement import Ranks
 from runner.system.error import ConfigError
 
 
@@ -29,10 +30,11 @@ class Geometry:
     group: dist.ProcessGroup | None = None
 
 
-def replicated(shape: Sequence[int], *, rank: int, world_size: int) -> Geometry:
+def replicated(shape: Sequence[int], ranks: Ranks) -> Geometry:
     """Of a tensor that is the same on all ranks."""
+    count = math.prod(shape)
     return Geometry(
-        shape=tuple(shape), start=0, count=math.prod(shape), index=rank, copies=world_size
+        shape=tuple(shape), start=0, count=count, index=ranks.rank, copies=ranks.world_size
     )
 
 
@@ -42,26 +44,26 @@ def row(shape: Sequence[int], number: int, num_rows: int) -> Geometry:
     return Geometry(shape=(num_rows, *shape), start=number * count, count=count, index=0, copies=1)
 
 
-def geometry(tensor: torch.Tensor, name: str, *, rank: int, world_size: int) -> Geometry:
+def geometry(tensor: torch.Tensor, name: str, ranks: Ranks) -> Geometry:
     """The geometry of a DTensor, or of a plain tensor that is the same on all ranks.
 
     Raises:
         ConfigError: the ring does not support its placements.
     """
     if not isinstance(tensor, DTensor):
-        return replicated(tensor.shape, rank=rank, world_size=world_size)
+        return replicated(tensor.shape, ranks)
     mesh, shards = tensor.device_mesh, [p for p in tensor.placements if not p.is_replicate()]
     copied = [n for n, placement in enumerate(tensor.placements) if placement.is_replicate()]
     is_plain = all(type(p) is Replicate or p == Shard(0) for p in tensor.placements)
     is_one = len(shards) <= 1 and not (shards and len(copied) > 1)
-    if not is_plain or not is_one or mesh.size() != world_size:
+    if not is_plain or not is_one or mesh.size() != ranks.world_size:
         raise ConfigError(
-            f"{name}: is laid out as {tensor.placements} over {mesh.size()} of {world_size} ranks; "
-            "only parameters replicated, or sharded along dimension 0 on one dimension of a mesh "
-            "of all ranks (FSDP2, HSDP), can be saved"
+            f"{name}: is laid out as {tensor.placements} over {mesh.size()} of "
+            f"{ranks.world_size} ranks; only parameters replicated, or sharded along dimension 0 "
+            "on one dimension of a mesh of all ranks (FSDP2, HSDP), can be saved"
         )
     if not shards:
-        return replicated(tensor.shape, rank=rank, world_size=world_size)
+        return replicated(tensor.shape, ranks)
     shape, sharded_dim = tuple(tensor.shape), next(n for n in range(mesh.ndim) if n not in copied)
     index, copies, group = 0, 1, None
     if copied:

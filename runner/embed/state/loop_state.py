@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from runner.distributed.agreement import Ranks
 from runner.embed.state.codec import dtype_of, inline, outline, pack, unpack
-from runner.embed.state.geometry import Geometry, local, row
+from runner.embed.state.geometry import Geometry, local, replicated, row
 from runner.embed.state.modules import Buffers, ExtraState, Modes
 from runner.embed.state.staged_state import StagedState, home_of
 from runner.engine.modes import reshard
@@ -164,12 +164,8 @@ class LoopState(StagedState):
         }
 
     def _add(self, name: str, tensor: torch.Tensor, like: str | None = None) -> str:
-        where = self._where(tensor, name, like)
+        where = self.geometry_of(tensor, name, like)
         return self._take(name, lambda: local(tensor), where, like, home_of(tensor))
-
-    def _where(self, tensor: torch.Tensor, name: str, like: str | None) -> Geometry:
-        """The geometry of a tensor that is sharded like the parameter ``like``."""
-        return self.geometry_of(tensor, name)
 
     def _changing_buffers(self) -> list[str]:
         """Names of the buffers that change on any rank; the same list on all ranks."""
@@ -238,9 +234,9 @@ class LoopState(StagedState):
                 raise CheckpointError(f"the checkpoint is of another model: buffer {key!r}")
             return row(shape[1:], self._ranks.rank % shape[0], shape[0])
         if like is None:
-            return self._replicated(shape)
+            return replicated(shape, self._ranks)
         parameter = self.parameters.get(like)
-        where = None if parameter is None else self._where(parameter, like, like)
+        where = None if parameter is None else self.geometry_of(parameter, like, like)
         if where is None or list(where.shape) != list(shape):
             has = "none" if where is None else list(where.shape)
             raise CheckpointError(

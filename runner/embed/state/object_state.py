@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from runner.distributed.agreement import Ranks
 from runner.embed.state.codec import dtype_of, inline, outline, pack, unpack
-from runner.embed.state.geometry import Geometry, local, row
+from runner.embed.state.geometry import Geometry, local, replicated, row
 from runner.embed.state.staged_state import StagedState, home_of
 from runner.system.error import CheckpointError, ConfigError
 from runner.system.parsing import json_text
@@ -141,7 +141,7 @@ class TreeState(StagedState):
         if home == _OWN:
             return row(shape[1:], self._ranks.rank % shape[0], shape[0])
         cut = self._sharded_like(name, shape, like)
-        return self._replicated(shape) if cut is None else self.geometry_of(cut, name)
+        return replicated(shape, self._ranks) if cut is None else self.geometry_of(cut, name)
 
     def _sharded_like(self, name: str, shape: Sequence[int], like: str | None) -> DTensor | None:
         """The live DTensor whose sharding a tensor has; None if it is not sharded."""

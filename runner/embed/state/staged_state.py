@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from runner.checkpoint.manifest import ITEM_SIZES
 from runner.distributed.agreement import Ranks
 from runner.embed.state.codec import dtype_of
-from runner.embed.state.geometry import Geometry, geometry, local, replicated
+from runner.embed.state.geometry import Geometry, geometry, local
 from runner.engine.whole_state import complete, slice_of
 
 _CONVERTED = (torch.float32, torch.bfloat16, torch.float16)  # by :func:`encode`
@@ -99,15 +99,6 @@ class TensorSlice:
         assert self.staged is not None
         return _decoded(self.staged, self.dtype) if self._is_old else self.staged.view(self.dtype)
 
-    def entry(self, like: str | None, home: str) -> list[Any]:
-        """Of this tensor in a checkpoint's ``train_state``.
-
-        Args:
-            like: name of the tensor that is sharded alike; None: not sharded.
-            home: what :func:`home_of` returns, or another mark.
-        """
-        return [str(self.dtype).removeprefix("torch."), list(self.geometry.shape), like, home]
-
 
 class StagedState:
     """State as the shards that :class:`runner.checkpoint.ring.CheckpointRing` saves and loads.
@@ -122,8 +113,7 @@ class StagedState:
         self.before_change: Callable[[], None] = lambda: None
         self._ranks = ranks
         self._slices: list[TensorSlice] = []
-        self._taken: dict[str, TensorSlice] = {}
-        self._entries: dict[str, Any] = {}
+        self._taken: dict[str, tuple[TensorSlice, str | None, str]] = {}
         self._loading: dict[str, TensorSlice] = {}
         # The entries of the checkpoint that is being loaded.
         self._stored_tensors: dict[str, Any] = {}
@@ -133,10 +123,9 @@ class StagedState:
         """Where the numbers of a step are, and tensors that are like no parameter."""
         return self.device
 
-    def geometry_of(self, tensor: torch.Tensor, name: str) -> Geometry:
-        """The geometry of this rank's part of a live tensor."""
-        ranks = self._ranks
-        return geometry(tensor, name, rank=ranks.rank, world_size=ranks.world_size)
+    def geometry_of(self, tensor: torch.Tensor, name: str, like: str | None = None) -> Geometry:
+        """The geometry of this rank's part of a live tensor, sharded like parameter ``like``."""
+        return geometry(tensor, name, self._ranks)
 
     # -- saving ---------------------------------------------------------------------------
 
@@ -148,19 +137,27 @@ class StagedState:
         like: str | None,
         home: str,
     ) -> str:
-        """Take a live tensor for the next :meth:`_end_capture`; returns its name."""
-        self._taken[name] = TensorSlice(name, read().dtype, where, read)
-        self._entries[name] = self._taken[name].entry(like, home)
+        """Take a live tensor for the next :meth:`_end_capture`; returns its name.
+
+        Args:
+            like: name of the tensor that is sharded alike; None: not sharded.
+            home: what :func:`home_of` returns, or another mark.
+        """
+        self._taken[name] = TensorSlice(name, read().dtype, where, read), like, home
         return name
 
     def _end_capture(self) -> dict[str, Any]:
-        """What was taken is what :meth:`shards` returns from now on; its entries. Collective."""
-        slices = [part for _, part in sorted(self._taken.items())]
+        """What was taken is what :meth:`shards` returns from now on; its entries in a checkpoint's
+        ``train_state``. Collective."""
+        taken = dict(sorted(self._taken.items()))
+        slices = [part for part, _, _ in taken.values()]
         if self._slices and _layout(slices) != _layout(self._slices):
             self.before_change()
-        entries = dict(sorted(self._entries.items()))
-        self._slices, self._loading, self._taken, self._entries = slices, {}, {}, {}
-        return entries
+        self._slices, self._loading, self._taken = slices, {}, {}
+        return {
+            name: [str(part.dtype).removeprefix("torch."), list(part.geometry.shape), like, home]
+            for name, (part, like, home) in taken.items()
+        }
 
     def shards(self) -> list[TensorSlice]:
         """The slices to save or load, in the order of their names."""
@@ -190,10 +187,6 @@ class StagedState:
     ) -> Geometry:
         """The geometry of this rank's part of a tensor in a checkpoint."""
         raise NotImplementedError
-
-    def _replicated(self, shape: Sequence[int]) -> Geometry:
-        """The geometry of a tensor that is the same on all ranks."""
-        return replicated(shape, rank=self._ranks.rank, world_size=self._ranks.world_size)
 
     def finish_load(self, update_counts: Mapping[str, int]) -> None:
         """Exchange the parts that the ranks have read. Collective."""
