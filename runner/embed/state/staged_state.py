@@ -17,7 +17,8 @@ from runner.checkpoint.manifest import ITEM_SIZES
 from runner.distributed.agreement import Ranks
 from runner.embed.state.codec import dtype_of
 from runner.embed.state.geometry import Geometry, geometry, local
-from runner.engine.whole_state import complete, slice_of
+from runner.engine.protocol import slice_of
+from runner.engine.whole_state import complete
 
 _CONVERTED = (torch.float32, torch.bfloat16, torch.float16)  # by :func:`encode`
 
