@@ -189,7 +189,7 @@ def _state(
         return torch.empty(part, device=_META)
 
     held = {name: held_part(parameter.shape) for name, parameter in parameters.items()}
-    trained = {name: local for name, local in held.items() if parameters[name].is_trained}
+    trained = {name: local for name, local in held.items() if parameters[name].requires_grad}
     shapes = {name: parameters[name].shape for name in trained}
     settings = OptimizerSettings.of(config.optim)
     if facts.zero_stage:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -217,9 +217,13 @@ def split(total: int, shares: Sequence[int]) -> list[int]:
 
 
 class Mixed:
-    """Several data sets as one; see :class:`MixtureOrder` for the order of their samples."""
+    """Several data sets as one; see :class:`MixtureOrder` for the order of their samples.
+
+    Of samples without tokens it is a :class:`RecordDataset`, and the first source collates them.
+    """
 
     example: Record
+    collate: Callable[[Sequence[Record]], dict[str, Any]]
 
     def __init__(self, sources: Mapping[str, Dataset]) -> None:
         self._names = tuple(sources)
@@ -232,6 +236,9 @@ class Mixed:
             for name, source in sources.items()
             for file, path in sampled_files_of(source)
         )
+        first = self._sources[0]
+        if isinstance(first, RecordDataset):
+            self.example, self.collate = first.example, first.collate
 
     @property
     def lengths(self) -> dict[str, int]:
@@ -264,30 +271,18 @@ class Mixed:
         return source, int(index) - int(self._offsets[source])
 
 
-class MixedRecords(Mixed):
-    """:class:`Mixed` for samples without tokens; the first source collates them."""
-
-    def __init__(self, sources: Mapping[str, RecordDataset]) -> None:
-        super().__init__(sources)
-        self._first = next(iter(sources.values()))
-        self.example = self._first.example
-
-    def collate(self, records: Sequence[Record]) -> dict[str, Any]:
-        return self._first.collate(records)
-
-
 def mix(sources: Mapping[str, Dataset]) -> Mixed:
     """
     Raises:
         DataError: some sources have tokens and some do not.
     """
-    records = {n: source for n, source in sources.items() if isinstance(source, RecordDataset)}
+    records = [name for name, source in sources.items() if isinstance(source, RecordDataset)]
     if records and len(records) < len(sources):
         raise DataError(
             f"data.sources: {', '.join(records)} give no token ids, and the others do; a batch "
             "holds samples of one kind"
         )
-    return MixedRecords(records) if records else Mixed(sources)
+    return Mixed(sources)
 
 
 def describe_phase(phase: Phase) -> str:

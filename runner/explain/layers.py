@@ -337,7 +337,7 @@ def watch_layers(run: EngineRun) -> None:
 def _layers(run: EngineRun) -> tuple[LayerWatch, LayerLog]:
     config, network, engine = run.config, run.corpus.network, run.engine
     blocks = network.units(engine.network)
-    shapes = {name: one.shape for name, one in network.parameters().items()}
+    shapes = {name: tuple(one.shape) for name, one in network.parameters().items()}
     activations = Activations(engine.objective, blocks, is_compiled=config.compute.compile)
     num_units = activations.num_units
     table = LayerTable(engine.network, blocks, shapes, config.optim, num_units=num_units)

@@ -42,14 +42,6 @@ from runner.model.recorded import (
 from runner.system.error import ConfigError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parameter:
-    """One parameter's whole shape, and whether it is trained."""
-
-    shape: tuple[int, ...]
-    is_trained: bool
-
-
 class _Twinned:
     """What both kinds share."""
 
@@ -58,12 +50,9 @@ class _Twinned:
         """A copy on the meta device that is never trained."""
         raise NotImplementedError
 
-    def parameters(self) -> dict[str, Parameter]:
-        """The parameters by name; a tied one once."""
-        return {
-            name: Parameter(shape=tuple(parameter.shape), is_trained=parameter.requires_grad)
-            for name, parameter in self.twin_network.named_parameters()
-        }
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The twin's parameters by name; a tied one once."""
+        return dict(self.twin_network.named_parameters())
 
     def num_parameters(self) -> int:
         """Learned elements."""
@@ -299,8 +288,7 @@ class GuestBlueprint(_Twinned):
         return embeddings_of(network, "input") or next(iter(embeddings), leaves[0])
 
     def initial(self, seed: int, name: str, shape: Sequence[int], start: int, count: int) -> Tensor:
-        twin = dict(self.twin_network.named_parameters())[name]
-        whole = self.twin.made(twin, f"{seed}/{name}")
+        whole = self.twin.made(self.parameters()[name], f"{seed}/{name}")
         return whole.detach().float().reshape(-1)[start : start + count]
 
     def flops_per_token(self) -> float:

@@ -496,7 +496,7 @@ def rules_matched(config: RunConfig, network: Blueprint) -> list[tuple[str, int]
         ConfigError: none takes a rule.
     """
     settings = OptimizerSettings.of(config.optim)
-    names = [name for name, one in network.parameters().items() if one.is_trained]
+    names = [name for name, one in network.parameters().items() if one.requires_grad]
     matched = [sum(settings.rule(name) is rule for name in names) for rule in settings.rules]
     for number, (rule, count) in enumerate(zip(settings.rules, matched, strict=True)):
         if count:
@@ -519,13 +519,13 @@ def state_shapes(config: RunConfig, network: Blueprint) -> dict[str, tuple[int, 
     settings = OptimizerSettings.of(config.optim)
     is_known = settings.make is None
     return {
-        f"{kind}/{name}": parameter.shape
+        f"{kind}/{name}": tuple(parameter.shape)
         for name, parameter in network.parameters().items()
         for kind in (
             "param",
             *(
                 settings.kinds(name, len(parameter.shape))
-                if parameter.is_trained and is_known
+                if parameter.requires_grad and is_known
                 else ()
             ),
         )

@@ -22,7 +22,6 @@ from runner.config.validate import is_zero
 from runner.distributed.env import RankEnv
 from runner.engine.fsdp import MeshLayout
 from runner.engine.protocol import Shard
-from runner.model.blueprint import Parameter
 from runner.system.units import format_bytes
 from runner.train.run import EngineRun
 
@@ -101,7 +100,7 @@ class MemoryNeed:
 
 def memory_need(
     shards: Iterable[Shard],
-    parameters: Mapping[str, Parameter],
+    parameters: Mapping[str, nn.Parameter],
     facts: EngineFacts,
     *,
     activations: int | None,
@@ -113,7 +112,7 @@ def memory_need(
     num_bytes = {shard.name: shard.local.numel() * shard.local.itemsize for shard in listed}
     own = {s.name.partition("/")[2]: s.local.numel() for s in listed if _is_parameter(s.name)}
     whole = {name: math.prod(one.shape) for name, one in parameters.items()}
-    trained = [name for name, one in parameters.items() if one.is_trained]
+    trained = [name for name, one in parameters.items() if one.requires_grad]
     weights = sum(size for name, size in num_bytes.items() if _is_parameter(name))
     return MemoryNeed(
         weights=weights,

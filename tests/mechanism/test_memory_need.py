@@ -16,7 +16,6 @@ from runner.command.plan_memory import planned_memory
 from runner.data.feed import few
 from runner.engine.fsdp import FsdpEngine
 from runner.engine.protocol import MicroStep, Shard
-from runner.model.blueprint import Parameter
 from runner.model.decoder import Decoder, DecoderShape
 from runner.model.loss import HeadLosses
 from runner.session.corpus import open_dataset
@@ -157,7 +156,7 @@ def test_engines_differ_in_what_they_gather(of: EngineFacts, gradients: int, gat
         for name, size in sizes.items()
         for kind in ("param", "exp_avg", "exp_avg_sq")
     ]
-    parameters = {n: Parameter(shape=(size,), is_trained=True) for n, size in sizes.items()}
+    parameters = {n: torch.nn.Parameter(torch.empty(size)) for n, size in sizes.items()}
     need = memory_need(shards, parameters, of, activations=None, samples=0, snapshots=0)
     assert (need.weights, need.optimizer) == (4 * 90, 8 * 90)
     assert (need.gradients, need.gathered) == (gradients, gathered)
