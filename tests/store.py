@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -62,9 +63,27 @@ class Store:
 
     def start(self) -> None:
         """Listen, at the same port as before."""
-        self._server = make_server("127.0.0.1", self.port, self._answer, threaded=True)
-        self.port = self._server.server_port
+        with self._listening() as listening:
+            self.port = listening.getsockname()[1]
+            fd = listening.fileno()  # werkzeug ends the process where a port is taken
+            self._server = make_server("127.0.0.1", self.port, self._answer, threaded=True, fd=fd)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def _listening(self) -> socket.socket:
+        limit = time.monotonic() + 60
+        while True:
+            try:
+                return socket.create_server(("127.0.0.1", self.port))
+            except OSError:  # a connection of another test goes out from it, for a moment
+                if time.monotonic() > limit:
+                    raise
+                time.sleep(0.1)
+
+    def comes_back(self) -> threading.Thread:
+        """Start again once it has died, however long that takes."""
+        back = threading.Thread(target=lambda: (self.died.wait(), self.start()), daemon=True)
+        back.start()
+        return back
 
     def stop(self) -> None:
         """Refuse connections from now on."""

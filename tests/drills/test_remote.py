@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,9 +47,7 @@ def assert_clean_copies(store: Store, run: Result) -> None:
 def sent(store: Store, runs: Path) -> Result:
     """A poisoned run that rolls back; the server dies in the middle of an upload and returns."""
     store.dies_at = 16  # in the second upload
-    # Without a limit: a start before the death would find the port in use, and be the last one.
-    back = threading.Thread(target=lambda: (store.died.wait(), store.start()), daemon=True)
-    back.start()
+    back = store.comes_back()
     out = runs / "sent"
     overrides = (POISON, "checkpoint.keep=9", *REMOTE)
     result = train(out, *overrides, env=store.env)
