@@ -102,7 +102,9 @@ class LockstepQueue:
         self.running: Future[None] | None = None
         self.num_finished = 0  # on all ranks alike
 
-    def __len__(self) -> int:
+    @property
+    def num_jobs(self) -> int:
+        """Of all that have not ended. No ``__len__``: an idle queue would count as none."""
         return len(self._jobs)
 
     def submit(self, work: Callable[[], None], then: Callable[[list[str]], None]) -> None:
@@ -154,8 +156,9 @@ class LockstepQueues:
         self.queues = [LockstepQueue(ranks.gather) for _ in range(count)]
         self._ranks = ranks
 
-    def __len__(self) -> int:
-        return sum(map(len, self.queues))
+    @property
+    def num_jobs(self) -> int:
+        return sum(queue.num_jobs for queue in self.queues)
 
     def progress(self) -> JobProgress:
         """:meth:`LockstepQueue.progress` of all queues."""
@@ -182,9 +185,9 @@ class LockstepQueues:
 
         Returns False, on all ranks alike, when some rank said it is too late to wait longer.
         """
-        while any(map(len, queues)):
+        while any(queue.num_jobs for queue in queues):
             num_late = self.turn(queues, is_late=is_late)
-            if num_late and any(map(len, queues)):
+            if num_late and any(queue.num_jobs for queue in queues):
                 return False
         return True
 

@@ -120,7 +120,7 @@ class CheckpointRing:
             return None
         return MemoryTier(
             memory.memory,
-            (memory.replica, peer_queue) if memory.replica and peer_queue else None,
+            None if memory.replica is None or peer_queue is None else (memory.replica, peer_queue),
             sharded=self._sharded,
             ranks=self._ranks,
             queue=self._snapshot_queue,
@@ -155,12 +155,12 @@ class CheckpointRing:
     @property
     def is_busy(self) -> bool:
         """Whether a checkpoint is being written, proven, uploaded or removed."""
-        return len(self._disk_queue) > 0 or len(self.upload_queue) > 0
+        return self._disk_queue.num_jobs > 0 or self.upload_queue.num_jobs > 0
 
     @property
     def is_saving(self) -> bool:
         """Whether a checkpoint is being made or proven, in memory or on disk."""
-        return len(self._snapshot_queue) + len(self._disk_queue) > 0
+        return self._snapshot_queue.num_jobs + self._disk_queue.num_jobs > 0
 
     def newest(self) -> Path | None:
         """Folder of the newest committed checkpoint."""

@@ -199,6 +199,6 @@ def test_a_corpus_that_the_fingerprint_covers_is_not_read_again(tmp_path: Path) 
     made = World(tmp_path)
     made.dataset.sampled_files = ()
     check = made.check(KNOWN)
-    assert not check.holds_proofs and len(made.ring.upload_queue) == 0
+    assert not check.holds_proofs and made.ring.upload_queue.num_jobs == 0
     check.finish(14)
     made.ring.close(wait=True)

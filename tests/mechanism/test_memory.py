@@ -685,7 +685,7 @@ def test_queues_are_told_apart_in_the_sums() -> None:
     for queues in world:
         counts = zip(told[0].counts, told[1].counts, late, strict=True)
         queues.apply_progress([sum(of_ranks) for of_ranks in counts], told[0].jobs)
-    assert [len(queue) for queue in world[0].queues] == [0, 1, 0]
+    assert [queue.num_jobs for queue in world[0].queues] == [0, 1, 0]
     assert all(len(seen) == 2 for seen in over)
     close(*world)
 
@@ -756,7 +756,7 @@ class Rig:
         """What a step's agreement does, given time for the quick work."""
         limit = time.monotonic() + 20
         snapshots = ring._snapshot_queue
-        while len(snapshots) and time.monotonic() < limit:
+        while snapshots.num_jobs and time.monotonic() < limit:
             snapshots.wait(1)
             ring.apply_progress(*ring.progress())
         ring.apply_progress(*ring.progress())

@@ -187,7 +187,7 @@ class MemoryTier:
 
     def replicate(self, serial: int) -> None:
         """Replicate the snapshot to its peer; skipped while a transfer is in flight."""
-        if self.peer is not None and not len(self.peer[1]):
+        if self.peer is not None and not self.peer[1].num_jobs:
             start(self._replicate(*self.peer, serial))
 
     def _replicate(

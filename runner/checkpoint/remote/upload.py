@@ -69,12 +69,12 @@ class Uploads:
 
     @property
     def is_busy(self) -> bool:
-        return len(self.queue) > 0
+        return self.queue.num_jobs > 0
 
     def after_step(self, records: Sequence[Record], step: int) -> None:
         """Begin the upload that is due; ``records`` are the ring's on disk."""
         self._step = step
-        if len(self.queue):
+        if self.queue.num_jobs:
             return
         for stored in self.stored:
             if stored.serial in self.tainted - self._withdrawn:
@@ -95,13 +95,13 @@ class Uploads:
         """At the end of a run, wait at most ``seconds`` for the upload that is due. Collective."""
         limit = time.monotonic() + seconds
         self.after_step(records, self._step)
-        while len(self.queue):
+        while self.queue.num_jobs:
             self.queue.wait(_PATIENCE_SECONDS)
             self.show("uploading", min(self._moved, self._due), self._due)
             late = float(time.monotonic() > limit)
             num_done, num_failed, num_late = self.ranks.sum([*self.queue.progress(), late])
             self.queue.apply_progress(num_done, num_failed, self.ranks.world_size)
-            if num_late and len(self.queue):
+            if num_late and self.queue.num_jobs:
                 self._say(f"not finished within {seconds:g} s of the end of the run")
                 return
             self.after_step(records, self._step)
