@@ -128,7 +128,8 @@ def _replayed(info: StepInfo, history: History) -> Replayed:
     the last ones proved bad is still taken for bad."""
     cause = info.cause or {}
     noted = info.noted_cause
-    last = noted or history.newest_cause(info.signals.start)
+    # Of a good step nothing settles, and the history may be long.
+    last = history.newest_cause(info.signals.start) if info.signals.gated and not noted else noted
     is_named = cause.get("cause") in _NOT_DATA
     return Replayed(
         proven=_named(cause) if is_named else "",

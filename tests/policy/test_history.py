@@ -141,6 +141,17 @@ def test_replays_of_all_incidents_are_summed() -> None:
     assert history.num_probes == 15
 
 
+def test_the_newest_cause_is_of_samples_up_to_a_position() -> None:
+    """A rollback does not undo it; a step that is recomputed knows no later one."""
+    sticky, data = (
+        replace(discard(start, start + 8), detail={"cause": {"cause": cause, "steps": 1}})
+        for start, cause in ((100, "hardware, sticky"), (300, "data"))
+    )
+    history = folded(START, sticky, discard(200, 208), rollback(1, 5, (50, 90)), data)
+    found = [history.newest_cause(position).get("cause") for position in (99, 100, 299, 300)]
+    assert found == [None, "hardware, sticky", "hardware, sticky", "data"]
+
+
 def test_starts_are_counted() -> None:
     assert folded().num_starts == 0
     assert folded(START, discard(0, 8), START).num_starts == 2
