@@ -199,7 +199,7 @@ MUTANTS = (
     Mutant(
         "the configured clip is not passed on",
         "runner/session/begin.py",
-        "clip=lease.config.optim.clip,",
+        "clip=config.optim.clip,",
         "clip=1.0,",
         REAL_RUN,
     ),

@@ -149,7 +149,7 @@ def _memory(
     need = memory_need(
         engine.shards(),
         network.parameters(),
-        engine_facts(config, place_from({})),
+        engine_facts(config.parallel, config.compute, place_from({})),
         activations=saved.num_bytes,
         samples=_ROWS,
         snapshots=0,

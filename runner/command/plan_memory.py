@@ -157,7 +157,7 @@ def planned_memory(
     Raises:
         ConfigError: the optimizer does not go with the engine.
     """
-    facts = engine_facts(config, place)
+    facts = engine_facts(config.parallel, config.compute, place)
     shards = _state(config, network, place, facts)
     activations, unknown = _activations(config, network, dataset)
     state_bytes = sum(shard.local.numel() * shard.local.itemsize for shard in shards)

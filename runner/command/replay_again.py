@@ -58,7 +58,7 @@ def replay_again(
     _copy(run_dir, number, copy)
     config = compose([*settings, *_ALONE, f"out={copy}"])
     with join(config, place_from({})) as group:
-        run = open_run(config, group)
+        run = open_run(group, config)
         try:
             cause = _find_cause(run, step)
         finally:

@@ -132,7 +132,7 @@ class SampleStream:
 
     def __init__(self, order: Order, *, global_size: int) -> None:
         self.order = order
-        self._global_size = global_size
+        self.global_size = global_size
         self._made: dict[_Asked, BatchPlan] = {}
 
     @classmethod
@@ -173,7 +173,7 @@ class SampleStream:
 
     def plan_before(self, cursor: int, ledger: Ledger) -> BatchPlan:
         """The newest global batch that reads nothing from ``cursor`` on, or the first one."""
-        count = self._global_size
+        count = self.global_size
         while True:
             start = ledger.before(cursor, count)
             plan = self.plan(start, ledger)
@@ -185,7 +185,7 @@ class SampleStream:
     def _plan(self, allowed: Iterable[_Range]) -> tuple[BatchPlan, int]:
         """Plan a batch; also returns from how many ranges it came."""
         parts: list[tuple[Indices, Indices]] = []
-        missing = self._global_size
+        missing = self.global_size
         num_ranges = 0
         for start, stop in allowed:
             num_ranges += 1

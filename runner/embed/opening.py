@@ -13,15 +13,18 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from runner.checkpoint.disk.directory import CheckpointDirectory
 from runner.checkpoint.memory.tier import NO_MEMORY, MemoryParts
 from runner.checkpoint.protocol import Identity
 from runner.checkpoint.ring import CheckpointRing
+from runner.config.compose import digest, flat
 from runner.config.schema import RunConfig
 from runner.distributed.agreement import Ranks
 from runner.distributed.env import RankEnv, launch_from, place_from
@@ -38,16 +41,16 @@ from runner.session.opening import (
     acquire_lease,
     backlog_of,
     open_journal,
-    open_slots,
     start_incident,
     time_before,
 )
 from runner.startup.resume import resume_from, scan
+from runner.startup.shared_memory import open_memory
 from runner.system.environment import variables
 from runner.system.error import ConfigError
 from runner.system.process import own_process, pid_namespace
 from runner.train.report import Reporter
-from runner.train.run import Lease, RankGroup, Run
+from runner.train.run import RankGroup, Run, ring_directory
 from runner.train.state import Carried, TrainState
 
 _FINGERPRINT = "a loop of its own"  # stored in checkpoints; the data has no other name
@@ -176,10 +179,21 @@ def handle_signals(group: RankGroup) -> None:
 
 
 class PendingTensors:
-    """Tells the state which tensors a checkpoint holds, before they are loaded."""
+    """Tells the state which tensors a checkpoint holds, before they are loaded.
 
-    def __init__(self, lease: Lease, group: RankGroup, sharded: StagedState) -> None:
-        self._lease, self._group, self._sharded = lease, group, sharded
+    Args:
+        slots: makes slots in memory for the state's current tensors. Collective.
+    """
+
+    def __init__(
+        self,
+        directory: CheckpointDirectory,
+        ranks: Ranks,
+        sharded: StagedState,
+        slots: Callable[[], MemoryParts],
+    ) -> None:
+        self._directory, self._ranks, self._sharded = directory, ranks, sharded
+        self.slots = slots
         self.in_memory: Mapping[str, Any] = {}
 
     def announce(self, record: Record) -> Mapping[str, Any]:
@@ -189,15 +203,15 @@ class PendingTensors:
             CorruptCheckpoint: the manifest cannot be read.
             CheckpointError: the checkpoint is of another model.
         """
-        ranks, tensors = self._group.ranks, self.in_memory
+        ranks, tensors = self._ranks, self.in_memory
         if record.tier is Tier.disk:
             tensors = ranks.of_first("reading what a checkpoint holds", lambda: self._read(record))
         ranks.all_or_none("making room for a checkpoint", lambda: self._sharded.expect(tensors))
         return tensors
 
     def _read(self, record: Record) -> Mapping[str, Any]:
-        directory = self._lease.directory(self._group)
-        stored = directory.read(directory.folder_of(record)).manifest.train_state
+        folder = self._directory.folder_of(record)
+        stored = self._directory.read(folder).manifest.train_state
         tensors = stored.get("loop", {}).get("tensors")
         if not isinstance(tensors, dict):
             raise ConfigError(
@@ -205,10 +219,6 @@ class PendingTensors:
                 "out"
             )
         return tensors
-
-    def slots(self) -> MemoryParts:
-        """Slots in memory for the state's current tensors. Collective."""
-        return open_slots(self._lease, self._group, self._sharded, _identity(self._lease))
 
     def slots_for(self, records: Sequence[Record]) -> MemoryParts:
         """Slots in memory for the tensors of the newest checkpoint on disk, if there is one."""
@@ -227,6 +237,7 @@ class PendingTensors:
 class OpenRun(Run):
     """The opened run of a user's loop, before its first step; ``owner``: the process's id."""
 
+    config: RunConfig
     loads: PendingTensors
     has_memory: bool
     owner: int
@@ -237,7 +248,7 @@ class OpenRun(Run):
         Args:
             capture: takes the state, and returns its tensors.
         """
-        if self.has_memory or not memory_every(self.lease.config.checkpoint):
+        if self.has_memory or not memory_every(self.config.checkpoint):
             return
         tensors = capture()  # it may find other tensors than before, and drop the slots
         self.has_memory = True
@@ -272,18 +283,29 @@ def open_run(
     """
     keep_for_owner()
     ranks = group.ranks
-    lease, _ = acquire_lease(config, group)
-    inventory = scan(group.run_dir, config, _FINGERPRINT, ranks, lease.run_lease)
-    run_journal = open_journal(lease, Inventory(found=inventory), group)
-    backlog = backlog_of(lease, group, run_journal)
-    pending = PendingTensors(lease, group, sharded)
+    lease, _ = acquire_lease(group, config)
+    inventory = scan(group.run_dir, config, _FINGERPRINT, ranks, lease)
+    identity = Identity(config_digest=digest(flat(config)), data_fingerprint=_FINGERPRINT)
+    run_journal = open_journal(group, config, lease, Inventory(found=inventory))
+    backlog = backlog_of(config.track.unwritten_seconds, group, run_journal)
+    directory = ring_directory(group.run_dir, lease)
+    slots = partial(
+        open_memory,
+        config.checkpoint,
+        group,
+        sharded,
+        incarnation=lease.number,
+        identity=identity,
+        timeout_seconds=config.parallel.timeout_seconds,
+    )
+    pending = PendingTensors(directory, ranks, sharded, slots)
     memory = pending.slots_for(inventory.records)
     ring = CheckpointRing(
-        lease.directory(group),
+        directory,
         sharded=sharded,
         ranks=ranks,
         settings=config.checkpoint,
-        identity=_identity(lease),
+        identity=identity,
         report=run_journal.report,
         before_write=lambda step: backlog.require_written(),
         memory=memory,
@@ -292,8 +314,10 @@ def open_run(
     ring.overlap = False
     ring.before_load = pending.announce
     run = OpenRun(
+        config=config,
         group=group,
         lease=lease,
+        identity=identity,
         written=run_journal,
         ring=ring,
         backlog=backlog,
@@ -310,10 +334,6 @@ def open_run(
         lambda: Reporter(run, total_steps=0, past=spent, throughput=throughput),
     )
     backlog.add(run.reporter.metrics_file)
-    run.journal.add(start_incident(run, spent, reason=command, parallel=command, data=_FINGERPRINT))
+    run.journal.add(start_incident(run, spent, reason=command, parallel=command))
     ring.begin()
     return run
-
-
-def _identity(lease: Lease) -> Identity:
-    return Identity(config_digest=lease.config_digest, data_fingerprint=_FINGERPRINT)

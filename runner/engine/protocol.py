@@ -144,6 +144,8 @@ class Engine(Protocol):
         running: the buffers that forward passes change. :meth:`shards` has them, :meth:`apply`
             alone changes them, and :meth:`finish_load` gives them to the network.
         twin: the copy that computes in a wider precision. :meth:`apply` frees its memory.
+        works_a_step: micro-batches that each step must have, whatever its samples; 1 where it may
+            have any number.
         applies_wider: whether :meth:`apply` can use the gradients of :meth:`accumulate_wider`.
     """
 
@@ -153,6 +155,7 @@ class Engine(Protocol):
     running: RunningBuffers
     twin: WiderTwin
     applies_wider: bool
+    works_a_step: int = 1
     _home: torch.device
     _parameters: dict[str, nn.Parameter]
     _is_half_way: bool

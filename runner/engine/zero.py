@@ -296,6 +296,7 @@ class ZeroEngine(Engine):
                 config=deepspeed_settings(plan),
                 dist_init_required=False,
             )
+        self.works_a_step = plan.num_micro_batches  # DeepSpeed counts them, and reduces at the last
         self._stage = stage_of(wrapped)
         self._stage.switch_norm_off()
         if isinstance(self._stage, _StageTwo):

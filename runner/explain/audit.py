@@ -166,6 +166,7 @@ class Auditor:
     Args:
         same: computes a micro-batch on all.
         agreed: what the ranks agreed on, to tell which of two is wrong.
+        every: steps between audits; ``until``: the last step of the run.
         replicas: compares the copies of the weights before a device is blamed.
     """
 
@@ -176,24 +177,35 @@ class Auditor:
         same: SameBatch,
         agreed: AgreedNumbers,
         replicas: ReplicaInspector,
+        every: int,
+        until: int,
     ) -> None:
         self._run, self._same, self._agreed, self._replicas = run, same, agreed, replicas
         self._ranks = run.observers.ranks
-        self._every = run.config.debug.audit_every
+        self._every, self._until = every, until
         self._host = host_name()
         self._begun = self._good_step = 0
         self._known: set[tuple[int, ...]] = set()
 
     @classmethod
-    def of(cls, run: EngineRun, replicas: ReplicaInspector, saves: SaveSchedule) -> Auditor | None:
-        """None if it is off."""
-        if not run.config.debug.audit_every or run.group.place.world_size < 2:
+    def of(
+        cls,
+        run: EngineRun,
+        replicas: ReplicaInspector,
+        saves: SaveSchedule,
+        *,
+        every: int,
+        until: int,
+        seed: int,
+    ) -> Auditor | None:
+        """None if it is off; ``seed``: the run's."""
+        if not every or run.group.place.world_size < 2:
             return None
-        same = SameBatch(run)
+        same = SameBatch(run, seed)
         agreed = AgreedNumbers(
             same=same, weights=CleanWeights(run), ring=run.ring, is_saved=saves.is_due_on_disk
         )
-        auditor = cls(run, same=same, agreed=agreed, replicas=replicas)
+        auditor = cls(run, same=same, agreed=agreed, replicas=replicas, every=every, until=until)
         auditor.begin(run.resumed.step)
         return auditor
 
@@ -214,7 +226,7 @@ class Auditor:
         """
         if self._ranks.world_size not in _TIES or self._agreed.newest_step is not None:
             return False
-        return updates == self._begun + 1 and self._begun + self._every <= self._run.config.steps
+        return updates == self._begun + 1 and self._begun + self._every <= self._until
 
     def _is_for_checkpoint(self, updates: int) -> bool:
         """Whether few ranks are compared where audits and checkpoints do not coincide."""
@@ -305,7 +317,7 @@ class Auditor:
         fault = DeviceFault(ranks=ranks, host=hosts[ranks[0]], reason=reason)
         crash = fault.incident(
             step=step,
-            incarnation=self._run.lease.run_lease.number,
+            incarnation=self._run.lease.number,
             signature=f"audit: rank {ranks[0]}",
             decision="restart without this host, from a checkpoint no later than step "
             f"{self._good_step}",

@@ -47,13 +47,13 @@ _GRAM = 8  # tokens
 class Bundles:
     """Writes evidence to ``OUT/explanations``, on rank 0."""
 
-    def __init__(self, run: EngineRun) -> None:
+    def __init__(self, run: EngineRun, seed: int) -> None:
         group = run.group
         self._folder = group.run_dir.explanations
         self._dataset = run.corpus.dataset
-        self._seed = run.config.seed  # of what samples draw
+        self._seed = seed  # of what samples draw
         self._facts = {"host": host_name(), **versions(), **group.device_versions}
-        self._check = run.lease.run_lease.check
+        self._check = run.lease.check
         self._say = group.console.say
 
     def write(

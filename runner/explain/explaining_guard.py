@@ -63,13 +63,12 @@ _ENDED_STARTS = inconclusive("not tried: the starts before ended in its probes")
 class ExplainRules:
     """Limits on replayed steps: for one incident, and for the whole run.
 
-    ``may_load``: whether a checkpoint may be loaded to compare its weights. ``persist``: how often
-    in a row a step may be bad because of the same device.
+    ``may_load``: whether a checkpoint may be loaded to compare its weights.
     """
 
+    guard: GuardConfig
     an_incident: int
     in_all: int
-    persist: int = 3
     may_load: bool = False
 
     @classmethod
@@ -79,10 +78,10 @@ class ExplainRules:
             return None
         an_incident, share = _BUDGETS[kind]
         return cls(
+            guard=guard,
             an_incident=an_incident,
             in_all=max(_LEAST_INCIDENTS * an_incident, round(share * steps)),
             may_load=kind is ExplainKind.full,
-            persist=guard.persist,
         )
 
 
@@ -119,12 +118,24 @@ class ExplainingGuard:
 
     @classmethod
     def of(
-        cls, rules: ExplainRules, run: EngineRun, guard: Guard, planner: StepPlanner
+        cls,
+        rules: ExplainRules,
+        run: EngineRun,
+        guard: Guard,
+        planner: StepPlanner,
+        *,
+        seed: int,
+        is_compiled: bool,
     ) -> ExplainingGuard:
-        """The guard that computes a bad step again to find its cause first."""
-        replay = Replay(Bench(run))
-        bundles = Bundles(run) if run.group.is_first else None
-        repeated = RepeatedSteps(run, planner, replay, bundles)
+        """The guard that computes a bad step again to find its cause first.
+
+        Args:
+            seed: the run's; ``is_compiled``: hooks in the model's modules would not be called.
+        """
+        bench = Bench(run, loss_floor=rules.guard.loss_floor, is_compiled=is_compiled)
+        replay = Replay(bench)
+        bundles = Bundles(run, seed) if run.group.is_first else None
+        repeated = RepeatedSteps(rules.guard, run, planner, replay, bundles)
         return cls(
             rules, run, guard, planner, replay=replay, repeated_steps=repeated, bundles=bundles
         )
@@ -157,10 +168,10 @@ class ExplainingGuard:
         return self._decided(info, finding, state)
 
     def _persists(self, step: int) -> bool:
-        """Whether a device has spoilt this step as often as ``persist`` says, counting now."""
+        """Whether a device has spoilt this step as often as guard.persist says, counting now."""
         redone = self._history.redone_at(step)
         num = sum(cause_of(incident) == STICKY for incident in redone)
-        return num + 1 >= min(self._rules.persist, _MOST_REDONE)
+        return num + 1 >= min(self._rules.guard.persist, _MOST_REDONE)
 
     def _decided(self, info: StepInfo, finding: Finding, state: TrainState) -> Verdict | None:
         """Let the ladder decide; on a rollback, begin to compare the steps."""
@@ -310,7 +321,7 @@ class ExplainingGuard:
         fault = DeviceFault(ranks=finding.ranks, host=finding.hosts[0], reason=message)
         incident = fault.incident(
             step=info.signals.step,
-            incarnation=self._run.lease.run_lease.number,
+            incarnation=self._run.lease.number,
             signature=f"{finding.cause.value}: rank {finding.ranks[0]}",
             decision="restart from the ring, without this node",
         )

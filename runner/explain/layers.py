@@ -43,13 +43,16 @@ class LayerWatch:
 
     Args:
         names: names of the trained parameters.
+        every: steps between measurements.
     """
 
-    def __init__(self, run: EngineRun, activations: Activations, names: Sequence[str]) -> None:
+    def __init__(
+        self, run: EngineRun, activations: Activations, names: Sequence[str], every: int
+    ) -> None:
         self._observers, self._device = run.observers, run.engine.device
         self._activations = activations
         self._sums = LayerSums(run.engine, names)
-        self._every, self._is_first = run.config.track.layers_every, run.group.is_first
+        self._every, self._is_first = every, run.group.is_first
         self._before: Before | None = None
         self._has_moments = False
 
@@ -110,7 +113,7 @@ class LayerTable:
         self._blocks = [called[id(block)] for block in blocks]
         self.names = [n for n, p in network.named_parameters() if p.requires_grad]
         self._matrices = [len(shapes[name]) >= 2 for name in self.names]
-        self._optim = optim
+        self.optim = optim
         self._num_units = num_units
         self._members: dict[str, list[int]] = {}
         for at, name in enumerate(self.names):
@@ -199,9 +202,9 @@ class LayerTable:
         """
         if not count:
             return math.nan
-        clip = self._optim.clip
+        clip = self.optim.clip
         scale = measured.tokens * (max(1.0, measured.grad_norm / clip) if clip > 0 else 1.0)
-        unbiased = 1 - self._optim.beta2**measured.step
+        unbiased = 1 - self.optim.beta2**measured.step
         square = ratios / count * unbiased / max(scale, 1) ** 2
         return math.sqrt(square) if square >= 0 else math.nan
 
@@ -213,21 +216,20 @@ class LayerLog:
     one, are read on rank 0.
     """
 
-    def __init__(self, run: EngineRun, table: LayerTable) -> None:
-        config, ranks, run_dir = run.config, run.observers.ranks, run.group.run_dir
-        every, is_first, resumed = config.track.layers_every, run.group.is_first, run.resumed.step
-        rules = EarlyRules(every=every, warmup=config.schedule.warmup)
+    def __init__(self, run: EngineRun, table: LayerTable, rules: EarlyRules) -> None:
+        ranks, run_dir = run.observers.ranks, run.group.run_dir
+        is_first, resumed = run.group.is_first, run.resumed.step
 
         def past() -> tuple[list[Any], int]:
             return _past(run_dir.layers, resumed, rules.window) if is_first else ([], 0)
 
         def opened() -> LineFile | None:
             """To append: for a repeated step the later line counts."""
-            check = run.lease.run_lease.check
+            check = run.lease.check
             return LineFile(run_dir.layers, length=length, check=check) if is_first else None
 
         looks, length = ranks.all_or_none("reading the layers' file", past)
-        norms = _norms(run_dir.metrics, resumed, every) if is_first else []
+        norms = _norms(run_dir.metrics, resumed, rules.every) if is_first else []
         self._run, self._table, self._early = run, table, EarlyWarnings(rules)
         self._file = ranks.all_or_none("opening the layers' file", opened)
         self._attempt = run.journal.attempt + 1  # the line of this start is written later
@@ -264,7 +266,7 @@ class LayerLog:
         """The share of clipped steps since the last measurement."""
         since = range(max(1, step - self._early.rules.every + 1), step + 1)
         norms = [self._norms[one] for one in since if one in self._norms]
-        clip = self._run.config.optim.clip
+        clip = self._table.optim.clip
         if not clip or not norms:
             return {}
         return {"clip_share": sum(norm > clip for norm in norms) / len(norms)}
@@ -322,11 +324,19 @@ def _incident(warned: Warned, step: int, *, keeps: int | None) -> Incident:
     )
 
 
-def watch_layers(run: EngineRun) -> None:
-    """Measure the layers and report them, if they are to be. Collective."""
-    if not run.config.track.layers_every:
+def watch_layers(
+    run: EngineRun, optim: OptimConfig, *, every: int, warmup: int, is_compiled: bool
+) -> None:
+    """Measure the layers ``every`` so many steps and report them; never if it is 0. Collective.
+
+    Args:
+        warmup: steps of the schedule in which warnings expect more.
+        is_compiled: hooks in the model's modules would not be called.
+    """
+    if not every:
         return
-    made = run.observers.together(LAYERS, lambda: _layers(run))
+    rules = EarlyRules(every=every, warmup=warmup)
+    made = run.observers.together(LAYERS, lambda: _layers(run, optim, rules, is_compiled))
     if made is None or isinstance(made, Failure):
         return
     watch, log = made
@@ -334,16 +344,18 @@ def watch_layers(run: EngineRun) -> None:
     run.reporter.add_columns("layer report", log.columns)
 
 
-def _layers(run: EngineRun) -> tuple[LayerWatch, LayerLog]:
-    config, network, engine = run.config, run.corpus.network, run.engine
+def _layers(
+    run: EngineRun, optim: OptimConfig, rules: EarlyRules, is_compiled: bool
+) -> tuple[LayerWatch, LayerLog]:
+    network, engine = run.corpus.network, run.engine
     blocks = network.units(engine.network)
     shapes = {name: tuple(one.shape) for name, one in network.parameters().items()}
-    activations = Activations(engine.objective, blocks, is_compiled=config.compute.compile)
+    activations = Activations(engine.objective, blocks, is_compiled=is_compiled)
     num_units = activations.num_units
-    table = LayerTable(engine.network, blocks, shapes, config.optim, num_units=num_units)
-    log = LayerLog(run, table)
+    table = LayerTable(engine.network, blocks, shapes, optim, num_units=num_units)
+    log = LayerLog(run, table, rules)
     run.ring.also_keep(run.history.kept_serials)
-    return LayerWatch(run, activations, table.names), log
+    return LayerWatch(run, activations, table.names, rules.every), log
 
 
 def _past(path: Path, resumed: int, window: int) -> tuple[list[tuple[int, Mapping[str, Any]]], int]:

@@ -43,7 +43,7 @@ class ObserverNote:
         """A note of this rank; those that have a name are rank 0's."""
         is_ours = run.group.is_first or isinstance(name, int)
         path = run.group.run_dir.observer_note(name) if is_ours else None
-        return cls(path, run.lease.run_lease.check)
+        return cls(path, run.lease.check)
 
     def begin(self, signals: StepSignals) -> None:
         """Note durably that the probes of this step begin.

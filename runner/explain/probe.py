@@ -40,15 +40,15 @@ _STRAY, _STRAY_SIGMAS = 1e4, 1e3
 class Bench:
     """Computes variations of one attempt on one rank."""
 
-    def __init__(self, run: EngineRun) -> None:
+    def __init__(self, run: EngineRun, *, loss_floor: float, is_compiled: bool) -> None:
         self._run = run
         self._engine, self._feed, self._heart = run.engine, run.feed, run.group.heart
         self._ranks = run.observers.ranks
         self.world_size = self._ranks.world_size
         # Looked at before each reading of samples and each micro-batch.
         self._stop = run.group.stop_look.through(self._ranks)
-        self._unit = run.config.guard.loss_floor / GuardConfig().loss_floor  # for it a nat
-        self._may_watch = not run.config.compute.compile  # no hooks in compiled modules
+        self._unit = loss_floor / GuardConfig().loss_floor  # for it a nat
+        self._may_watch = not is_compiled  # no hooks in compiled modules
         self._narrow: ModuleWatch | None = None
         self._wide = ModuleWatch()
         self.num_steps = 0  # computed so far
@@ -189,7 +189,7 @@ class Bench:
         newest applied step; none before the first.
         """
         run, stream, order = self._run, self._run.corpus.stream, self._run.corpus.mixture
-        state, size = run.state, run.config.batch.global_size
+        state, size = run.state, stream.global_size
         if order is not None:
             held_out = order.held_out_like(size, state.cursor)
         else:

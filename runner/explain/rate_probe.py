@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from runner.config.schema import GuardConfig
 from runner.explain.clean_weights import state_restored
 from runner.explain.reading import Reading, outstanding, usual
 from runner.policy.decision.judge import Kind
@@ -77,9 +78,13 @@ class RateProbe:
     """
 
     def __init__(
-        self, run: EngineRun, planner: StepPlanner, known: Callable[[], Reading | None]
+        self,
+        guard: GuardConfig,
+        run: EngineRun,
+        planner: StepPlanner,
+        known: Callable[[], Reading | None],
     ) -> None:
-        self._run, self._planner, self._known = run, planner, known
+        self._guard, self._run, self._planner, self._known = guard, run, planner, known
         self._stop = run.group.stop_look.through(run.observers.ranks)
         self._num_steps = 0
 
@@ -166,7 +171,7 @@ class RateProbe:
         """Whether all steps through the bad one and a few more are clean."""
         self._stop.now()
         run, plan_step = self._run, self._planner.plan
-        state = TrainState(run.config.guard)
+        state = TrainState(self._guard)
         state.load_json(run.ring.restore([record]).train_state)
         state.baseline.hold(run.history.held)
         ledger = run.history.ledger.copy()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from runner.config.schema import GuardConfig
 from runner.explain.bundle import Bundles
 from runner.explain.case import shown
 from runner.explain.clean_weights import CleanWeights
@@ -44,10 +45,15 @@ class RepeatedSteps:
     """
 
     def __init__(
-        self, run: EngineRun, planner: StepPlanner, replay: Replay, bundles: Bundles | None
+        self,
+        guard: GuardConfig,
+        run: EngineRun,
+        planner: StepPlanner,
+        replay: Replay,
+        bundles: Bundles | None,
     ) -> None:
-        self._run, self._replay, self._bundles = run, replay, bundles
-        self._rate_probe = RateProbe(run, planner, replay.known_now)
+        self._guard, self._run, self._replay, self._bundles = guard, run, replay, bundles
+        self._rate_probe = RateProbe(guard, run, planner, replay.known_now)
         self._clean_weights = CleanWeights(run)
         self._comparison: StepComparison | None = None
         self._finding: Finding | None = None
@@ -68,10 +74,10 @@ class RepeatedSteps:
 
     def _targets(self, bad: StepSignals, state: TrainState) -> list[Record]:
         """Rollback targets, as in :func:`runner.policy.decision.ladder.decide`."""
-        run, guard = self._run, self._run.config.guard
+        run, guard = self._run, self._guard
         onset = state.trouble.bad[0] if state.trouble.bad else None
         step, start = (onset.step, onset.start) if onset else (bad.step, bad.start)
-        margin = guard.margin * run.config.batch.global_size
+        margin = guard.margin * run.corpus.stream.global_size
         cursor = run.history.ledger.before(start, margin)
         return rollback_targets(run.ring.records, cursor=cursor, step=max(0, step - guard.back))
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from runner.config.validate import is_zero
 from runner.data.cursor import BatchPlan
 from runner.data.feed import MicroBatch
 from runner.engine.modes import same_randomness
@@ -31,12 +30,11 @@ _FACTOR = 0x3F58476D1CE4E5B9  # odd: no micro-batch's checksum is lost
 class SameBatch:
     """Computes a micro-batch on every rank."""
 
-    def __init__(self, run: EngineRun) -> None:
+    def __init__(self, run: EngineRun, seed: int) -> None:
         self._engine, self._feed, self._ranks = run.engine, run.feed, run.observers.ranks
         self._stop = run.group.stop_look.through(self._ranks)
         self._kind = device_kind(run.group.device)  # devices of one kind give equal bits
-        self._seed = run.config.seed
-        self._takes_whole_step = is_zero(run.config.parallel.kind)
+        self._seed = seed
         self.repeats_bits = run.repeats_bits
         self._gradients = OwnGradients(run.engine.network)
 
@@ -48,7 +46,7 @@ class SameBatch:
         self._stop.now()
         with same_randomness(self._engine.device):
             read = self._feed.read_again(plan, number % self._ranks.world_size)
-        batches = list(read) if self._takes_whole_step else list(read[:1])
+        batches = list(read[: self._engine.works_a_step])
         failed = any(batch.unreadable for batch in batches)
         return None if self._ranks.sum([float(failed)])[0] else batches
 

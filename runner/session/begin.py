@@ -13,10 +13,10 @@ from runner.checkpoint.protocol import Identity
 from runner.checkpoint.remote.upload import Uploads
 from runner.checkpoint.ring import CheckpointRing
 from runner.config.network import is_hf
-from runner.config.schema import DebugKind, Offload, RunConfig
-from runner.config.validate import is_zero, odd_settings
-from runner.data.dataset import RecordDataset
-from runner.data.feed import few
+from runner.config.schema import CheckpointConfig, DebugKind, Offload, RunConfig
+from runner.config.validate import odd_settings
+from runner.data.dataset import Dataset, RecordDataset
+from runner.data.feed import Feed, few
 from runner.distributed.device import code_digest
 from runner.distributed.observers import Observers
 from runner.distributed.process_group import limit_groups
@@ -38,13 +38,13 @@ from runner.policy.decision.history import Incident
 from runner.policy.decision.ladder import RemedyRules
 from runner.policy.outlier_ranks import RankPace, Stragglers
 from runner.policy.retention.records import Tier
+from runner.run_dir.lease import RunLease
 from runner.run_dir.time_account import Past
 from runner.session import parts
-from runner.session.corpus import data_words, digest_notes
+from runner.session.corpus import digest_notes, open_feed
 from runner.session.opening import (
     Inventory,
     backlog_of,
-    open_slots,
     start_incident,
     time_before,
 )
@@ -61,6 +61,7 @@ from runner.startup.memory_need import SavedActivations, memory_line
 from runner.startup.restore import RemoteRun
 from runner.startup.resume import resume_from, settle_mixture
 from runner.startup.resume_check import ResumeCheck, recomputed
+from runner.startup.shared_memory import open_memory
 from runner.system.error import CheckpointError, ConfigError, RankError
 from runner.train.checkpoints import Checkpoints, LastProof
 from runner.train.corpus_check import CorpusCheck, known_digest
@@ -70,7 +71,14 @@ from runner.train.loop import Loop
 from runner.train.periodic import Inspection, Periodic, falls_due
 from runner.train.recovery import Recovery
 from runner.train.report import Reporter
-from runner.train.run import Corpus, EngineRun, Lease, RankGroup, Resumed, RunJournal, open_feed
+from runner.train.run import (
+    Corpus,
+    EngineRun,
+    RankGroup,
+    Resumed,
+    RunJournal,
+    ring_directory,
+)
 from runner.train.save_schedule import BestCheckpoint, SaveSchedule
 from runner.train.state import TrainState
 from runner.train.step import Stepper, StepRules
@@ -96,10 +104,15 @@ class FaultyRun(EngineRun):
 
 
 def build(
-    group: RankGroup, lease: Lease, corpus: Corpus, inventory: Inventory, written: RunJournal
+    group: RankGroup,
+    config: RunConfig,
+    lease: RunLease,
+    identity: Identity,
+    corpus: Corpus,
+    inventory: Inventory,
+    written: RunJournal,
 ) -> FaultyRun:
     """Make engine, checkpoints and counters; :func:`resume` fills them. Collective."""
-    config = lease.config
     faults = FaultInjector(
         parse_faults(config.faults), rank=group.place.rank, markers=group.run_dir.faults
     )
@@ -111,18 +124,22 @@ def build(
         parts.give_twin(engine, config, corpus.network, group.place, faults)
     limit_groups(config.parallel.timeout_seconds)
     has_weights = _keep_buffers(group, config, corpus, inventory, engine)
-    identity = Identity(
-        config_digest=lease.config_digest, data_fingerprint=corpus.dataset.fingerprint()
+    memory = open_memory(
+        config.checkpoint,
+        group,
+        engine,
+        incarnation=lease.number,
+        identity=identity,
+        timeout_seconds=config.parallel.timeout_seconds,
     )
-    memory = open_slots(lease, group, engine, identity)
-    backlog = backlog_of(lease, group, written)
+    backlog = backlog_of(config.track.unwritten_seconds, group, written)
 
     def before_write(step: int) -> None:
         faults.at("save", step)
         backlog.require_written()
 
     ring = CheckpointRing(
-        lease.directory(group),
+        ring_directory(group.run_dir, lease),
         sharded=engine,
         ranks=group.ranks,
         settings=config.checkpoint,
@@ -135,6 +152,7 @@ def build(
     return FaultyRun(
         group=group,
         lease=lease,
+        identity=identity,
         written=written,
         backlog=backlog,
         ring=ring,
@@ -163,8 +181,8 @@ def _keep_buffers(
         return False
     if not isinstance(network, GuestBlueprint) or not engine.running.has_any:
         return False
-    parts.initialise(engine, config, network, ranks)
-    with _two_samples(group, config, corpus) as works:
+    parts.initialise(engine, config.seed, network, ranks)
+    with _two_samples(group, engine, corpus, config.data.seq_len) as works:
         own = ranks.all_or_none("trying the model", lambda: running_buffers(engine, works))
     engine.running.keep({name for names in ranks.gather(own) for name in names})
     return True
@@ -172,20 +190,20 @@ def _keep_buffers(
 
 @contextmanager
 def _two_samples(
-    group: RankGroup, config: RunConfig, corpus: Corpus
+    group: RankGroup, engine: Engine, corpus: Corpus, seq_len: int
 ) -> Iterator[Sequence[MicroStep]]:
     """A step of two samples, for trials; they draw no random numbers of the run's. Collective."""
     with same_randomness(group.device):
         batch = group.ranks.all_or_none(
-            "reading two samples", lambda: few(corpus.dataset, config.data.seq_len, 2)
+            "reading two samples", lambda: few(corpus.dataset, seq_len, 2)
         )
-        yield works_of(batch, parts.works_a_step(config, group.place), group.device)
+        yield works_of(batch, engine.works_a_step, group.device)
 
 
 # -- resume --------------------------------------------------------------------------------
 
 
-def resume(run: EngineRun, inventory: Inventory) -> None:
+def resume(run: EngineRun, config: RunConfig, inventory: Inventory) -> None:
     """Load the newest usable checkpoint, or initialise the weights. Collective.
 
     Raises:
@@ -197,8 +215,8 @@ def resume(run: EngineRun, inventory: Inventory) -> None:
     run.group.console.close()  # ends the progress line
     if run.resumed.is_fresh and not run.has_weights:
         # Only now: a load overwrites all weights, and drawing random numbers takes time.
-        parts.initialise(run.engine, run.config, run.corpus.network, run.ranks)
-    _check_model(run)
+        parts.initialise(run.engine, config.seed, run.corpus.network, run.ranks)
+    _check_model(run, config)
 
 
 def _resumed(run: EngineRun, inventory: Inventory) -> Resumed:
@@ -225,7 +243,7 @@ def _resumed(run: EngineRun, inventory: Inventory) -> Resumed:
     return resume_from(only, run_dir, ring, run.journal, run.state)
 
 
-def _check_model(run: EngineRun) -> None:
+def _check_model(run: EngineRun, config: RunConfig) -> None:
     """Test a user's model on two samples; its state does not change. Collective.
 
     Raises:
@@ -234,7 +252,7 @@ def _check_model(run: EngineRun) -> None:
     network, engine, ranks, say = run.corpus.network, run.engine, run.ranks, run.group.console.say
     if not isinstance(network, GuestBlueprint):
         return
-    with _two_samples(run.group, run.config, run.corpus) as works:
+    with _two_samples(run.group, engine, run.corpus, config.data.seq_len) as works:
         checks = ranks.all_or_none(
             "trying the model", lambda: exactness_checks(network, engine, works)
         )
@@ -247,8 +265,8 @@ def _check_model(run: EngineRun) -> None:
     refuse_or_say(checks, network.setting, say)
     # What logits take that cannot be made in parts; the trials have computed some.
     one = getattr(engine.objective, "logits_bytes", 0)
-    mib = one * run.config.batch.micro_size / (1 << 20)
-    if 0 < run.config.model.loss_chunk_mib < mib:
+    mib = one * config.batch.micro_size / (1 << 20)
+    if 0 < config.model.loss_chunk_mib < mib:
         say(
             f"{network.setting}: the logits of a micro-batch are held whole, {mib:,.0f} MiB in "
             "FP32 and as much for their gradient: they can be made in parts "
@@ -260,17 +278,19 @@ def _check_model(run: EngineRun) -> None:
 # -- begin ---------------------------------------------------------------------------------
 
 
-def begin(run: FaultyRun, inventory: Inventory, remote: RemoteRun | None) -> None:
+def begin(
+    run: FaultyRun, config: RunConfig, inventory: Inventory, remote: RemoteRun | None
+) -> None:
     """Write the journal line of this start, and make what acts from step to step. Collective."""
-    group, config, corpus = run.group, run.config, run.corpus
+    group, corpus = run.group, run.corpus
     journal_before = inventory.found.journal
     spent = time_before(group, run.resumed, journal_before)
-    run.feed = open_feed(config, corpus.dataset, corpus.stream, group.place, group.device)
-    run.stepper = _stepper(run)
+    run.feed = _feed(run, config, corpus.dataset)
+    run.stepper = _stepper(run, config)
     saved = SavedActivations()
     is_to_train = run.resumed.step < config.steps
-    repeats = _repeats_bits(run, saved) if is_to_train else None
-    _greet(run, repeats)
+    repeats = _repeats_bits(run, config, saved) if is_to_train else None
+    _greet(run, config, repeats)
     run.observers = Observers(
         group.ranks,
         report=run.written.report,
@@ -280,19 +300,15 @@ def begin(run: FaultyRun, inventory: Inventory, remote: RemoteRun | None) -> Non
     )
     run.observers.step = run.resumed.step
     if is_to_train:
-        line = run.observers.alone("memory line", lambda: memory_line(run, saved), "")
+        line = run.observers.alone(
+            "memory line", lambda: memory_line(run, config.parallel, config.compute, saved), ""
+        )
         group.console.say(line)
     rows = recomputed(run)  # before the reporter cuts the metrics
-    _open_reporter(run, spent)
-    start = start_incident(
-        run,
-        spent,
-        reason="command",
-        parallel=config.parallel.kind.value,
-        data=corpus.dataset.fingerprint(),
-    )
-    words = data_words(config.data, corpus.dataset)
-    start = replace(start, detail={**start.detail, "repeats_bits": repeats, "corpus": words})
+    _open_reporter(run, config, spent)
+    start = start_incident(run, spent, reason="command", parallel=config.parallel.kind.value)
+    detail = {**start.detail, "repeats_bits": repeats, "corpus": corpus.words}
+    start = replace(start, detail=detail)
     check = ResumeCheck(run, rows, start)
     run.reporter.also_applied(
         lambda line: run.observers.alone("resume check", lambda: check.applied(line), None)
@@ -301,31 +317,41 @@ def begin(run: FaultyRun, inventory: Inventory, remote: RemoteRun | None) -> Non
     leave_out_ended(run)
     if config.debug.check_devices:
         _check_devices(run)
-    run.observers.together("preflight", lambda: quick_preflight(run))
+    run.observers.together("preflight", lambda: quick_preflight(run, config))
     mixture = settle_mixture(
         corpus.stream, run.journal, run.state, reached=inventory.found.last_cursor
     )
     if mixture is not None:
         run.written.report(mixture)
     # Ends what the ring keeps of the previous incarnation: its snapshots were needed until here.
-    run.ring.begin(_uploads(run, remote))
-    known = known_digest(journal_before, corpus.dataset.fingerprint()) if run.resumed.step else None
-    corpus_check = CorpusCheck(run, known=known, notes=digest_notes(config))
+    run.ring.begin(_uploads(run, config.checkpoint, remote))
+    fingerprint = run.identity.data_fingerprint
+    corpus_check = CorpusCheck(
+        run,
+        known=known_digest(journal_before, fingerprint) if run.resumed.step else None,
+        notes=digest_notes(config.data),
+        may_change=config.resume.allow_change,
+    )
     corpus_check.begin()
-    run.loop = _loop(run, corpus_check)
+    run.loop = _loop(run, config, corpus_check)
     if run.pages is not None:
         run.pages.begin()
 
 
-def _open_reporter(run: EngineRun, spent: Past) -> None:
+def _feed(run: EngineRun, config: RunConfig, dataset: Dataset) -> Feed:
+    """This rank's loader of a data set."""
+    return open_feed(config, dataset, run.corpus.stream, run.group.place, run.group.device)
+
+
+def _open_reporter(run: EngineRun, config: RunConfig, spent: Past) -> None:
     """Make the reporter, and what adds to its lines. Collective."""
-    group, track = run.group, run.config.track
+    group, track = run.group, config.track
     throughput = parts.throughput(track, run.corpus.network, group.place, group.device)
     run.reporter = group.ranks.all_or_none(
         "opening the metrics",
         lambda: Reporter(
             run,
-            total_steps=run.config.steps,
+            total_steps=config.steps,
             past=spent,
             throughput=throughput,
             alone=run.observers.alone,
@@ -333,20 +359,27 @@ def _open_reporter(run: EngineRun, spent: Past) -> None:
     )
     run.backlog.add(run.reporter.metrics_file)
     if group.is_first:
-        check = run.lease.run_lease.check
+        check = run.lease.check
         if track.report_minutes is not None:
             every = 60 * track.report_minutes
             run.pages = PageWriter(group.run_dir.out, every_seconds=every, check=check)
             run.reporter.also_lost(run.pages)
-        if run.config.watchdog.straggler_every:
+        if config.watchdog.straggler_every:
             lines = SideLines(
                 group.run_dir.rank_times, check=check, attempt=lambda: run.journal.attempt
             )
-            run.rank_times = RankTimes(lines, every=run.config.watchdog.straggler_every)
+            run.rank_times = RankTimes(lines, every=config.watchdog.straggler_every)
     watch_spikes(run)
-    watch_layers(run)
-    if track.read and run.config.eval.every:
-        CurveReader.attach(run, total=run.config.steps, warmup=run.config.schedule.warmup)
+    warmup = config.schedule.warmup
+    watch_layers(
+        run,
+        config.optim,
+        every=track.layers_every,
+        warmup=warmup,
+        is_compiled=config.compute.compile,
+    )
+    if track.read and config.eval.every:
+        CurveReader.attach(run, total=config.steps, warmup=warmup)
 
 
 def _check_devices(run: FaultyRun) -> None:
@@ -359,33 +392,31 @@ def _check_devices(run: FaultyRun) -> None:
     is_spoilt = run.faults.spoils_product(step)
     fault = check_devices(group.device, group.ranks, group.console.say, is_spoilt=is_spoilt)
     if fault is not None:
-        run.written.report(fault.incident(step=step, incarnation=run.lease.run_lease.number))
+        run.written.report(fault.incident(step=step, incarnation=run.lease.number))
         raise RankError(fault.reason)
 
 
-def _repeats_bits(run: EngineRun, saved: SavedActivations) -> bool:
+def _repeats_bits(run: EngineRun, config: RunConfig, saved: SavedActivations) -> bool:
     """Whether one micro-batch gives the same bits twice on all ranks. Collective.
 
     The loaded weights do not change.
     """
-    group, config = run.group, run.config
+    group = run.group
     count = min(config.batch.global_size, config.batch.micro_size * group.place.world_size)
     (first, *_) = run.feed.fixed(np.arange(count) % len(run.corpus.dataset))
     saved.samples = len(first.positions)
     work = MicroStep(batch=first.to(group.device), seed=config.seed)
-    # DeepSpeed reduces only after all micro-batches of a step.
-    times = run.feed.num_micro_batches if is_zero(config.parallel.kind) else 1
-    own = repeats_bits(run.engine, [work] * times, saved)
+    own = repeats_bits(run.engine, [work] * run.engine.works_a_step, saved)
     return group.ranks.sum([float(not own)])[0] == 0
 
 
-def _greet(run: EngineRun, repeats: bool | None) -> None:
-    group, config, corpus, resumed = run.group, run.config, run.corpus, run.resumed
+def _greet(run: EngineRun, config: RunConfig, repeats: bool | None) -> None:
+    group, corpus, resumed = run.group, run.corpus, run.resumed
     say = group.console.say
     say(
         f"holdfast: {corpus.network.num_parameters():,} parameters, "
         f"{len(corpus.dataset):,} samples of "
-        f"{config.data.seq_len} tokens from {data_words(config.data, corpus.dataset)}, "
+        f"{config.data.seq_len} tokens from {corpus.words}, "
         f"{config.parallel.kind.value} on "
         f"{group.place.world_size} x {group.device.type}, {config.compute.precision.value}, "
         + ("" if repeats is None else f"this machine repeats bits: {_YES_NO[repeats]}, ")
@@ -407,7 +438,7 @@ def _greet(run: EngineRun, repeats: bool | None) -> None:
             "host has read its gate"
         )
     if config.optim.groups and not resumed.step:
-        matched = rules_matched(config, corpus.network)
+        matched = rules_matched(config.optim, corpus.network)
         counts = ", ".join(f"{match!r} takes {count} tensors" for match, count in matched)
         say(f"optim.groups: {counts}")
     for sentence in odd_settings(config) if not resumed.step else []:
@@ -424,9 +455,9 @@ def _greet(run: EngineRun, repeats: bool | None) -> None:
         say(f"snapshots in memory that cannot be used: {reason}")
 
 
-def quick_preflight(run: EngineRun) -> None:
+def quick_preflight(run: EngineRun, config: RunConfig) -> None:
     """Test the model; report each failed check once per run. Collective."""
-    config, group, resumed = run.config, run.group, run.resumed
+    group, resumed = run.group, run.resumed
     dataset, ranks = run.corpus.dataset, run.observers.ranks
     if not config.debug.preflight or isinstance(dataset, RecordDataset):
         return
@@ -442,7 +473,7 @@ def quick_preflight(run: EngineRun) -> None:
         )
         trial = TrialBatch(
             batch=batch,
-            works=parts.works_a_step(config, group.place),
+            works=run.engine.works_a_step,
             vocab_size=dataset.vocab_size,
             untrained_loss=run.corpus.network.untrained_loss if is_untrained else None,
             sum=ranks.sum,
@@ -461,30 +492,32 @@ def quick_preflight(run: EngineRun) -> None:
             )
 
 
-def _uploads(run: EngineRun, remote: RemoteRun | None) -> Uploads | None:
+def _uploads(
+    run: EngineRun, settings: CheckpointConfig, remote: RemoteRun | None
+) -> Uploads | None:
     """Make the uploads. The journal must already have the line of this start."""
     if remote is None:
         return None
     for incident in remote.incidents(run.resumed.step):
         run.written.report(incident)
-    return remote.uploads(run)
+    return remote.uploads(run, settings)
 
 
 # -- the loop ------------------------------------------------------------------------------
 
 
-def _stepper(run: FaultyRun) -> Stepper:
-    lease, faults, ring = run.lease, run.faults, run.ring
+def _stepper(run: FaultyRun, config: RunConfig) -> Stepper:
+    faults, ring = run.faults, run.ring
     return Stepper(
         engine=run.engine,
         feed=wrap_feed(run.feed, faults),
         dataset=run.corpus.dataset,
         ranks=wrap_group(run.ranks, faults),
         rules=StepRules(
-            seed=lease.config.seed,
-            clip=lease.config.optim.clip,
-            guarded=lease.config.guard.enabled,
-            config_digest=lease.config_digest,
+            seed=config.seed,
+            clip=config.optim.clip,
+            guarded=config.guard.enabled,
+            config_digest=run.identity.config_digest,
             code=code_digest(),
             mixture=run.corpus.mixture,
         ),
@@ -494,12 +527,13 @@ def _stepper(run: FaultyRun) -> Stepper:
     )
 
 
-def _loop(run: FaultyRun, corpus_check: CorpusCheck) -> Loop:
-    group, config, state = run.group, run.config, run.state
-    best = BestCheckpoint.of(run)
-    saves = SaveSchedule.of(run, in_memory=run.memory.memory is not None, best=best)
-    inspections = _inspections(run, saves)
-    evaluator = Evaluator.of(run)
+def _loop(run: FaultyRun, config: RunConfig, corpus_check: CorpusCheck) -> Loop:
+    group, state = run.group, run.state
+    best = BestCheckpoint.of(run) if config.checkpoint.keep_best else None
+    in_memory = run.memory.memory is not None
+    saves = SaveSchedule.of(run, config.checkpoint, in_memory=in_memory, best=best)
+    inspections = _inspections(run, config, saves)
+    evaluator = Evaluator.of(run, config.eval, partial(_feed, run, config))
     run.reporter.add_columns("sources", partial(source_columns, run.corpus.mixture, evaluator))
 
     def evaluate() -> float | None:
@@ -543,16 +577,25 @@ def _loop(run: FaultyRun, corpus_check: CorpusCheck) -> Loop:
         state,
         until=config.steps,
         steps=steps,
-        guard=ExplainingGuard.of(explaining, run, guard, planner) if explaining else guard,
+        guard=guard
+        if explaining is None
+        else ExplainingGuard.of(
+            explaining,
+            run,
+            guard,
+            planner,
+            seed=config.seed,
+            is_compiled=config.compute.compile,
+        ),
         checkpoints=checkpoints,
         periodic=periodic,
         reporter=run.reporter,
     )
 
 
-def _inspections(run: EngineRun, saves: SaveSchedule) -> list[Inspection]:
+def _inspections(run: EngineRun, config: RunConfig, saves: SaveSchedule) -> list[Inspection]:
     """The checks of the ranks: wrong results, speed, replicas."""
-    group, watchdog, observers = run.group, run.config.watchdog, run.observers
+    group, watchdog, observers = run.group, config.watchdog, run.observers
 
     def note(step: int, paces: Sequence[RankPace]) -> None:
         if run.rank_times is not None:
@@ -584,11 +627,21 @@ def _inspections(run: EngineRun, saves: SaveSchedule) -> list[Inspection]:
         ),
         Inspection(
             observer="replicas",
-            is_due=partial(falls_due, run.config.debug.replica_check_every),
+            is_due=partial(falls_due, config.debug.replica_check_every),
             look=replicas.look,
         ),
     ]
-    auditor = observers.together("audit", lambda: Auditor.of(run, replicas, saves))
+    auditor = observers.together(
+        "audit",
+        lambda: Auditor.of(
+            run,
+            replicas,
+            saves,
+            every=config.debug.audit_every,
+            until=config.steps,
+            seed=config.seed,
+        ),
+    )
     if not isinstance(auditor, Auditor):
         return inspections
     audit = Inspection(

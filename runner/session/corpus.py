@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+import torch
+
 from runner.config.schema import SYNTHETIC_VOCABULARY, DataConfig, DataKind, RunConfig
 from runner.config.sources import held_out_sets, sources_of
 from runner.data.corpus_digest import Progress, notes_in
@@ -14,6 +16,7 @@ from runner.data.cursor import SampleStream
 from runner.data.dataset import Dataset
 from runner.data.documents import PYTHON_LIBRARY
 from runner.data.draws import kept_generators, seed_by_position
+from runner.data.feed import Feed, RankShare
 from runner.data.mixture import Mixed, MixtureOrder, mix
 from runner.data.packing import Packed, Unpadded, prepare_packs
 from runner.data.rows import Rows
@@ -21,6 +24,7 @@ from runner.data.synthetic import SyntheticLanguage
 from runner.data.text import Prepared, open_prepared, prepare_text
 from runner.data.tokens import open_tokens
 from runner.data.user_dataset import Adapted, MapStyle, adapt
+from runner.distributed.env import RankEnv
 from runner.system.environment import variables
 from runner.system.error import DataError
 from runner.system.user_code import call_target, parameters_of
@@ -111,6 +115,25 @@ def sample_stream(config: RunConfig, dataset: Dataset) -> SampleStream:
         weights={source.name: source.weight for source in sources_of(config.data)},
     )
     return SampleStream(order, global_size=config.batch.global_size)
+
+
+def open_feed(
+    config: RunConfig, dataset: Dataset, stream: SampleStream, place: RankEnv, device: torch.device
+) -> Feed:
+    """Make this rank's loader."""
+    return Feed(
+        dataset,
+        stream,
+        settings=config.data,
+        share=RankShare(
+            global_size=config.batch.global_size,
+            micro_size=config.batch.micro_size,
+            rank=place.rank,
+            world_size=place.world_size,
+        ),
+        pin_memory=device.type == "cuda",
+        seed=config.seed,
+    )
 
 
 def _parts(config: RunConfig) -> list[tuple[DataConfig, int]]:
@@ -246,9 +269,9 @@ def data_words(data: DataConfig, dataset: Dataset) -> str:
     return f"{place} ({contents})" if contents else place
 
 
-def digest_notes(config: RunConfig) -> Path:
+def digest_notes(data: DataConfig) -> Path:
     """The folder with the remembered digests of whole files."""
-    return notes_in(token_cache(config.data.cache))
+    return notes_in(token_cache(data.cache))
 
 
 def token_cache(wanted: str | None) -> Path:

@@ -12,10 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoint.memory.tier import MemoryParts
-from runner.checkpoint.protocol import Identity
 from runner.config.compose import digest, flat
-from runner.config.schema import RunConfig
+from runner.config.schema import BatchConfig, RunConfig
 from runner.config.sources import unsteady_samples
 from runner.data.corpus_digest import Progress
 from runner.distributed.agreement import all_or_none_slowly
@@ -36,19 +34,32 @@ from runner.observe.tracker import (
     makers,
 )
 from runner.policy.decision.history import Incident
+from runner.run_dir.lease import RunLease
 from runner.run_dir.time_account import Past, past
 from runner.session import parts
-from runner.session.corpus import open_dataset, open_validation, prepare_data, sample_stream
+from runner.session.corpus import (
+    data_words,
+    open_dataset,
+    open_validation,
+    prepare_data,
+    sample_stream,
+)
 from runner.session.parts import keep_small_files, kept_files, rules_matched, state_shapes
 from runner.startup.precision import settle_precision, settle_rope
 from runner.startup.restore import RemoteRun, RestoredRun, Restorer, open_remote, with_highest
 from runner.startup.resume import RunInventory, claim_run_dir, scan, settle_micro_size
-from runner.startup.shared_memory import StateOnDevice, node_folder, open_memory
 from runner.system.environment import redacted
 from runner.system.error import ConfigError, Preempted
 from runner.system.json_lines import LineFile, iter_lines
 from runner.system.process import host_name, parent_name
-from runner.train.run import Corpus, Lease, RankGroup, Resumed, Run, RunJournal
+from runner.train.run import (
+    Corpus,
+    RankGroup,
+    Resumed,
+    Run,
+    RunJournal,
+    ring_directory,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +71,7 @@ class Inventory:
     restored: RestoredRun | None = None
 
 
-def acquire_lease(config: RunConfig, group: RankGroup) -> tuple[Lease, RemoteRun | None]:
+def acquire_lease(group: RankGroup, config: RunConfig) -> tuple[RunLease, RemoteRun | None]:
     """Acquire the write lease of ``out``, with settings that are equal on all ranks.
 
     Also returns the listing of the object store; None without one.
@@ -70,33 +81,37 @@ def acquire_lease(config: RunConfig, group: RankGroup) -> tuple[Lease, RemoteRun
         RunnerError: another launch owns the run directory.
     """
     ranks, console = group.ranks, group.console
-    _require_equal_settings(config, group)
+    _require_equal_settings(group, config)
     remote = open_remote(config.checkpoint, group.run_dir, ranks)
-    run_lease = claim_run_dir(
+    lease = claim_run_dir(
         group.run_dir,
-        config,
+        config.resume,
         _known_launch(group),
         ranks,
         console.say,
         after=remote.seen.claim if remote else 0,
     )
 
-    def stored() -> Mapping[str, Any]:
-        return group.run_dir.stored_settings() or (remote.settings() if remote else {})
-
-    config = settle_precision(config, stored, group.device, ranks, console.say)
-    config = settle_rope(config, stored, ranks, console.say)
-    group.monitor.begin(run_lease, group.peers)
+    group.monitor.begin(lease, group.peers)
     if group.is_first and group.run_dir.is_open_to_all:
         console.say(
             f"warning: other users can write to {group.run_dir.out} and so change what a restart "
             "loads; chmod o-w it"
         )
-    lease = Lease(config=config, config_digest=digest(flat(config)), run_lease=run_lease)
     return lease, remote
 
 
-def open_corpus(lease: Lease, group: RankGroup) -> Corpus:
+def settled(group: RankGroup, config: RunConfig, remote: RemoteRun | None) -> RunConfig:
+    """The settings, with what an earlier start has decided. Collective."""
+
+    def stored() -> Mapping[str, Any]:
+        return group.run_dir.stored_settings() or (remote.settings() if remote else {})
+
+    config = settle_precision(config, stored, group.device, group.ranks, group.console.say)
+    return settle_rope(config, stored, group.ranks, group.console.say)
+
+
+def open_corpus(group: RankGroup, config: RunConfig) -> Corpus:
     """Tokenise the data if needed, open it, and check that all ranks see the same.
 
     Raises:
@@ -104,7 +119,7 @@ def open_corpus(lease: Lease, group: RankGroup) -> Corpus:
         ConfigError: ranks see different data.
         Preempted: a stop was requested meanwhile.
     """
-    config, ranks = lease.config, group.ranks
+    ranks = group.ranks
     prepared = _prepare_data(config, group)
     dataset = ranks.all_or_none("opening the data", lambda: open_dataset(config, prepared))
     # A user's data set is read for it, which may fail on one rank.
@@ -122,15 +137,25 @@ def open_corpus(lease: Lease, group: RankGroup) -> Corpus:
 
     def sized() -> Blueprint:
         network = parts.blueprint(config, dataset, Path(model_files) if model_files else None)
-        rules_matched(config, network)  # raises for one that takes nothing
+        rules_matched(config.optim, network)  # raises for one that takes nothing
         return network
 
     network = ranks.all_or_none("sizing the model", sized)
-    return Corpus(dataset=dataset, stream=stream, validation=validation, network=network)
+    return Corpus(
+        dataset=dataset,
+        stream=stream,
+        validation=validation,
+        network=network,
+        words=data_words(config.data, dataset),
+    )
 
 
 def take_inventory(
-    lease: Lease, remote: RemoteRun | None, corpus: Corpus, group: RankGroup
+    group: RankGroup,
+    config: RunConfig,
+    lease: RunLease,
+    remote: RemoteRun | None,
+    corpus: Corpus,
 ) -> Inventory:
     """Read what is in ``out``; if it is lost, restore the run from the object store."""
     restorer = restored = None
@@ -139,8 +164,8 @@ def take_inventory(
         restorer = Restorer(
             remote,
             group.run_dir,
-            lease.directory(group),
-            lease.config,
+            ring_directory(group.run_dir, lease),
+            config,
             fingerprint,
             group.ranks,
             show=group.console.work,
@@ -149,11 +174,11 @@ def take_inventory(
         restored = restorer.restore_if_lost()
     inventory = scan(
         group.run_dir,
-        lease.config,
+        config,
         fingerprint,
         group.ranks,
-        lease.run_lease,
-        tensors=lambda: state_shapes(lease.config, corpus.network),
+        lease,
+        tensors=lambda: state_shapes(config.optim, corpus.network),
     )
     inventory = replace(inventory, next_serial=with_highest(inventory.next_serial, remote))
     for name in inventory.torn:
@@ -163,34 +188,37 @@ def take_inventory(
     return Inventory(found=inventory, restorer=restorer, restored=restored)
 
 
-def open_journal(lease: Lease, inventory: Inventory, group: RankGroup) -> RunJournal:
+def open_journal(
+    group: RankGroup, config: RunConfig, lease: RunLease, inventory: Inventory
+) -> RunJournal:
     """Open the journal; record changed settings, earlier crashes and restored checkpoints."""
     run_inventory = inventory.found
-    command = lease.config.track.command
+    command = config.track.command
     alerts = CommandAlerts(command, group.run_dir.out) if command and group.is_first else None
     trackers = group.ranks.all_or_none(
-        "opening the trackers", lambda: _trackers(lease, group) if group.is_first else []
+        "opening the trackers", lambda: _trackers(group, config, lease) if group.is_first else []
     )
     listeners = [*([alerts.tell] if alerts else []), *(one.tell for one in trackers)]
     journal = group.ranks.all_or_none(
-        "opening the journal", lambda: _journal(lease, run_inventory, group, listeners)
+        "opening the journal",
+        lambda: _journal(config.data.skip, lease, run_inventory, group, listeners),
     )
     written = RunJournal(journal=journal, console=group.console, alerts=alerts, trackers=trackers)
     for line in run_inventory.changes:
         written.report(Incident.from_json(line))
     if group.is_first:
         # Only once they are journalled, so that a crash now does not hide them.
-        lease.run_lease.check()
-        group.run_dir.store_config(lease.config)
+        lease.check()
+        group.run_dir.store_config(config)
     if not run_inventory.records:
         group.ranks.all_or_none(
             "keeping the model's files",
-            lambda: keep_small_files(lease.config, group.run_dir) if group.is_first else None,
+            lambda: keep_small_files(config, group.run_dir) if group.is_first else None,
         )
     for line in run_inventory.crashes:
         written.report(Incident.from_json(line))
     if group.is_first:
-        clear_fatal_logs(group.run_dir, lease.run_lease.number)
+        clear_fatal_logs(group.run_dir, lease.number)
         group.monitor.write_causes_to(
             lambda cause, number: journal.add(crash_incident(cause, number))
         )
@@ -199,39 +227,37 @@ def open_journal(lease: Lease, inventory: Inventory, group: RankGroup) -> RunJou
     return written
 
 
-def _trackers(lease: Lease, group: RankGroup) -> list[BackgroundTracker]:
+def _trackers(group: RankGroup, config: RunConfig, lease: RunLease) -> list[BackgroundTracker]:
     """The configured trackers; on rank 0 only.
 
     Raises:
         ConfigError: ``track._target_`` does not exist, or takes other arguments.
     """
-    track, run_dir, run_lease = lease.config.track, group.run_dir, lease.run_lease
+    track, run_dir = config.track, group.run_dir
     if not (track.tensorboard or track.wandb or track.mlflow or track._target_):
         return []
+    settings = flat(config)
     facts = RunFacts(
         run_id=run_dir.identity(),
-        config=redacted(flat(lease.config)),
-        digest=lease.config_digest,
+        config=redacted(settings),
+        digest=digest(settings),
         out=run_dir.out,
     )
 
     def tensorboard() -> TensorBoardTracker:
-        return TensorBoardTracker(
-            run_dir.tensorboard, number=run_lease.number, check=run_lease.check
-        )
+        return TensorBoardTracker(run_dir.tensorboard, number=lease.number, check=lease.check)
 
     return [
-        BackgroundTracker(name, make, Attempts(run_dir.attempts(name), run_lease.check))
+        BackgroundTracker(name, make, Attempts(run_dir.attempts(name), lease.check))
         for name, make in makers(track, facts, tensorboard)
     ]
 
 
-def settle_memory(lease: Lease, inventory: Inventory, written: RunJournal) -> Lease:
+def settle_memory(batch: BatchConfig, inventory: Inventory, written: RunJournal) -> BatchConfig:
     """Set the micro-batch size, halved after each out-of-memory crash.
 
     The stored settings and their digest keep the user's value.
     """
-    batch = lease.config.batch
     lines = [*inventory.found.journal, *inventory.found.crashes]
     size, incident = settle_micro_size(batch.micro_size, lines)
     if incident is not None:
@@ -241,28 +267,10 @@ def settle_memory(lease: Lease, inventory: Inventory, written: RunJournal) -> Le
             f"micro-batches of {size} sequences, not {batch.micro_size}: larger ones did "
             "not fit into memory (journal.jsonl); to retry, set another batch.micro_size"
         )
-    batch = replace(batch, micro_size=size)
-    return replace(lease, config=replace(lease.config, batch=batch))
+    return replace(batch, micro_size=size)
 
 
-def open_slots(
-    lease: Lease, group: RankGroup, state: StateOnDevice, identity: Identity
-) -> MemoryParts:
-    """Open this rank's part of the memory tier, sized for ``state``. Collective."""
-    name = group.ranks.of_first("naming the run", group.run_dir.identity)
-    return open_memory(
-        lease.config,
-        node_folder(name, group.run_dir.out),
-        state,
-        group.ranks,
-        group.place,
-        incarnation=lease.run_lease.number,
-        identity=identity,
-        say=group.console.say,
-    )
-
-
-def _require_equal_settings(config: RunConfig, group: RankGroup) -> None:
+def _require_equal_settings(group: RankGroup, config: RunConfig) -> None:
     """Compare the settings, which every rank composes separately."""
     ranks = group.ranks
     if len(set(ranks.gather(digest(flat(config))))) == 1:
@@ -315,30 +323,30 @@ def _prepare_data(config: RunConfig, group: RankGroup) -> list[str]:
 
 
 def _journal(
-    lease: Lease,
+    skip: Sequence[Sequence[int]],
+    lease: RunLease,
     run_inventory: RunInventory,
     group: RankGroup,
     listeners: Sequence[Callable[[Mapping[str, Any]], None]],
 ) -> Journal:
     file = None
     if group.is_first:
-        lease.run_lease.check()
-        file = LineFile(
-            group.run_dir.journal, length=run_inventory.journal_bytes, check=lease.run_lease.check
-        )
+        lease.check()
+        length = run_inventory.journal_bytes
+        file = LineFile(group.run_dir.journal, length=length, check=lease.check)
 
     def tell(line: Mapping[str, Any]) -> None:
         for listener in listeners:
             listener(line)
 
-    ranges = [(start, stop) for start, stop in lease.config.data.skip]
+    ranges = [(start, stop) for start, stop in skip]
     return Journal(run_inventory.journal, told_to_skip=ranges, file=file, tell=tell)
 
 
-def backlog_of(lease: Lease, group: RankGroup, written: RunJournal) -> Backlog:
+def backlog_of(patience_seconds: float, group: RankGroup, written: RunJournal) -> Backlog:
     """The lines that could not be written yet; with the journal's."""
     backlog = Backlog(
-        patience_seconds=lease.config.track.unwritten_seconds,
+        patience_seconds=patience_seconds,
         ask_to_stop=group.stop.ask,
         from_first=group.ranks.from_first,
         say=group.console.say,
@@ -365,16 +373,15 @@ def time_before(group: RankGroup, resumed: Resumed, journal: list[dict[str, Any]
     )
 
 
-def start_incident(run: Run, spent: Past, *, reason: str, parallel: str, data: str) -> Incident:
+def start_incident(run: Run, spent: Past, *, reason: str, parallel: str) -> Incident:
     """The journal line of this start, alike on all ranks. Collective.
 
     Args:
         spent: the time before this start, see :func:`time_before`.
         reason: what started the run.
         parallel: how the state is laid over the ranks.
-        data: the fingerprint of the data.
     """
-    group, lease, resumed = run.group, run.lease, run.resumed
+    group, resumed = run.group, run.resumed
     by_rank = group.ranks.gather({"host": host_name(), **device_facts(group.device)})
     hosts = [str(facts.pop("host")) for facts in by_rank]
     if differing := difference(by_rank):
@@ -386,15 +393,15 @@ def start_incident(run: Run, spent: Past, *, reason: str, parallel: str, data: s
         decision=f"go on from step {resumed.step}" if resumed.step else "begin",
         reason=reason,
         detail={
-            "incarnation": lease.run_lease.number,
+            "incarnation": run.lease.number,
             "world_size": group.place.world_size,
             "hosts": {host: ranks_on(host, hosts) for host in dict.fromkeys(hosts)},
             "parallel": parallel,
             "device": group.device.type,
             **versions(),
             **{name: text for name, text in group.device_versions.items() if name != "device"},
-            "settings": lease.config_digest,
-            "data": data,
+            "settings": run.identity.config_digest,
+            "data": run.identity.data_fingerprint,
             "debug": dict(group.debug),
             **before,
             "tier": resumed.tier.value if resumed.step else None,

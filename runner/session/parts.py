@@ -168,14 +168,6 @@ def layout(config: RunConfig, place: RankEnv) -> MeshLayout:
     return MeshLayout.of(config.parallel, config.compute, place.world_size, place.local_world_size)
 
 
-def works_a_step(config: RunConfig, place: RankEnv) -> int:
-    """Micro-batches of every step, whatever its samples: DeepSpeed counts them."""
-    if not is_zero(config.parallel.kind):
-        return 1
-    batch = config.batch
-    return len(shard_batch(batch.global_size, batch.micro_size, place.world_size, place.rank))
-
-
 def engine(
     config: RunConfig,
     network: Blueprint,
@@ -199,7 +191,7 @@ def engine(
 
     built = _with_faults(make, faults)
     if has_weights:
-        initialise(built, config, network)
+        initialise(built, config.seed, network)
     return built
 
 
@@ -221,9 +213,7 @@ def _with_faults(
     return wrap_engine(built, faults, inside)
 
 
-def initialise(
-    engine: Engine, config: RunConfig, network: Blueprint, ranks: Ranks | None = None
-) -> None:
+def initialise(engine: Engine, seed: int, network: Blueprint, ranks: Ranks | None = None) -> None:
     """Give the engine its initial weights. Collective.
 
     Args:
@@ -239,7 +229,7 @@ def initialise(
         # leave the others waiting in them.
         if not errors:
             try:
-                return network.initial(config.seed, name, shape, start, count)
+                return network.initial(seed, name, shape, start, count)
             except ConfigError as error:
                 errors.append(error)
         return torch.zeros(count)
@@ -489,13 +479,13 @@ def schedule(config: RunConfig) -> Callable[[int], float]:
     return own_rate
 
 
-def rules_matched(config: RunConfig, network: Blueprint) -> list[tuple[str, int]]:
+def rules_matched(optim: OptimConfig, network: Blueprint) -> list[tuple[str, int]]:
     """Each rule's match in ``optim.groups``, and how many tensors take it.
 
     Raises:
         ConfigError: none takes a rule.
     """
-    settings = OptimizerSettings.of(config.optim)
+    settings = OptimizerSettings.of(optim)
     names = [name for name, one in network.parameters().items() if one.requires_grad]
     matched = [sum(settings.rule(name) is rule for name in names) for rule in settings.rules]
     for number, (rule, count) in enumerate(zip(settings.rules, matched, strict=True)):
@@ -511,12 +501,12 @@ def rules_matched(config: RunConfig, network: Blueprint) -> list[tuple[str, int]
     return [(rule.match, count) for rule, count in zip(settings.rules, matched, strict=True)]
 
 
-def state_shapes(config: RunConfig, network: Blueprint) -> dict[str, tuple[int, ...]]:
+def state_shapes(optim: OptimConfig, network: Blueprint) -> dict[str, tuple[int, ...]]:
     """Names and whole shapes of the tensors in a checkpoint of these settings.
 
     With ``optim._target_``, parameters only: its state is known once it is built.
     """
-    settings = OptimizerSettings.of(config.optim)
+    settings = OptimizerSettings.of(optim)
     is_known = settings.make is None
     return {
         f"{kind}/{name}": tuple(parameter.shape)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
+from runner.checkpoint.protocol import Identity
+from runner.config.compose import digest, flat
 from runner.config.schema import RunConfig
 from runner.config.validate import check, check_extras
 from runner.distributed.env import RankEnv
@@ -13,13 +15,13 @@ from runner.policy.decision.history import Incident
 from runner.policy.retention.records import on_disk
 from runner.run_dir.paths import keep_for_owner
 from runner.session.begin import FaultyRun, begin, build, resume
-from runner.session.corpus import data_words
 from runner.session.group import join
 from runner.session.opening import (
     acquire_lease,
     open_corpus,
     open_journal,
     settle_memory,
+    settled,
     take_inventory,
 )
 from runner.session.summary import RunEnd, at_a_stop, collect_digest, sum_up
@@ -43,26 +45,30 @@ def train(config: RunConfig, place: RankEnv) -> int:
     parse_faults(config.faults)  # raises for a typing mistake before any process waits for another
     check_extras(config)
     with join(config, place) as group:
-        run = open_run(config, group)
+        run = open_run(group, config)
         with collected_at_boundaries():
             end = fit(run)
         return close(run, end)
 
 
-def open_run(config: RunConfig, group: RankGroup) -> FaultyRun:
+def open_run(group: RankGroup, config: RunConfig) -> FaultyRun:
     """Acquire the run directory, build the run, and resume what ``out`` holds.
 
     Raises:
         RunnerError: the run cannot begin; raised on every rank alike.
     """
-    lease, remote = acquire_lease(config, group)
-    corpus = open_corpus(lease, group)
-    inventory = take_inventory(lease, remote, corpus, group)
-    written = open_journal(lease, inventory, group)
-    lease = settle_memory(lease, inventory, written)
-    run = build(group, lease, corpus, inventory, written)
-    resume(run, inventory)
-    begin(run, inventory, remote)
+    lease, remote = acquire_lease(group, config)
+    config = settled(group, config, remote)
+    corpus = open_corpus(group, config)
+    identity = Identity(
+        config_digest=digest(flat(config)), data_fingerprint=corpus.dataset.fingerprint()
+    )
+    inventory = take_inventory(group, config, lease, remote, corpus)
+    written = open_journal(group, config, lease, inventory)
+    config = replace(config, batch=settle_memory(config.batch, inventory, written))
+    run = build(group, config, lease, identity, corpus, inventory, written)
+    resume(run, config, inventory)
+    begin(run, config, inventory, remote)
     return run
 
 
@@ -91,10 +97,10 @@ def fit(run: EngineRun) -> RunEnd:
 
 def close(run: EngineRun, end: RunEnd) -> int:
     """Finish pending work and write the summary; returns the exit code."""
-    group, lease, ring = run.group, run.lease, run.ring
+    group, ring = run.group, run.ring
     group.heart.enter("finish")
     if ring.uploads is not None and end.status in ("done", "halted"):
-        ring.uploads.finish(on_disk(ring.records), lease.config.checkpoint.remote_wait_seconds)
+        ring.uploads.finish(on_disk(ring.records))
     ring.close(wait=end.in_time, forget=_is_over(run, end))
     run.feed.close()
     run.reporter.close()
@@ -107,8 +113,8 @@ def close(run: EngineRun, end: RunEnd) -> int:
 
     clock = at_a_stop(is_late) if end.status == "preempted" else is_late
     digest = collect_digest(run.engine, group.ranks, clock) if end.in_time else None
-    words = data_words(lease.config.data, run.corpus.dataset)
-    summary = sum_up(run, end, digest=digest, data=words)
+    size, words = run.corpus.stream.global_size, run.corpus.words
+    summary = sum_up(run, end, global_size=size, digest=digest, data=words)
     if summary is not None:
         for tracker in run.written.trackers:
             if warning := tracker.finish(asdict(summary), in_time=end.in_time):

@@ -77,16 +77,19 @@ class Summary:
     data: str = ""
 
 
-def sum_up(run: Run, end: RunEnd, *, digest: str | None, data: str = "") -> Summary | None:
+def sum_up(
+    run: Run, end: RunEnd, *, global_size: int, digest: str | None, data: str = ""
+) -> Summary | None:
     """Write the summary and print it on rank 0, which returns it.
 
     Args:
+        global_size: samples of a step.
         data: where samples came from; empty where the user's loop reads them.
     """
     group, state, history = run.group, run.state, run.history
     if not group.is_first:
         return None
-    run.lease.run_lease.check()
+    run.lease.check()
     run_dir, where_time_went = group.run_dir, run.reporter.where_time_went()
     wall = sum(where_time_went.values())
     eval_loss = None
@@ -106,11 +109,11 @@ def sum_up(run: Run, end: RunEnd, *, digest: str | None, data: str = "") -> Summ
         rollbacks=len(history.rollbacks),
         skipped=tuple(history.ledger),
         restarts=history.num_restarts,
-        samples_used=state.updates * run.config.batch.global_size,
+        samples_used=state.updates * global_size,
         goodput=round(where_time_went["productive"] / max(wall, 1e-9), 4),
         time=where_time_went,
         world_size=group.place.world_size,
-        incarnation=run.lease.run_lease.number,
+        incarnation=run.lease.number,
         redone_steps=history.num_redone,
         data=data,
     )

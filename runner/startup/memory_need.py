@@ -17,7 +17,7 @@ from typing import Self
 import torch
 from torch import nn
 
-from runner.config.schema import Precision, Recompute, RunConfig
+from runner.config.schema import ComputeConfig, ParallelConfig, Precision, Recompute
 from runner.config.validate import is_zero
 from runner.distributed.env import RankEnv
 from runner.engine.fsdp import MeshLayout
@@ -193,9 +193,9 @@ def room_bytes(device: torch.device, num_local_ranks: int) -> int:
 _BF16_BYTES, _FP32_BYTES = 2, 4
 
 
-def engine_facts(config: RunConfig, place: RankEnv) -> EngineFacts:
+def engine_facts(parallel: ParallelConfig, compute: ComputeConfig, place: RankEnv) -> EngineFacts:
     """Describe the memory use of the configured engine."""
-    kind = config.parallel.kind
+    kind = parallel.kind
     if is_zero(kind):
         return EngineFacts(
             zero_stage=int(kind.value.removeprefix("zero")),
@@ -205,29 +205,31 @@ def engine_facts(config: RunConfig, place: RankEnv) -> EngineFacts:
             keeps_whole_gradients=False,
         )
     sizes = place.world_size, place.local_world_size
-    plan = MeshLayout.of(config.parallel, config.compute, *sizes)
+    plan = MeshLayout.of(parallel, compute, *sizes)
     return EngineFacts(
         zero_stage=0,
-        item_bytes=_BF16_BYTES if config.compute.precision is Precision.bf16 else _FP32_BYTES,
+        item_bytes=_BF16_BYTES if compute.precision is Precision.bf16 else _FP32_BYTES,
         is_sharded=plan.shard_size > 1,
         reshards=plan.reshard_after_forward,
         keeps_whole_gradients=not plan.reduce_each_micro_batch,
     )
 
 
-def memory_line(run: EngineRun, saved: SavedActivations) -> str:
+def memory_line(
+    run: EngineRun, parallel: ParallelConfig, compute: ComputeConfig, saved: SavedActivations
+) -> str:
     """Format the line; see :meth:`MemoryNeed.line`.
 
     Args:
         saved: has recorded a micro-batch.
     """
-    group, config, memory = run.group, run.config, run.memory.memory
+    group, memory = run.group, run.memory.memory
     # No hook sees the results that selective recomputation keeps.
-    is_seen = config.compute.recompute is not Recompute.selective and saved.num_bytes
+    is_seen = compute.recompute is not Recompute.selective and saved.num_bytes
     need: MemoryNeed = memory_need(
         run.engine.shards(),
         run.corpus.network.parameters(),
-        engine_facts(config, group.place),
+        engine_facts(parallel, compute, group.place),
         activations=saved.num_bytes if is_seen else None,
         samples=saved.samples,
         snapshots=0 if memory is None else memory.num_slots * memory.layout.num_bytes,

@@ -37,7 +37,7 @@ from runner.system.error import CheckpointError, ConfigError, CorruptCheckpoint,
 from runner.system.files import sync_directory
 from runner.system.json_lines import iter_lines
 from runner.system.process import in_thread
-from runner.train.run import Run
+from runner.train.run import Run, ring_directory
 
 _CONFIG_BYTES = 4 << 20
 
@@ -96,14 +96,14 @@ class RemoteRun:
             )
         ]
 
-    def uploads(self, run: Run) -> Uploads:
+    def uploads(self, run: Run, settings: CheckpointConfig) -> Uploads:
         """Make the uploads. The journal must have its first line by now."""
         return Uploads(
             self.ring,
-            run.lease.directory(run.group),
+            ring_directory(run.group.run_dir, run.lease),
             run=run_name(self.run_dir) if run.ranks.rank == 0 else "",
-            claim=WriterClaim(number=run.lease.run_lease.number, token=secrets.token_hex(8)),
-            settings=run.config.checkpoint,
+            claim=WriterClaim(number=run.lease.number, token=secrets.token_hex(8)),
+            settings=settings,
             stored=list(self.seen.stored),
             tainted=run.history.abandoned_serials(),
             queue=run.ring.upload_queue,

@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runner.checkpoint.disk.directory import CheckpointDirectory
 from runner.checkpoint.manifest import Manifest
 from runner.checkpoint.ring import CheckpointRing
-from runner.config.schema import RunConfig
+from runner.config.schema import ResumeConfig, RunConfig
 from runner.config.sources import unsteady_samples
 from runner.data.cursor import SampleStream
 from runner.data.mixture import MixtureOrder, Phase, describe_phase
@@ -28,7 +27,7 @@ from runner.run_dir.lease import RunLease, acquire
 from runner.run_dir.paths import RunDir, is_allowed
 from runner.system.error import CheckpointError, ConfigError
 from runner.system.json_lines import count_of, last_line, step_of
-from runner.train.run import Resumed
+from runner.train.run import Resumed, ring_directory
 from runner.train.state import TrainState
 
 _MICRO_SIZE = "micro_size"  # a kind of journal lines
@@ -61,7 +60,7 @@ class RunInventory:
 
 def claim_run_dir(
     run_dir: RunDir,
-    config: RunConfig,
+    resume: ResumeConfig,
     launch: JobEnv,
     ranks: Ranks,
     say: Callable[[str], None],
@@ -82,8 +81,8 @@ def claim_run_dir(
         return acquire(
             run_dir.incarnation,
             launch,
-            stale_seconds=config.resume.stale_seconds,
-            take_over=config.resume.take_over,
+            stale_seconds=resume.stale_seconds,
+            take_over=resume.take_over,
             say=say,
             after=after,
         ).number
@@ -125,7 +124,7 @@ def _read(
     run_lease: RunLease,
     tensors: Callable[[], Tensors] | None,
 ) -> dict[str, Any]:
-    store = CheckpointDirectory(run_dir.ring, owner=run_lease.number, check=run_lease.check)
+    store = ring_directory(run_dir, run_lease)
     torn = store.sweep()  # before the ring is scanned: see CheckpointDirectory.commit
     entries, damaged = store.entries()
     changed = _settings_changed(run_dir, config)

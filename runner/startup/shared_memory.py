@@ -17,8 +17,7 @@ from runner.checkpoint.memory.peer_replica import KEPT, PeerReplica
 from runner.checkpoint.memory.snapshot import Memory, SlotLayout, empty_header
 from runner.checkpoint.memory.tier import MemoryParts
 from runner.checkpoint.protocol import Identity, SavedShard
-from runner.config.schema import CheckpointConfig, RunConfig
-from runner.distributed.agreement import Ranks
+from runner.config.schema import CheckpointConfig
 from runner.distributed.env import RankEnv
 from runner.policy.retention.retire import (
     FEWEST_SLOTS,
@@ -32,6 +31,7 @@ from runner.system.environment import variables
 from runner.system.error import ConfigError
 from runner.system.process import is_alive, own_process
 from runner.system.units import format_bytes
+from runner.train.run import RankGroup
 
 MEMORY_DIR = "HOLDFAST_MEMORY_DIR"
 _GIB = 1 << 30
@@ -63,17 +63,18 @@ def node_folder(run_id: str, out: Path) -> NodeDir:
 
 
 def open_memory(
-    config: RunConfig,
-    node: NodeDir,
-    engine: StateOnDevice,
-    ranks: Ranks,
-    place: RankEnv,
+    settings: CheckpointConfig,
+    group: RankGroup,
+    state: StateOnDevice,
     *,
     incarnation: int,
     identity: Identity,
-    say: Callable[[str], None],
+    timeout_seconds: float,
 ) -> MemoryParts:
-    """Reserve this rank's slots without making them. Collective.
+    """Reserve this rank's slots, sized for ``state``, without making them. Collective.
+
+    Args:
+        timeout_seconds: of the collectives that copy snapshots to another node.
 
     Returns:
         None on all ranks where memory is off, or does not fit and was not requested.
@@ -81,12 +82,13 @@ def open_memory(
     Raises:
         ConfigError: ``checkpoint.memory_every`` was given, and it does not fit or work.
     """
-    settings = config.checkpoint
+    ranks, place, say = group.ranks, group.place, group.console.say
+    node = node_folder(ranks.of_first("naming the run", group.run_dir.identity), group.run_dir.out)
     if memory_every(settings) == 0:
         if place.local_rank == 0:
             node.remove(node.folder)  # it would never be read again
         return MemoryParts()
-    layout = SlotLayout(engine.shards())
+    layout = SlotLayout(state.shards())
     by_rank = ranks.gather(_look(node, place, layout))
     for line in (line for report in by_rank for line in report["swept"]):
         say(f"removed snapshots in memory: {line}")
@@ -116,13 +118,13 @@ def open_memory(
         layout,
         mark=mark,
         num_slots=plan.slots,
-        device=engine.device,
+        device=state.device,
         threads=max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // place.local_world_size)),
     )
     ranks.all_or_none("making a folder in shared memory", memory.open)
     if not has_replica:
         return MemoryParts(memory=memory)
-    seconds = timedelta(seconds=config.parallel.timeout_seconds)
+    seconds = timedelta(seconds=timeout_seconds)
     replica = PeerReplica(
         node,
         memory,

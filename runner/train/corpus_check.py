@@ -29,16 +29,19 @@ class CorpusCheck:
         known: the journal line with the digest that the run began on; None if there is none, or
             if no checkpoint was loaded.
         notes: directory where digests are remembered.
+        may_change: whether another corpus is only journalled.
     """
 
-    def __init__(self, run: EngineRun, *, known: Mapping[str, Any] | None, notes: Path) -> None:
+    def __init__(
+        self, run: EngineRun, *, known: Mapping[str, Any] | None, notes: Path, may_change: bool
+    ) -> None:
         dataset = run.corpus.dataset
         self._files = sampled_files(dataset)
         self._fingerprint = dataset.fingerprint()
         self._ranks = run.ranks
         self._ring = run.ring
         self._known = known
-        self._is_change_allowed = run.config.resume.allow_change
+        self._is_change_allowed = may_change
         self._notes = notes
         self._good_step = self._step = run.resumed.step
         self._written = run.written

@@ -7,10 +7,12 @@ is not finite, or no counted token. It becomes a journal line and does not end t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from runner.config.schema import EvalConfig
 from runner.data.cursor import Indices
 from runner.data.dataset import Dataset, describe
 from runner.data.feed import Feed
@@ -20,7 +22,7 @@ from runner.engine.protocol import Evaluated
 from runner.policy.decision.history import Incident
 from runner.policy.decision.skip_ledger import Unreadable
 from runner.train.agreed_step import StepInfo
-from runner.train.run import EngineRun, open_feed
+from runner.train.run import EngineRun
 
 # Indices into the FP64 vector that is summed over ranks.
 _LOSS, _TOKENS, _NONFINITE, _UNREADABLE = range(4)
@@ -64,14 +66,19 @@ class Evaluator:
         self.by_group: dict[str, float] = {}
 
     @classmethod
-    def of(cls, run: EngineRun) -> Evaluator:
-        """On held-out samples, by source for a mixture; or on ``data.val_path``."""
-        corpus, settings = run.corpus, run.config.eval
+    def of(
+        cls, run: EngineRun, settings: EvalConfig, feed_of: Callable[[Dataset], Feed]
+    ) -> Evaluator:
+        """On held-out samples, by source for a mixture; or on ``data.val_path``.
+
+        Args:
+            feed_of: makes this rank's loader of a data set.
+        """
+        corpus = run.corpus
         count = settings.samples if settings.every else 0
         if corpus.validation is not None:
-            group, dataset = run.group, corpus.validation
-            feed = open_feed(run.config, dataset, corpus.stream, group.place, group.device)
-            return cls(run, feed, dataset, spread_over(dataset, count))
+            dataset = corpus.validation
+            return cls(run, feed_of(dataset), dataset, spread_over(dataset, count))
         held_out = corpus.stream.held_out_indices(count)
         if settings.every and not len(held_out):
             run.group.console.say("no sample is held out (data.held_out): nothing to evaluate on")

@@ -57,7 +57,7 @@ class Reporter:
         alone: Alone | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        group, check = run.group, run.lease.run_lease.check
+        group, check = run.group, run.lease.check
         run_dir, journal, ring = group.run_dir, run.journal, run.ring
         self._alone = alone or alone_on_this_rank()
         self.metrics_file: LineFile | None = None  # on rank 0

@@ -14,11 +14,11 @@ import torch
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
 from runner.checkpoint.memory.tier import MemoryParts
+from runner.checkpoint.protocol import Identity
 from runner.checkpoint.ring import CheckpointRing
-from runner.config.schema import RunConfig
 from runner.data.cursor import SampleStream
 from runner.data.dataset import Dataset
-from runner.data.feed import Feed, RankShare
+from runner.data.feed import Feed
 from runner.data.mixture import MixtureOrder
 from runner.distributed.agreement import Ranks
 from runner.distributed.env import JobEnv, RankEnv
@@ -86,27 +86,6 @@ class RankGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
-    """The right to write to ``out``, and the settings in effect.
-
-    Args:
-        config: the settings, completed by decisions of this start.
-        config_digest: their digest.
-        run_lease: the run's lease; its number is this incarnation's.
-    """
-
-    config: RunConfig
-    config_digest: str
-    run_lease: RunLease
-
-    def directory(self, group: RankGroup) -> CheckpointDirectory:
-        """The checkpoints on disk, writable while the lease holds."""
-        return CheckpointDirectory(
-            group.run_dir.ring, owner=self.run_lease.number, check=self.run_lease.check
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunJournal:
     """The journal, and reporting: an incident is recorded, then printed."""
 
@@ -128,12 +107,16 @@ class RunJournal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """The data, its order, and the network whose sizes follow from the data."""
+    """The data, its order, and the network whose sizes follow from the data.
+
+    ``words`` says for a person where the samples come from.
+    """
 
     dataset: Dataset
     stream: SampleStream
     validation: Dataset | None
     network: Blueprint
+    words: str
 
     @property
     def mixture(self) -> MixtureOrder | None:
@@ -158,23 +141,29 @@ class Resumed:
     is_fresh: bool = False
 
 
+def ring_directory(run_dir: RunDir, lease: RunLease) -> CheckpointDirectory:
+    """The checkpoints on disk, writable while the lease holds."""
+    return CheckpointDirectory(run_dir.ring, owner=lease.number, check=lease.check)
+
+
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """An open run. ``resumed`` is set by loading its checkpoint, ``reporter`` after that."""
+    """An open run. ``resumed`` is set by loading its checkpoint, ``reporter`` after that.
+
+    Args:
+        lease: the right to write to ``out``; its number is this incarnation's.
+        identity: has the digest of the settings as the user gave them.
+    """
 
     group: RankGroup
-    lease: Lease
+    lease: RunLease
+    identity: Identity
     written: RunJournal
     backlog: Backlog
     ring: CheckpointRing
     state: TrainState
     resumed: Resumed = field(init=False)
     reporter: Reporter = field(init=False)
-
-    @property
-    def config(self) -> RunConfig:
-        """The settings."""
-        return self.lease.config
 
     @property
     def ranks(self) -> Ranks:
@@ -215,22 +204,3 @@ class EngineRun(Run):
         """Whether this machine gives the same bits twice, by the newest start's line."""
         starts = [line for line in self.history.incidents if line.kind == "start"]
         return bool(starts and starts[-1].detail.get("repeats_bits"))
-
-
-def open_feed(
-    config: RunConfig, dataset: Dataset, stream: SampleStream, place: RankEnv, device: torch.device
-) -> Feed:
-    """Make this rank's loader."""
-    return Feed(
-        dataset,
-        stream,
-        settings=config.data,
-        share=RankShare(
-            global_size=config.batch.global_size,
-            micro_size=config.batch.micro_size,
-            rank=place.rank,
-            world_size=place.world_size,
-        ),
-        pin_memory=device.type == "cuda",
-        seed=config.seed,
-    )

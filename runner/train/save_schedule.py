@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from runner.config.schema import CheckpointConfig
 from runner.policy.decision.history import History, Incident
 from runner.policy.retention.interval import (
     MOST_SNAPSHOT_STEPS,
@@ -181,10 +182,8 @@ class BestCheckpoint:
         self._best_at = -1
 
     @classmethod
-    def of(cls, run: EngineRun) -> BestCheckpoint | None:
-        """None if it is switched off. Collective."""
-        if not run.config.checkpoint.keep_best:
-            return None
+    def of(cls, run: EngineRun) -> BestCheckpoint:
+        """With what the metrics have. Collective."""
         path, length = run.group.run_dir.metrics, run.resumed.metrics_bytes
         lowest = run.ranks.of_first(
             "reading the metrics", lambda: held_out_losses(iter_lines(path, stop=length))
@@ -251,17 +250,24 @@ class SaveSchedule:
         return self.memory is not None and self.memory.is_due(updates)
 
     @classmethod
-    def of(cls, run: Run, *, in_memory: bool, best: BestCheckpoint | None = None) -> SaveSchedule:
+    def of(
+        cls,
+        run: Run,
+        settings: CheckpointConfig,
+        *,
+        in_memory: bool,
+        best: BestCheckpoint | None = None,
+    ) -> SaveSchedule:
         """
         Args:
             in_memory: whether there are slots for snapshots.
         """
-        memory = _snapshot_times(run) if in_memory else None
-        return cls(disk=_disk_times(run), memory=memory, best=best)
+        memory = _snapshot_times(run, settings) if in_memory else None
+        return cls(disk=_disk_times(run, settings), memory=memory, best=best)
 
 
-def _disk_times(run: Run) -> FixedInterval:
-    settings, place = run.config.checkpoint, run.group.place
+def _disk_times(run: Run, settings: CheckpointConfig) -> FixedInterval:
+    place = run.group.place
     if isinstance(settings.every, int):
         return FixedInterval(settings.every)
     nodes = -(-place.world_size // place.local_world_size)
@@ -273,9 +279,8 @@ def _disk_times(run: Run) -> FixedInterval:
     return AutoInterval(run, rules)
 
 
-def _snapshot_times(run: Run) -> FixedInterval | None:
+def _snapshot_times(run: Run, settings: CheckpointConfig) -> FixedInterval | None:
     """Of snapshots in memory; None if they are off."""
-    settings = run.config.checkpoint
     every = memory_every(settings)
     if every == 0:
         return None

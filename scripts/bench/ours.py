@@ -61,7 +61,7 @@ def first_losses(out: Path, count: int) -> list[float]:
 @contextmanager
 def opened(config: RunConfig, place: RankEnv, device: torch.device) -> Iterator[EngineRun]:
     """A complete run with its first checkpoint, ready to take steps. Collective."""
-    run = open_run(config, group_at_hand(config, place, device))
+    run = open_run(group_at_hand(config, place, device), config)
     run.loop.begin()
     yield run
     run.ring.close(forget=True)  # nobody comes back for its snapshots in memory

@@ -50,7 +50,7 @@ def alone() -> Iterator[torch.device]:
 
 def open_loop(out: Path, device: torch.device, *overrides: str) -> Loop:
     config = compose([*TINY, *QUIET, *overrides, f"out={out}"])
-    loop = open_run(config, group_at_hand(config, place_from({}), device)).loop
+    loop = open_run(group_at_hand(config, place_from({}), device), config).loop
     loop.begin()
     return loop
 

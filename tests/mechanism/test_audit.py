@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from runner.config.compose import compose
 from runner.explain import clean_weights
 from runner.explain.audit import AgreedNumbers, Auditor, Changed
 from runner.explain.same_batch import OwnGradients, SameBatch
@@ -182,7 +181,7 @@ one: Any = SimpleNamespace
 
 
 def of_observers(ranks: Any, stop: Any, **more: Any) -> Any:
-    """A run with audits every five steps, whose ranks and stop are these."""
+    """A run whose ranks and stop are these."""
     return one(
         observers=one(ranks=ranks),
         group=one(
@@ -190,8 +189,7 @@ def of_observers(ranks: Any, stop: Any, **more: Any) -> Any:
             heart=one(enter=lambda phase: None),
             device=torch.device("cpu"),
         ),
-        config=compose(["debug.audit_every=5", "steps=100"]),
-        lease=one(run_lease=one(number=1)),
+        lease=one(number=1),
         repeats_bits=True,
         **{"stepper": one(newest_plan=object()), "written": one(report=str), **more},
     )
@@ -202,7 +200,7 @@ def reading(read_again: Callable[..., None], world_size: int = 2) -> Any:
     return of_observers(
         one(world_size=world_size, sum=lambda numbers: numbers),
         one(now=lambda: None),
-        engine=one(device=torch.device("cpu"), network=torch.nn.Identity()),
+        engine=one(device=torch.device("cpu"), network=torch.nn.Identity(), works_a_step=1),
         feed=one(read_again=lambda *asked: (read_again(*asked), (one(unreadable=["all"]),))[1]),
     )
 
@@ -213,7 +211,7 @@ def drawn() -> tuple[float, float, float]:
 
 def test_reading_samples_again_leaves_no_trace_in_any_generator() -> None:
     """A data set of the user's may draw from each when it is asked for a sample."""
-    same = SameBatch(reading(lambda plan, rank: drawn()))
+    same = SameBatch(reading(lambda plan, rank: drawn()), seed=0)
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     usual = drawn()
     random.setstate(states[0])
@@ -258,6 +256,8 @@ def test_what_an_audit_says(
             keep_from_before=lambda step: None,
         ),
         replicas=one(look=lambda step, good_step: None),
+        every=5,
+        until=100,
     )
     auditor._host = "node0"
     auditor.begin(0)
@@ -271,7 +271,14 @@ def test_what_an_audit_says(
 def test_audits_take_the_samples_of_each_rank_in_turn() -> None:
     asked: list[int] = []
     run = reading(lambda plan, rank: asked.append(rank), world_size=3)
-    auditor = Auditor(run, same=SameBatch(run), agreed=one(newest_step=None), replicas=one())
+    auditor = Auditor(
+        run,
+        same=SameBatch(run, seed=0),
+        agreed=one(newest_step=None),
+        replicas=one(),
+        every=5,
+        until=100,
+    )
     for updates in range(5, 35, 5):
         auditor.look(updates)
     assert asked == [1, 2, 0, 1, 2, 0]

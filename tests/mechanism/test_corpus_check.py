@@ -93,11 +93,10 @@ class World:
             group=one(heart=one(enter=str)),
             ranks=self.ranks,
             ring=self.ring,
-            config=one(resume=one(allow_change=allowed)),
             resumed=one(step=10),
             written=one(report=self.told.append, journal=one(add=self.noted.append)),
         )
-        made = CorpusCheck(run, known=known, notes=self.folder / "notes")
+        made = CorpusCheck(run, known=known, notes=self.folder / "notes", may_change=allowed)
         made.begin()
         return made
 

@@ -140,10 +140,11 @@ def test_another_driver_or_gpu_is_warned_of_and_not_refused(
         console=SimpleNamespace(say=lines.append),
         place=place(), device=gpu, device_versions=versions, debug={},
     )  # fmt: skip
-    lease: Any = SimpleNamespace(run_lease=SimpleNamespace(number=1), config_digest="")
+    lease: Any = SimpleNamespace(number=1)
     resumed: Any = SimpleNamespace(step=0)
-    run: Any = SimpleNamespace(group=group, lease=lease, resumed=resumed)
-    start = start_incident(run, past([], [], []), reason="", parallel="", data="")
+    identity = SimpleNamespace(config_digest="", data_fingerprint="")
+    run: Any = SimpleNamespace(group=group, lease=lease, identity=identity, resumed=resumed)
+    start = start_incident(run, past([], [], []), reason="", parallel="")
     assert list(start.detail["hosts"]) == ["a", "b"]
     [line] = lines
     assert line.startswith("warning: ") and "driver: rank 1: 565.57.01" in line

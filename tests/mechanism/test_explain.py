@@ -51,12 +51,11 @@ from runner.policy.decision.signals import Limits
 from runner.policy.decision.skip_ledger import Ledger
 from runner.run_dir.paths import RunDir
 from runner.session import parts
-from runner.session.corpus import open_dataset, sample_stream
+from runner.session.corpus import open_dataset, open_feed, sample_stream
 from runner.session.summary import collect_digest
 from runner.system.error import ConfigError, RankError
 from runner.system.json_lines import LineFile, read_lines
 from runner.train.agreed_step import StepInfo
-from runner.train.run import open_feed
 from runner.train.state import TrainState
 from tests.observed import observers
 from tests.policy.steps import attempted, guard_settings
@@ -116,11 +115,11 @@ class Real:
         run: Any = SimpleNamespace(
             engine=engine,
             feed=feed,
-            config=config,
+            corpus=SimpleNamespace(stream=stream),
             group=group,
             observers=SimpleNamespace(ranks=ranks),
         )
-        bench = Bench(run)
+        bench = Bench(run, loss_floor=config.guard.loss_floor, is_compiled=False)
         first = bench.begin(batches, seeds, sums)
         return cls(engine, bench, stream, plan, batches, first)
 
@@ -814,10 +813,11 @@ class Explaining:
             observers=observers(),
             corpus=SimpleNamespace(dataset=None),
             group=SimpleNamespace(is_first=False),
-            lease=SimpleNamespace(run_lease=SimpleNamespace(number=4, check=lambda: None)),
+            lease=SimpleNamespace(number=4, check=lambda: None),
         )
         planner: Any = SimpleNamespace(batch=lambda cursor: PLAN)
-        rules = ExplainRules(an_incident=10, in_all=self.in_all, persist=self.persist)
+        guard = guard_settings(persist=self.persist)
+        rules = ExplainRules(guard=guard, an_incident=10, in_all=self.in_all)
         self.guard = ExplainingGuard(rules, run, parts, planner, replay=parts, repeated_steps=parts)
 
     def decides(self, info: StepInfo, state: TrainState) -> Verdict:

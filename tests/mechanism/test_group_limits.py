@@ -43,7 +43,7 @@ def main(engine: str, out: str) -> None:
     overrides = [*TINY, f"parallel={engine}", f"parallel.timeout_seconds={SECONDS}", *more]
     config = compose([*overrides, f"out={out}"])
     with join(config, place_from(os.environ)) as group:
-        run = open_run(config, group)
+        run = open_run(group, config)
         by_group = limits()
         assert len(by_group) > 1 and set(by_group.values()) == {SECONDS}, by_group
         run.ring.close(wait=False, forget=True)

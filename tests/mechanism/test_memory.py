@@ -35,12 +35,12 @@ from runner.checkpoint.memory.snapshot import (
 from runner.checkpoint.memory.tier import MemoryParts, MemoryTier
 from runner.checkpoint.protocol import CheckpointMetadata, Identity
 from runner.checkpoint.ring import CheckpointRing
-from runner.config.schema import CheckpointConfig, RunConfig
+from runner.config.schema import CheckpointConfig
 from runner.distributed.env import RankEnv
 from runner.engine.protocol import Shard
 from runner.policy.decision.history import Incident
 from runner.policy.retention.records import Record, State, Tier, rollback_targets
-from runner.startup.shared_memory import MEMORY_DIR, node_folder, node_needs, open_memory
+from runner.startup.shared_memory import MEMORY_DIR, node_needs, open_memory
 from runner.system.error import ConfigError, CorruptCheckpoint
 from tests.observed import OneRank
 
@@ -496,17 +496,20 @@ def test_a_limit_above_what_is_free_is_what_is_free() -> None:
 def opened(tmp_path: Path, **settings: Any) -> tuple[Memory | None, list[str]]:
     said: list[str] = []
     place = RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=1)
-    config = RunConfig(checkpoint=CheckpointConfig(**settings))
+    group: Any = SimpleNamespace(
+        ranks=OneRank(),
+        place=place,
+        run_dir=SimpleNamespace(identity=lambda: RUN, out=tmp_path / "out"),
+        console=SimpleNamespace(say=said.append),
+    )
     made = open_memory(
-        config,
-        node_folder(RUN, tmp_path / "out"),
+        CheckpointConfig(**settings),
+        group,
         Weights(),
-        OneRank(),
-        place,
         incarnation=1,
         identity=IDENTITY,
-        say=said.append,
-    )  # type: ignore[arg-type]
+        timeout_seconds=60.0,
+    )
     assert made.replica is None
     return made.memory, said
 

@@ -39,6 +39,11 @@ def storages(tensors: list[Tensor]) -> int:
     return sum({one.data_ptr(): one.nbytes() for one in held}.values())
 
 
+def configured(model: str) -> EngineFacts:
+    config = settings(model)
+    return engine_facts(config.parallel, config.compute, ALONE)
+
+
 @pytest.mark.parametrize(
     "optim", ["optim=adamw", "optim=lion", "optim._target_=tests.optimizers.EightBit"]
 )
@@ -50,7 +55,7 @@ def test_weights_gradients_and_moments_are_those_that_are_there(optim: str) -> N
     need = memory_need(
         engine.shards(),
         blueprint("Tied").parameters(),
-        engine_facts(settings("Tied"), ALONE),
+        configured("Tied"),
         activations=saved.num_bytes,
         samples=4,
         snapshots=0,
@@ -88,7 +93,7 @@ def test_a_plan_says_what_a_run_is_seen_to_need(model: str, optim: str) -> None:
     seen = memory_need(
         engine.shards(),
         network.parameters(),
-        engine_facts(settings(model), ALONE),
+        configured(model),
         activations=saved.num_bytes,
         samples=4,
         snapshots=0,

@@ -347,7 +347,7 @@ def test_who_has_to_wait_for_the_host() -> None:
 def test_a_rule_that_takes_nothing_is_refused_and_the_others_are_counted() -> None:
     def matched(*rules: str) -> list[tuple[str, int]]:
         config = compose(["model=tiny", "data=synthetic", f"optim.groups=[{', '.join(rules)}]"])
-        return rules_matched(config, parts.blueprint(config, open_dataset(config)))
+        return rules_matched(config.optim, parts.blueprint(config, open_dataset(config)))
 
     assert matched("{match: embedding, rate: 2}", "{match: norm, rate: 3}") == [
         ("embedding", 1),

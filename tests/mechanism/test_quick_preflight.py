@@ -46,11 +46,11 @@ def test_reading_two_samples_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(begin, "sanity_checks", checks)
     settings = ["out=unused", "model=tiny", "data.seq_len=16", "debug.preflight=true"]
+    config = compose([*settings, "parallel=single", "compute.precision=fp32"])
     run = one(
-        engine=None,
+        engine=one(works_a_step=1),
         resumed=one(step=0, is_fresh=True),
         observers=observers(),
-        config=compose([*settings, "parallel=single", "compute.precision=fp32"]),
         group=one(
             device=torch.device("cpu"),
             place=RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=1),
@@ -62,6 +62,6 @@ def test_reading_two_samples_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) ->
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])
-    begin.quick_preflight(run)
+    begin.quick_preflight(run, config)
     assert len(asked) == 1
     assert drawn() == usual

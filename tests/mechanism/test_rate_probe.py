@@ -96,11 +96,10 @@ def tried(
         ),
         ring=parts(restore=restore, before_update=lambda: None),
         history=History(),
-        config=parts(guard=guard_settings()),
         observers=observers(),
         group=parts(stop_look=parts(through=lambda ranks: stop)),
     )
-    probe = RateProbe(run, parts(stream=parts(plan=plan), plan=planned), known)
+    probe = RateProbe(guard_settings(), run, parts(stream=parts(plan=plan), plan=planned), known)
     record: Any = SimpleNamespace(step=FROM, cursor=FROM * BATCH)
     older: Any = None if older_is_good is None else SimpleNamespace(step=FROM - 10, cursor=0)
     return probe.try_rates(

@@ -42,10 +42,9 @@ from runner.model.decoder import DecoderShape
 from runner.policy.decision.signals import Bounds, Limits
 from runner.policy.decision.skip_ledger import Ledger
 from runner.session import parts
-from runner.session.corpus import sample_stream
+from runner.session.corpus import open_feed, sample_stream
 from runner.session.parts import schedule
 from runner.system.process import die_with_parent
-from runner.train.run import open_feed
 from runner.train.step import InFlightStep, Stepper, StepPlan, StepRules
 from tests import warm
 from tests.reference import Documents, Reference, Trained, is_bf16_only

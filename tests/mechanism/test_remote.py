@@ -94,7 +94,7 @@ def send(out: Path, url: str, count: int | None = None, **options: Any) -> list[
     made, said = uploads(out, url, **options)
     known = local(out)[:count]
     for number in range(1, len(known) + 1):
-        made.finish(known[:number], seconds=30)
+        made.finish(known[:number])
     made.close()
     return said
 
@@ -209,7 +209,7 @@ def test_the_end_of_a_run_shows_how_far_it_is(out: Path, url: str) -> None:
     made, said = uploads(out, url)
     shown: list[tuple[str, int, int]] = []
     made.show = lambda *far: shown.append(far)
-    made.finish(local(out), seconds=30)
+    made.finish(local(out))
     assert said == [] and shown and {what for what, _, _ in shown} == {"uploading"}
     assert all(0 <= done <= due for _, done, due in shown)
     assert made._moved == made._due > 0, "sent and read back"
@@ -218,17 +218,17 @@ def test_the_end_of_a_run_shows_how_far_it_is(out: Path, url: str) -> None:
 def test_what_a_rollback_leaves_behind_is_withdrawn(out: Path, url: str) -> None:
     made, said = uploads(out, url)
     known = local(out)
-    made.finish(known[:2], seconds=30)
-    made.finish(known[:3], seconds=30)
+    made.finish(known[:2])
+    made.finish(known[:3])
     made.distrust(lambda record: record.serial > 2)
-    made.finish(known[:2], seconds=30)
+    made.finish(known[:2])
     assert folders(url) == [folder_name(known[1])] and said == []
     made.close()
     # And at a restart, when the run ended before it could be done.
     send(out, url, number=2)
     stored = RemoteRing(url).list_checkpoints().stored
     made, said = uploads(out, url, number=3, stored=stored, tainted=[4])
-    made.finish(known[:3], seconds=30)
+    made.finish(known[:3])
     made.close()
     assert folder_name(known[3]) not in folders(url) and said == []
 
@@ -239,7 +239,7 @@ def test_an_upload_under_way_is_pinned_and_given_up_when_tainted(out: Path, url:
     made.after_step(known[:2], 25)
     assert made.pinned == {2}
     made.distrust(lambda record: record.serial == 2)
-    made.finish([], seconds=30)
+    made.finish([])
     made.close()
     assert made.pinned == set() and folders(url) == [] and said == []
 
@@ -249,7 +249,8 @@ def test_a_remote_that_hangs_holds_up_no_end(out: Path, url: str) -> None:
     gone = threading.Event()
     ring.claim = lambda claim, run: gone.wait()  # type: ignore[method-assign,assignment]
     made, said = uploads(out, url, ring=ring)
-    made.finish(local(out), seconds=0.5)
+    made.settings = CheckpointConfig(remote_wait_seconds=0.5)
+    made.finish(local(out))
     made.close()
     assert ["not finished within" in incident.reason for incident in said] == [True]
     gone.set()
@@ -261,10 +262,10 @@ def test_a_remote_that_hangs_holds_up_no_end(out: Path, url: str) -> None:
 def test_an_older_incarnation_publishes_and_removes_nothing(out: Path, url: str) -> None:
     older, said = uploads(out, url, number=4)
     known = local(out)
-    older.finish(known[:1], seconds=30)
+    older.finish(known[:1])
     assert send(out, url, 2, number=5) == []  # elsewhere, from a copy of out
     before = {path: path.read_bytes() for path in Path(url[7:]).rglob("*") if path.is_file()}
-    older.finish(known, seconds=30)
+    older.finish(known)
     older.close()
     after = {path: path.read_bytes() for path in Path(url[7:]).rglob("*") if path.is_file()}
     assert after == before
@@ -705,9 +706,9 @@ def test_a_checkpoint_is_not_retired_while_it_is_sent(tmp_path: Path, url: str) 
     assert [record.serial for record in ring.records] == [1, 4]
     assert (folder / "ring" / folder_name(ring.records[0]) / "COMMITTED").exists()
     go_on.set()
-    sender.finish(ring.records, seconds=60)
+    sender.finish(ring.records)
     step(50)
     assert [record.serial for record in ring.records] == [5]
-    sender.finish(ring.records, seconds=60)
+    sender.finish(ring.records)
     ring.close()
     assert said == [] and folders(url)[-1] == folder_name(ring.records[-1])

@@ -91,8 +91,9 @@ class Uploads:
         known = [*self.stored, *([self._sending] if self._sending else [])]
         self.tainted |= {record.serial for record in known if is_tainted(record)}
 
-    def finish(self, records: Sequence[Record], seconds: float) -> None:
-        """At the end of a run, wait at most ``seconds`` for the upload that is due. Collective."""
+    def finish(self, records: Sequence[Record]) -> None:
+        """At the end of a run, wait for the upload that is due, but not for ever. Collective."""
+        seconds = self.settings.remote_wait_seconds
         limit = time.monotonic() + seconds
         self.after_step(records, self._step)
         while self.queue.num_jobs:

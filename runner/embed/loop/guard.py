@@ -565,7 +565,8 @@ class Guard(Holder):
         )
 
     def _sum_up(self, reason: str, *, digest: str | None) -> None:
-        sum_up(self._run, RunEnd(status="done", exit_code=0, reason=reason), digest=digest)
+        end = RunEnd(status="done", exit_code=0, reason=reason)
+        sum_up(self._run, end, global_size=self._run.config.batch.global_size, digest=digest)
 
 
 def _as_list(value: Any) -> list[Any]:

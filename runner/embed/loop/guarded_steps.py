@@ -110,7 +110,7 @@ class GuardedSteps:
         self._guard = Guard(run, rules=rules, recovery=recovery, steps=self)
         self.checkpoints = Checkpoints(
             run,
-            schedule=SaveSchedule.of(run, in_memory=True),
+            schedule=SaveSchedule.of(run, run.config.checkpoint, in_memory=True),
             rules=rules,
             last=LastProof(
                 run, sharded, last_batch=lambda: run.state.last_loss, earlier=lambda: None
@@ -268,7 +268,7 @@ class GuardedSteps:
                 identity={
                     "step": number,
                     "batches": list(batches),
-                    "config": run.lease.config_digest,
+                    "config": run.identity.config_digest,
                     "code": self._code,
                     "decisions": decisions,
                 },
