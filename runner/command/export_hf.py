@@ -6,7 +6,6 @@ The decoder goes out in Llama's layout; a Hugging Face model under its own names
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ import torch
 from runner.checkpoint.disk.directory import Entry
 from runner.command.export import Layout, Output, Read, buffers_in, shapes_in
 from runner.config.network import LoraSettings, lora_of
-from runner.config.schema import ModelConfig
 from runner.convert.model_config import llama_config, llama_name
 from runner.convert.tokenizer_files import copy_tokenizer, write_byte_tokenizer
 from runner.convert.weights import open_pretrained
@@ -243,9 +241,7 @@ def _settings(run: RunDir) -> dict[str, Any]:
             f"--format hf: {run.config} is missing, and the weights alone do not identify their "
             "model; name the run's directory"
         )
-    # A run from before the key rope_scaling had none.
-    defaults = {f"model.{spec.name}": spec.default for spec in dataclasses.fields(ModelConfig)}
-    return {**defaults, "data.seq_len": None, **stored}
+    return stored
 
 
 def _write_decoder(

@@ -25,7 +25,7 @@ from hydra.errors import ConfigCompositionException, HydraException, OverridePar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.config.former_keys import as_now, former_key
+from runner.config.former_keys import former_key
 from runner.config.schema import DECODER_KEYS, DataKind, RunConfig
 from runner.system.environment import redacted
 from runner.system.error import ConfigError
@@ -435,8 +435,6 @@ def to_yaml(config: RunConfig) -> str:
 def from_yaml(text: str, *, source: Path) -> dict[str, Any]:
     """Dotted keys of a stored config; plain values only, nothing is resolved or built.
 
-    Keys of earlier versions are given by their present names.
-
     Raises:
         ConfigError: the file is not such a mapping.
     """
@@ -448,7 +446,7 @@ def from_yaml(text: str, *, source: Path) -> dict[str, Any]:
         raise ConfigError(f"{source}: not a settings file ({cause})") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{source}: not a settings file")
-    return as_now(dict(_flatten(tree)))
+    return dict(_flatten(tree))
 
 
 def _refuse_bombs(text: str) -> None:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.compose import digest, flat, from_yaml, to_yaml, trajectory
-from runner.config.former_keys import FIXED_VALUES
-from runner.config.schema import SYNTHETIC_VOCABULARY, ResumeConfig, RunConfig
+from runner.config.schema import ResumeConfig, RunConfig
 from runner.system.error import ConfigError
 from runner.system.files import make_folder, read_bounded, write_durably
 from runner.system.json_lines import read_object
@@ -25,16 +24,6 @@ _ID_BYTES = 4096
 _NOT_FOR_OTHERS = 0o022
 # Mappings with arbitrary keys, which decide the trajectory; an entry may be removed.
 _ARGUMENT = re.compile(r"((?!track\.)[a-z]+\.arguments|model\.lora|model\.rope_scaling)\.")
-# For runs from before these keys existed.
-_LATER = {
-    "compute.deterministic": False,
-    "compute.document_attention": "auto",
-    "model.kind": "decoder",
-    "model.init": "weights",
-    "optim.kind": "adamw",
-    "optim.momentum": 0.95,
-    "optim.groups": [],
-}
 # Another value changes the tensors, so that no checkpoint of the run can be loaded.
 _RESHAPING = frozenset(
     [
@@ -260,18 +249,7 @@ def settings_differing(stored: dict[str, Any], config: RunConfig) -> dict[str, t
     stored["schedule.total"] = _stored_total(stored)
     if stored.get("compute.precision") == "auto":  # from an import, which has not trained
         stored["compute.precision"] = config.compute.precision.value
-    # For a run from before the keys; its journal has what it decided until now.
-    stored.setdefault("guard.remedy", config.guard.remedy.value)
-    stored.setdefault("explain", config.explain.value)
-    for name, value in _LATER.items():
-        stored.setdefault(name, value)
     current = trajectory(config)
-    # None: a key that only repeated another one.
-    current |= {name: v for name, v in FIXED_VALUES.items() if stored.get(name) is not None}
-    if stored.get("data.kind") == "synthetic" and not config.data._target_:
-        # configs/data/synthetic.yaml once gave the number that is the default without it.
-        for sizes in (stored, current):
-            sizes["data.vocab_size"] = sizes.get("data.vocab_size") or SYNTHETIC_VOCABULARY
     taken_away = {name: None for name in stored if _ARGUMENT.match(name) and name not in current}
     return {
         name: (stored.get(name), value)

@@ -45,7 +45,7 @@ from runner.session.corpus import (
     sample_stream,
 )
 from runner.session.parts import keep_small_files, kept_files, rules_matched, state_shapes
-from runner.startup.precision import settle_precision, settle_rope
+from runner.startup.precision import settle_precision
 from runner.startup.restore import RemoteRun, RestoredRun, Restorer, open_remote, with_highest
 from runner.startup.resume import RunInventory, claim_run_dir, scan, settle_micro_size
 from runner.system.environment import redacted
@@ -107,8 +107,7 @@ def settled(group: RankGroup, config: RunConfig, remote: RemoteRun | None) -> Ru
     def stored() -> Mapping[str, Any]:
         return group.run_dir.stored_settings() or (remote.settings() if remote else {})
 
-    config = settle_precision(config, stored, group.device, group.ranks, group.console.say)
-    return settle_rope(config, stored, group.ranks, group.console.say)
+    return settle_precision(config, stored, group.device, group.ranks, group.console.say)
 
 
 def open_corpus(group: RankGroup, config: RunConfig) -> Corpus:

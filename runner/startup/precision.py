@@ -1,4 +1,4 @@
-"""Resolves what a run's first start decides: ``compute.precision=auto`` and RoPE scaling.
+"""Resolves what a run's first start decides: ``compute.precision=auto``.
 
 A resumed run keeps what it began with; a new one takes what every rank supports.
 """
@@ -64,26 +64,6 @@ def settle_precision(
     if message:
         say(message)
     return replace(config, compute=replace(config.compute, precision=precision))
-
-
-def settle_rope(
-    config: RunConfig, stored: Stored, ranks: Ranks, say: Callable[[str], None]
-) -> RunConfig:
-    """Keep a run without ``model.rope_scaling`` if it began before that key. Collective.
-
-    The llama presets have it by now; the same command must still continue the same run.
-
-    Args:
-        stored: as :func:`settle_precision` takes it.
-    """
-    if config.model.rope_scaling is None:
-        return config
-    began = ranks.of_first("reading model.rope_scaling", lambda: dict(stored()))
-    has_key = any(name.startswith("model.rope_scaling") for name in began)
-    if has_key or "model.rope_theta" not in began:  # a new run has neither
-        return config
-    say("model.rope_scaling: none, as the run began, before presets had it")
-    return replace(config, model=replace(config.model, rope_scaling=None))
 
 
 def _message(precision: Precision, began: str | None, lacking: list[int], world_size: int) -> str:

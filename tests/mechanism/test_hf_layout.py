@@ -15,14 +15,12 @@ import torch
 from runner.__main__ import main
 from runner.config.compose import compose
 from runner.model.decoder import Decoder, DecoderShape, RopeScaling, rotary_table
-from runner.run_dir.paths import RunDir, settings_differing
+from runner.run_dir.paths import RunDir
 from runner.session import parts
 from runner.session.corpus import open_dataset
-from runner.startup.precision import settle_rope
 from runner.system.error import ConfigError
 from tests.mechanism.test_import_model import LLAMA, QWEN, Import, import_, saved
 from tests.mechanism.weights import set_initial_weights
-from tests.observed import OneRank
 
 __all__ = ["import_"]
 # So short that both kinds of frequency and those between them lie within a few positions.
@@ -115,19 +113,6 @@ def test_the_presets_are_what_they_are_called(preset: str) -> None:
         factor=factor, low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=8192
     )
     assert (shape.dim, shape.tied_head, shape.norm_eps) == (dim, tied, 1e-5)
-
-
-def test_a_run_from_before_the_scaling_goes_on_without() -> None:
-    config = compose(["model=llama_8b", "data=synthetic"])
-    said: list[str] = []
-    old = {"model.rope_theta": 500000.0, "model.dim": 4096}
-    settled = settle_rope(config, lambda: old, OneRank(), said.append)
-    assert settled.model.rope_scaling is None and "as the run began" in said[0]
-    for stored in ({}, {**old, "model.rope_scaling.factor": 8.0}, {**old, "model.rope_scaling": 0}):
-        assert settle_rope(config, lambda told=stored: told, OneRank(), said.append) is config
-    changed = settings_differing({**old, "model.rope_scaling.factor": 8.0}, settled)
-    assert changed["model.rope_scaling.factor"] == (8.0, None)
-    assert "model.kind" not in changed and "model.lora" not in changed
 
 
 @pytest.mark.parametrize(

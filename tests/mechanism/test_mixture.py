@@ -334,16 +334,6 @@ def test_a_stored_mixture_is_compared_whole(tmp_path: Path) -> None:
     run_dir.refuse_change(changed, other)
 
 
-def test_a_stored_vocabulary_of_synthetic_data_is_its_default(tmp_path: Path) -> None:
-    """configs/data/synthetic.yaml once set it, and a guest's data set was given it, too."""
-    run_dir = RunDir(tmp_path / "run")
-    run_dir.create()
-    run_dir.store_config(compose(["data=synthetic", "data.vocab_size=64"]))
-    assert run_dir.settings_changed(compose(["data=synthetic"])) == {}
-    other = run_dir.settings_changed(compose(["data=synthetic", "data.vocab_size=60"]))
-    assert other == {"data.vocab_size": (64, 60)}
-
-
 BASE = compose(["data=synthetic"])
 
 

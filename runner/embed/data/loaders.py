@@ -244,7 +244,7 @@ class Plain(Source):
         Randomness.from_json(begun["random"]).restore()
         for generator, old in zip(generators_of(self._loader), begun["generators"], strict=False):
             generator.set_state(old)
-        passes = begun.get("passes", {})  # none in a checkpoint of an older version
+        passes = begun["passes"]
         for name in set(passes) & set(self._counters()):
             setattr(self._loader, name, passes[name])
         self._begin(iter(self._loader), drawn=0)

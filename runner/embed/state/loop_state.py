@@ -258,7 +258,7 @@ class LoopState(StagedState):
                         self._fill(parameter, f"param/{name}")
                     parameter.grad = None
                 self._apply_buffers()
-                self.extra.load_json(stored.get("modules", {}))
+                self.extra.load_json(stored["modules"])
                 self.apply_options(stored)
                 for number, optimizer in enumerate(self.optimizers):
                     self._apply_states(optimizer, stored["optimizers"][number]["states"])
@@ -270,7 +270,7 @@ class LoopState(StagedState):
 
     def apply_options(self, stored: Mapping[str, Any]) -> None:
         """Load only the optimizers' options, such as the learning rate, and modes of modules."""
-        self.modes.load_json(stored.get("modes", {}))
+        self.modes.load_json(stored["modes"])
         for number, optimizer in enumerate(self.optimizers):
             own = stored["optimizers"][number]
             self._regroup(optimizer, self._first_groups[number], own)
@@ -285,8 +285,8 @@ class LoopState(StagedState):
         Raises:
             CheckpointError: the script began with other groups than the one that saved.
         """
-        members = stored.get("members")  # none in a checkpoint of an older version
-        if members is None or _alike(members, self._members(optimizer)):
+        members = stored["members"]
+        if _alike(members, self._members(optimizer)):
             return
         if not _alike(stored["first"], first):
             raise CheckpointError(

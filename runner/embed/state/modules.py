@@ -44,9 +44,7 @@ class Modes:
         }
 
     def load_json(self, stored: Mapping[str, Sequence[str]]) -> None:
-        """Inverse of :meth:`to_json`; checkpoints of an older version have none."""
-        if "frozen" not in stored:
-            return
+        """Inverse of :meth:`to_json`."""
         frozen, evaluating = set(stored["frozen"]), set(stored["evaluating"])
         for name, parameter in self._parameters.items():
             if parameter.requires_grad is (name in frozen):
@@ -119,8 +117,8 @@ class ExtraState:
         return {"extra": self._packed(), "counters": saved}
 
     def load_json(self, stored: Mapping[str, Any]) -> None:
-        """Inverse of :meth:`to_json`; checkpoints of an older version have none."""
-        counters = stored.get("counters", {})
+        """Inverse of :meth:`to_json`."""
+        counters = stored["counters"]
         for name, numbers in counters.items():
             for key, value in numbers.items():
                 if name in self._counting and hasattr(self._counting[name], key):
@@ -129,7 +127,7 @@ class ExtraState:
         for (name, key), value in self._counters.items():  # of a checkpoint from before it changed
             if name not in self._caching and key not in counters.get(name, {}):
                 setattr(self._counting[name], key, value)
-        self._unpack(stored.get("extra", {}))
+        self._unpack(stored["extra"])
         self._numbers = self._counted()
         self._extra = self._packed()
 

@@ -26,10 +26,7 @@ _CONVERTED = (torch.float32, torch.bfloat16, torch.float16)  # by :func:`encode`
 def encode(values: torch.Tensor) -> torch.Tensor:
     """FP32 1-D: elements of any type as the state digest counts them ("lanes").
 
-    Elements that are no floats become integers of up to 16 bits a lane. Checkpoints from before
-    0.1.0 stored all elements so; only these name a type as ``torch.float32``, later ones as
-    ``float32``. Version 0.2 is to read no such checkpoint, and to refuse it: "the checkpoint is
-    from before 0.1.0: load and save it with 0.1 first".
+    Elements that are no floats become integers of up to 16 bits a lane.
     """
     flat = values.detach().contiguous().reshape(-1)
     if flat.dtype in _CONVERTED:
@@ -37,14 +34,6 @@ def encode(values: torch.Tensor) -> torch.Tensor:
     if flat.dtype.itemsize == 1:
         return flat.view(torch.uint8).float()
     return (flat.view(torch.int16).to(torch.int32) & 0xFFFF).float()
-
-
-def _decoded(lanes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Inverse of :func:`encode`: 1-D, of ``dtype``."""
-    if dtype in _CONVERTED:
-        return lanes.to(dtype)
-    words = torch.uint8 if dtype.itemsize == 1 else torch.int16
-    return lanes.to(torch.int32).to(words).view(dtype)
 
 
 class TensorSlice:
@@ -55,7 +44,6 @@ class TensorSlice:
 
     Args:
         read: returns the slice of the live tensor; None for one that is being loaded.
-        is_old: the checkpoint is from before elements were stored in their own type.
     """
 
     def __init__(
@@ -64,15 +52,10 @@ class TensorSlice:
         dtype: torch.dtype,
         where: Geometry,
         read: Callable[[], torch.Tensor] | None = None,
-        *,
-        is_old: bool = False,
     ) -> None:
         self.name, self.dtype, self.geometry = name, dtype, where
         self.element_type, self._width = dtype, 1
-        if is_old:
-            self.element_type = torch.float32
-            self._width = 1 if dtype in _CONVERTED else max(1, dtype.itemsize // 2)
-        elif dtype.is_complex:
+        if dtype.is_complex:
             self.element_type, self._width = dtype.to_real(), 2
         elif str(dtype).removeprefix("torch.") not in ITEM_SIZES:
             self.element_type, self._width = torch.uint8, dtype.itemsize
@@ -81,7 +64,6 @@ class TensorSlice:
         first = min(num, where.index * -(-num // where.copies))  # as in :func:`slice_of`
         self.start = where.start * self._width + first
         self._read = read
-        self._is_old = is_old
         self.staged: torch.Tensor | None = None
         if read is None:
             self.staged = torch.zeros(num, dtype=self.element_type)
@@ -98,7 +80,7 @@ class TensorSlice:
     def loaded(self) -> torch.Tensor:
         """1-D, of ``dtype``: the elements that were loaded."""
         assert self.staged is not None
-        return _decoded(self.staged, self.dtype) if self._is_old else self.staged.view(self.dtype)
+        return self.staged.view(self.dtype)
 
 
 class StagedState:
@@ -179,8 +161,7 @@ class StagedState:
         self._loading, self._stored_tensors = {}, dict(tensors)
         for name, (dtype, shape, like, home) in sorted(tensors.items()):
             where = self._geometry_for(name, shape, like, home)
-            is_old = dtype.startswith("torch.")
-            self._loading[name] = TensorSlice(name, dtype_of(dtype), where, is_old=is_old)
+            self._loading[name] = TensorSlice(name, dtype_of(dtype), where)
         self._slices = list(self._loading.values())
 
     def _geometry_for(

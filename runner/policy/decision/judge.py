@@ -475,7 +475,7 @@ class Baseline:
         self._drift_onset = (state["drift_onset"][0], state["drift_onset"][1])
         self.first_loss = math.nan if state["first_loss"] is None else state["first_loss"]
         self.clean_streak = state["clean_streak"]
-        self._highest = limits_of(state.get("highest", (None, None)))  # unknown in old checkpoints
+        self._highest = limits_of(state["highest"])
 
 
 def _rise(values: list[float]) -> tuple[float, bool]:
