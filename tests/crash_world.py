@@ -150,7 +150,7 @@ class World:
         """Open the run like ``Session.open``; ``number`` orders the launches."""
         ranks = cast(Any, OneRank())
         launch = JobEnv(job="j", order=(number, 0), step="", end_time=None, has_agent=False)
-        fence = claim_run_dir(self.dir, ANY_CONFIG, launch, ranks, len)
+        fence = claim_run_dir(self.dir, ANY_CONFIG.resume, launch, ranks, len)
         own_number = self.number = fence.number
         self._fact("incarnation", own_number)
         inventory = scan(self.dir, ANY_CONFIG, "d", ranks, fence)

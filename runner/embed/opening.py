@@ -44,7 +44,7 @@ from runner.session.opening import (
     start_incident,
     time_before,
 )
-from runner.startup.resume import resume_from, scan
+from runner.startup.resume import RunInventory, resume_from, scan
 from runner.startup.shared_memory import open_memory
 from runner.system.environment import variables
 from runner.system.error import ConfigError
@@ -117,7 +117,7 @@ def joined(config: RunConfig, caller: str) -> Iterator[RankGroup]:
     ranks, device, rank_env = current_ranks(caller)
     # Absolute: the script may change its working directory.
     run_dir, launch = RunDir(Path(config.out).absolute()), launch_from(variables())
-    stop, monitor = watched(config, rank_env, launch, run_dir)
+    stop, monitor = watched(config.preempt, config.watchdog, rank_env, launch, run_dir)
     _clear_shared_store(ranks)
     monitor.start()
     group = RankGroup(
@@ -131,7 +131,6 @@ def joined(config: RunConfig, caller: str) -> Iterator[RankGroup]:
         # Log records only: the live line would mix with the script's output.
         console=Console(silent=not rank_env.is_first, every=sys.maxsize, as_json=True),
         ranks=ranks,
-        debug={},
         # So that a rank's death is noticed and its signal known.
         peers=ranks.gather(
             {"rank": rank_env.rank, "process": own_process(), "pids": pid_namespace()}
@@ -326,14 +325,19 @@ def open_run(
         has_memory=memory.memory is not None,
         owner=os.getpid(),
     )
-    run.resumed = resume_from(inventory, group.run_dir, ring, run.journal, run.state)
-    spent = time_before(group, run.resumed, inventory.journal)
+    _begin(run, inventory, command)
+    return run
+
+
+def _begin(run: OpenRun, inventory: RunInventory, command: str) -> None:
+    """Load the newest checkpoint, and journal this start. Collective."""
+    run.resumed = resume_from(inventory, run.group.run_dir, run.ring, run.journal, run.state)
+    spent = time_before(run.group, run.resumed, inventory.journal)
     throughput = Throughput(flops_per_token=0.0, peak_flops=None)
-    run.reporter = ranks.all_or_none(
+    run.reporter = run.ranks.all_or_none(
         "opening the metrics",
         lambda: Reporter(run, total_steps=0, past=spent, throughput=throughput),
     )
-    backlog.add(run.reporter.metrics_file)
+    run.backlog.add(run.reporter.metrics_file)
     run.journal.add(start_incident(run, spent, reason=command, parallel=command))
-    ring.begin()
-    return run
+    run.ring.begin()

@@ -81,6 +81,12 @@ def open_dataset(
     return mix({name: named[name] for name in sorted(named)})
 
 
+def open_data(config: RunConfig, prepared: Places) -> tuple[Dataset, SampleStream, Dataset | None]:
+    """Open the corpus, the order of its samples, and the held-out sets; see the next functions."""
+    dataset = open_dataset(config, prepared)
+    return dataset, sample_stream(config, dataset), open_validation(config, prepared)
+
+
 def open_validation(config: RunConfig, prepared: Places) -> Dataset | None:
     """Open ``data.val_path``, if set; several sets become one, in the order of names.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,15 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
-from runner.config.schema import LogKind, RunConfig
+from runner.config.schema import (
+    DebugConfig,
+    LogKind,
+    ParallelConfig,
+    PreemptConfig,
+    RunConfig,
+    TrackConfig,
+    WatchdogConfig,
+)
 from runner.distributed.agreement import Ranks
 from runner.distributed.device import (
     device_facts,
@@ -57,19 +65,19 @@ def join(config: RunConfig, place: RankEnv) -> Iterator[RankGroup]:
     Raises:
         RunnerError: the ranks do not come together.
     """
-    refuse_untried(config, place)
+    refuse_untried(config.parallel, place)
     # Before CUDA starts, because it reads some variables only once.
     switched = be_deterministic(changeable()) if config.compute.deterministic else {}
     found_device = find_device(config.parallel.device, place, variables())
     device = take_device(found_device)
     run_dir, launch = RunDir(Path(config.out)), launch_from(variables())
-    stop, monitor = watched(config, place, launch, run_dir)
+    stop, monitor = watched(config.preempt, config.watchdog, place, launch, run_dir)
     stop.listen()
     heart = monitor.heart
     as_json = config.track.log is LogKind.json
     log.begin(as_json=as_json, rank=place.rank, step=lambda: heart.step)
     monitor.start()
-    debug = _collective_debug(config, place, device, run_dir)
+    debug = _collective_debug(config.debug, place, device, run_dir)
     facts: dict[str, Any] = {
         "rank": place.rank,
         "process": own_process(),
@@ -105,9 +113,9 @@ def join(config: RunConfig, place: RankEnv) -> Iterator[RankGroup]:
             "taking the run directory (watchdog.slow_seconds)", config.watchdog.slow_seconds
         )
         with _telling(monitor, departure):
-            group = _group(config, place, launch, device, stop, monitor, debug, peers)
+            group = _group(config.track, place, launch, device, run_dir, stop, monitor)
             versions_here = device_versions(found_device) | device_facts(device) | switched
-            yield replace(group, device_versions=versions_here)
+            yield replace(group, debug=debug, peers=peers, device_versions=versions_here)
     except RunnerError:
         monitor.end()
         raise
@@ -115,42 +123,44 @@ def join(config: RunConfig, place: RankEnv) -> Iterator[RankGroup]:
 
 
 def watched(
-    config: RunConfig, place: RankEnv, launch: JobEnv, run_dir: RunDir
+    preempt: PreemptConfig,
+    watchdog: WatchdogConfig,
+    place: RankEnv,
+    launch: JobEnv,
+    run_dir: RunDir,
 ) -> tuple[StopRequest, RankMonitor]:
     """What hears of requests to stop, and the monitor of this rank; neither has begun."""
     end = launch.end_time
     stop = StopRequest(
-        grace_seconds=config.preempt.grace_seconds,
-        stop_at=None if end is None else end - config.preempt.margin_seconds,
+        grace_seconds=preempt.grace_seconds,
+        stop_at=None if end is None else end - preempt.margin_seconds,
         has_agent=launch.has_agent,
     )
-    monitor = RankMonitor(
-        place=place, launch=launch, run_dir=run_dir, stop=stop, watchdog=config.watchdog
-    )
+    monitor = RankMonitor(place=place, launch=launch, run_dir=run_dir, stop=stop, watchdog=watchdog)
     return stop, monitor
 
 
 def _collective_debug(
-    config: RunConfig, place: RankEnv, device: torch.device, run_dir: RunDir
+    debug: DebugConfig, place: RankEnv, device: torch.device, run_dir: RunDir
 ) -> dict[str, str]:
     """Turn the debugging of collectives on; returns the settings in effect."""
-    settings = debug_settings(config.debug.kind.value, folder=run_dir.debug)
+    settings = debug_settings(debug.kind.value, folder=run_dir.debug)
     if device.type == "cuda" and place.is_first and is_torchruns_own(variables()):
         _log.info(
             "TORCH_NCCL_ASYNC_ERROR_HANDLING=3 instead of torchrun's 1, which would remove the "
             "evidence of a hang"
         )
-    debug = set_debug(changeable(), settings)
+    effective = set_debug(changeable(), settings)
     keep_dump(run_dir.debug, place.rank)
-    return debug
+    return effective
 
 
-def refuse_untried(config: RunConfig, place: RankEnv) -> None:
+def refuse_untried(parallel: ParallelConfig, place: RankEnv) -> None:
     """
     Raises:
         ConfigError: there are more ranks than were ever measured.
     """
-    most = config.parallel.max_ranks
+    most = parallel.max_ranks
     if place.world_size > most:
         raise ConfigError(
             f"parallel.max_ranks={most}: there are {place.world_size} ranks. It is untested "
@@ -161,38 +171,35 @@ def refuse_untried(config: RunConfig, place: RankEnv) -> None:
 
 def group_at_hand(config: RunConfig, place: RankEnv, device: torch.device) -> RankGroup:
     """Wrap a process group that the caller starts and ends; for benchmarks and tests."""
-    launch = launch_from(variables())
-    stop, monitor = watched(config, place, launch, RunDir(Path(config.out)))
-    return _group(config, place, launch, device, stop, monitor, {}, [])
+    run_dir, launch = RunDir(Path(config.out)), launch_from(variables())
+    stop, monitor = watched(config.preempt, config.watchdog, place, launch, run_dir)
+    return _group(config.track, place, launch, device, run_dir, stop, monitor)
 
 
 def _group(
-    config: RunConfig,
+    track: TrackConfig,
     place: RankEnv,
     launch: JobEnv,
     device: torch.device,
+    run_dir: RunDir,
     stop: StopRequest,
     monitor: RankMonitor,
-    debug: Mapping[str, str],
-    peers: Sequence[Facts],
 ) -> RankGroup:
     ranks = Ranks(device)
     return RankGroup(
         place=place,
         launch=launch,
         device=device,
-        run_dir=RunDir(Path(config.out)),
+        run_dir=run_dir,
         stop=stop,
         stop_look=StopLook(lambda: stop.is_set, ranks),
         monitor=monitor,
         console=Console(
             silent=not place.is_first,
-            every=config.track.every,
-            as_json=config.track.log is LogKind.json,
+            every=track.every,
+            as_json=track.log is LogKind.json,
         ),
         ranks=ranks,
-        debug=debug,
-        peers=peers,
     )
 
 

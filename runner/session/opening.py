@@ -39,10 +39,8 @@ from runner.run_dir.time_account import Past, past
 from runner.session import parts
 from runner.session.corpus import (
     data_words,
-    open_dataset,
-    open_validation,
+    open_data,
     prepare_data,
-    sample_stream,
 )
 from runner.session.parts import keep_small_files, kept_files, rules_matched, state_shapes
 from runner.startup.precision import settle_precision
@@ -120,7 +118,9 @@ def open_corpus(group: RankGroup, config: RunConfig) -> Corpus:
     """
     ranks = group.ranks
     prepared = _prepare_data(config, group)
-    dataset = ranks.all_or_none("opening the data", lambda: open_dataset(config, prepared))
+    dataset, stream, validation = ranks.all_or_none(
+        "opening the data", lambda: open_data(config, prepared)
+    )
     # A user's data set is read for it, which may fail on one rank.
     prints = ranks.gather(ranks.all_or_none("reading the data", dataset.fingerprint))
     if len(set(prints)) > 1:
@@ -128,10 +128,6 @@ def open_corpus(group: RankGroup, config: RunConfig) -> Corpus:
             f"ranks see different data; fingerprints by rank: {[one[:12] for one in prints]}; give "
             f"all nodes the same files{unsteady_samples(config.data)}"
         )
-    stream = ranks.all_or_none("splitting the data", lambda: sample_stream(config, dataset))
-    validation = ranks.all_or_none(
-        "opening data.val_path", lambda: open_validation(config, prepared)
-    )
     model_files = ranks.of_first("looking for the model's files", lambda: kept_files(group.run_dir))
 
     def sized() -> Blueprint:
@@ -271,10 +267,10 @@ def settle_memory(batch: BatchConfig, inventory: Inventory, written: RunJournal)
 
 def _require_equal_settings(group: RankGroup, config: RunConfig) -> None:
     """Compare the settings, which every rank composes separately."""
-    ranks = group.ranks
-    if len(set(ranks.gather(digest(flat(config))))) == 1:
+    ranks, own = group.ranks, flat(config)
+    if len(set(ranks.gather(digest(own)))) == 1:
         return
-    settings = ranks.gather(flat(config))
+    settings = ranks.gather(own)
     differing = [key for key in settings[0] if len({repr(s[key]) for s in settings}) > 1]
     message = "; ".join(f"{key}: {[s[key] for s in settings]} by rank" for key in differing)
     raise ConfigError(f"ranks were started with different settings: {message}")

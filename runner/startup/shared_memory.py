@@ -94,8 +94,7 @@ def open_memory(
         say(f"removed snapshots in memory: {line}")
     errors = list(dict.fromkeys(report["error"] for report in by_rank if report["error"]))
     if errors:
-        _do_without(settings, "; ".join(errors), say)
-        return MemoryParts()
+        return _do_without(settings, "; ".join(errors), say)
     nodes = ranks_by_node(by_rank)
     has_replica = settings.memory_mirror and len(nodes) > 1
     if settings.memory_mirror and not has_replica:
@@ -103,8 +102,7 @@ def open_memory(
     needs = node_needs(by_rank, settings.memory_limit_gib, spare_slots=KEPT if has_replica else 0)
     plan = plan_slots(needs, wanted=wanted_slots(settings))
     if plan.slots == 0:
-        _do_without(settings, _too_little(plan.tightest, settings), say)
-        return MemoryParts()
+        return _do_without(settings, _too_little(plan.tightest, settings), say)
     say(_announced(plan, layout, node, len(by_rank), settings))
     mark = empty_header(
         layout,
@@ -124,14 +122,13 @@ def open_memory(
     ranks.all_or_none("making a folder in shared memory", memory.open)
     if not has_replica:
         return MemoryParts(memory=memory)
-    seconds = timedelta(seconds=timeout_seconds)
     replica = PeerReplica(
         node,
         memory,
         nodes=nodes,
         sizes=[int(report["bytes"]) for report in by_rank],
         mark=mark,
-        group=dist.new_group(backend="gloo", timeout=seconds),
+        group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds)),
     )
     return MemoryParts(memory=memory, replica=replica)
 
@@ -195,10 +192,11 @@ def wanted_slots(config: CheckpointConfig) -> int:
     return config.memory_slots or needed
 
 
-def _do_without(config: CheckpointConfig, why: str, say: Callable[[str], None]) -> None:
+def _do_without(config: CheckpointConfig, why: str, say: Callable[[str], None]) -> MemoryParts:
     if config.memory_every is not None:
         raise ConfigError(f"checkpoint.memory_every={config.memory_every}: {why}")
     say(f"warning: no snapshots in memory: {why}")
+    return MemoryParts()
 
 
 def _too_little(node: NodeNeed, config: CheckpointConfig) -> str:

@@ -66,8 +66,8 @@ class RankGroup:
     monitor: RankMonitor
     console: Console
     ranks: Ranks
-    debug: Mapping[str, str]
-    peers: Sequence[Facts]
+    debug: Mapping[str, str] = field(default_factory=dict)
+    peers: Sequence[Facts] = ()
     device_versions: Mapping[str, str] = field(default_factory=dict)
 
     @property

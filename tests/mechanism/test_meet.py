@@ -267,13 +267,13 @@ def test_the_store_may_have_a_connection_a_rank() -> None:
 def test_more_ranks_than_were_tried_are_refused() -> None:
     config = RunConfig()
     most = config.parallel.max_ranks
-    refuse_untried(config, place(0, most))
+    refuse_untried(config.parallel, place(0, most))
     with pytest.raises(
         ConfigError, match=rf"parallel\.max_ranks={most}: there are {most + 1} ranks"
     ):
-        refuse_untried(config, place(3, most + 1))
+        refuse_untried(config.parallel, place(3, most + 1))
     config.parallel.max_ranks = most + 1
-    refuse_untried(config, place(3, most + 1))
+    refuse_untried(config.parallel, place(3, most + 1))
 
 
 MESH = """
