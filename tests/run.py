@@ -191,7 +191,7 @@ class Started:
 
     def pids(self) -> list[int]:
         """torchrun and its workers: they have sessions of their own, but all name ``out``."""
-        return _naming(self.out)
+        return naming(f"out={self.out}")
 
     def workers(self) -> list[int]:
         """The ranks' processes."""
@@ -209,10 +209,7 @@ class Started:
 
     def kill(self) -> None:
         """SIGKILL to all of them at once, as a lost node would end."""
-        while pids := self.pids():
-            for pid in pids:
-                _kill(pid)
-            time.sleep(0.01)
+        kill_naming(f"out={self.out}")
 
     def until(self, condition: Callable[[Path], bool], timeout: float = 300) -> None:
         """Wait until a condition on ``out`` holds, or the command ends."""
@@ -270,11 +267,18 @@ def _arguments(folder: Path) -> list[bytes]:
         return []
 
 
-def _naming(out: Path) -> list[int]:
-    """Processes whose command line has ``out=...``."""
-    mark = f"out={out}".encode()
+def naming(word: str) -> list[int]:
+    """Processes with this word in their command line."""
     folders = (folder for folder in Path("/proc").iterdir() if folder.name.isdigit())
-    return [int(folder.name) for folder in folders if mark in _arguments(folder)]
+    return [int(folder.name) for folder in folders if word.encode() in _arguments(folder)]
+
+
+def kill_naming(word: str) -> None:
+    """SIGKILL to all of them, until there is none."""
+    while pids := naming(word):
+        for pid in pids:
+            _kill(pid)
+        time.sleep(0.01)
 
 
 def environment_of(pid: int) -> dict[str, str]:
@@ -320,6 +324,6 @@ def finish(
 def left_behind(out: Path) -> list[int]:
     """Processes that still name ``out``; a moment is given to those that are ending."""
     limit = time.monotonic() + 2
-    while (pids := _naming(out)) and time.monotonic() < limit:
+    while (pids := naming(f"out={out}")) and time.monotonic() < limit:
         time.sleep(0.05)
     return pids
