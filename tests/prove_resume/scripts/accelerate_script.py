@@ -68,6 +68,7 @@ class Run:
         if DEFECT != "ema_lost":
             self.accelerator.register_for_checkpointing(self.ema)
         self.accelerator.register_save_state_pre_hook(_smaller)
+        parts.seed_everything(SEED + RANK)
 
     def save(self) -> None:
         partial = self.out / f"partial_{self.progress.step}"

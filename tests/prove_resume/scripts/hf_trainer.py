@@ -213,6 +213,7 @@ def main() -> None:
         model=Classifier(), args=arguments, train_dataset=data, callbacks=[ema, report]
     )
     report.trainer = trainer
+    parts.seed_everything(SEED + RANK)  # the Trainer seeds all ranks alike
     trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     model = trainer.accelerator.unwrap_model(trainer.model)
     parts.report_digest(
