@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from runner.startup.shared_memory import MEMORY_DIR
 from runner.system.error import ConfigError
-from tests.frameworks import BAD, FRAMEWORKS, SCATTERED, Killed, ScriptArguments
+from tests.frameworks import BAD, FRAMEWORKS, RULES, SCATTERED, Killed, ScriptArguments
 from tests.mechanism.test_guard_loop import journal, same
 
 NEEDS = {
@@ -70,6 +70,28 @@ def test_a_restart_in_the_second_pass_finds_its_order(tmp_path: Path, name: str)
     """Their loaders shuffle by the passes that they have begun; a restart begins one less."""
     pytest.importorskip(NEEDS[name])
     skipped = poisoned_and_killed(tmp_path, name, shuffle=True, kills=(42,))
+    assert skipped == others(tmp_path, name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hf",
+        "lightning",
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("fabric", "accelerate")),
+    ],
+)
+def test_killed_where_the_newest_checkpoint_is_that_of_a_pass_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The order of the next pass is drawn from the generators as the pass before left them."""
+    pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
+    for rule in ("every", "clean_after"):
+        monkeypatch.setitem(RULES, rule, 1)
+    kill_at = 32 if name in ("hf", "lightning") else 33  # a pass has 32 steps
+    skipped = poisoned_and_killed(tmp_path, name, shuffle=True, kills=(kill_at,))
+    resumed = journal(tmp_path / "a", "start")[-1]["step"]
+    assert resumed == 32 - sum(stop <= 64 for _, stop in skipped)
     assert skipped == others(tmp_path, name)
 
 

@@ -156,6 +156,7 @@ class Guard(Holder):
         self._accumulates = config.batch.global_size > 1  # or it is seen to
         self._has_begun = False
         self._is_catching_up = not run.resumed.is_fresh
+        self._is_at_resumed = False  # every batch before the resumed state has been read again
 
     # -- for the loop ---------------------------------------------------------------------
 
@@ -280,7 +281,11 @@ class Guard(Holder):
             self._has_begun = True
             self._steps.checkpoints.begin(self._run.state)
         self._steps.replay_known_discards()
-        if number < self._steps.next_number():
+        first = self._steps.next_number()
+        if number < first:
+            self._is_at_resumed = number + 1 == first
+            if self._is_catching_up and self._is_at_resumed:
+                self._carried.repeat()  # for what comes before the next batch: the end of a pass
             return False
         if self._is_catching_up:
             self._is_catching_up = False
@@ -297,6 +302,8 @@ class Guard(Holder):
         if self._is_catching_up and number == place.epoch and place.begun is not None:
             Randomness.from_json(place.begun).restore()
         elif number >= place.epoch:
+            # At the end of a pass: what the next one draws is not to be put back.
+            self._is_catching_up = self._is_catching_up and not self._is_at_resumed
             place.epoch, place.begun = number, Randomness().to_json()
 
     def close(self) -> None:
