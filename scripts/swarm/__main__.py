@@ -23,7 +23,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=0, help="of the first case; they count up")
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
+    parser.add_argument("--jobs", type=int, default=4, help="cases at a time")
     parser.add_argument("--case", type=Path, help="play this kept case alone")
     parser.add_argument("--keep", type=Path, default=Path("swarm-failures"), help="for failures")
     parser.add_argument("--record", action="store_true", help=f"add a line to {_RECORD}")
@@ -42,14 +42,15 @@ def main() -> int:
         _say("\n".join(wrong) or "passes")
         return 1 if wrong else 0
     began, used = time.monotonic(), swarm.processor_seconds()
-    report, runs = swarm.run(
+    report = swarm.run(
         options.seed, options.minutes, jobs=options.jobs, keep=options.keep, say=_say,
         shrinks=not options.whole, most_failures=1 if options.first else 1_000,
     )  # fmt: skip
     row = {
         "seed": options.seed,
         "cases": report.cases,
-        "runs": runs,
+        "refused": report.refused,
+        "runs": report.runs,
         "failures": [one["seed"] for one in report.failures],
         "flaky": [one["seed"] for one in report.flaky],
         "seconds": round(time.monotonic() - began),

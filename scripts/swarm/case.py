@@ -21,7 +21,7 @@ class Break:
         how: ``kill`` (SIGKILL to all processes), ``kill_one``, ``term`` or ``int`` (to all ranks).
         at: ``PHASE:N``: as the N-th such phase of the start begins (``step:N``: as step N begins).
         delay: seconds from there to the signal.
-        ranks, engine: of the next start; 0 and "": as before.
+        ranks, engine: of the next start; 0 and "": as before. In a loop ranks alone.
         weights: of the mixture's sources from the next start on.
     """
 
@@ -45,8 +45,10 @@ class Case:
             whose tokens each start may have to make), ``mixture`` (sources of one level) or
             ``levels`` (sources that differ in how well they can be learnt). In a
             loop: ``list``, ``own`` (iterable), ``windows`` (drawn from the process's generator),
-            ``shuffled`` (a DataLoader) or ``sampler`` (our Sampler).
+            ``shuffled`` (a DataLoader), ``stateful`` (torchdata's) or ``sampler`` (our Sampler).
         units: the loss is this many times what it would be, as are the guard's limits.
+        tracker: ``tensorboard``, ``wandb``, ``mlflow``, or a class of tests/tracking.py.
+        mirror: snapshots are also kept in the memory of another node.
         faults: as in ``faults=[...]``.
         bad: loop: numbers of the batches that are NaN on rank 0.
         sick: ``HOW@step=N,ranks=A+B``: a device that computes wrongly from then on.
@@ -75,11 +77,12 @@ class Case:
     preflight: bool = False
     explain: str = "off"
     remedy: str = "discard"
-    tracker: bool = False
+    tracker: str = ""
     late: bool = False
     workers: int = 0
     keep: int = 3
     memory: bool = False
+    mirror: bool = False
     late_copies: bool = False
     background: bool = False
     clip: float = 0.0
@@ -173,6 +176,6 @@ def as_told(case: Case) -> Case:
         case,
         **{"faults": (), "bad": (), "sick": "", "flaky": 0.0, "breaks": ()},
         **{"audit": 0, "layers": 0, "replicas": 0, "preflight": False, "explain": "off"},
-        **{"tracker": False, "best": False, "memory": False, "looked": False, "late": False},
-        **{"late_copies": False, "keep": 9},
+        **{"tracker": "", "best": False, "memory": False, "looked": False, "late": False},
+        **{"late_copies": False, "mirror": False, "keep": 9},
     )

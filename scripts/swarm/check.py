@@ -12,7 +12,7 @@ from runner.fault.spec import Fault, parse_faults
 from runner.system.error import EXIT_CONFIG, EXIT_DONE, EXIT_HALTED
 from scripts.swarm.case import Case, as_told
 from scripts.swarm.check_loop import check_loop, check_script
-from scripts.swarm.command import BATCH, STEPS, layout_of
+from scripts.swarm.command import BATCH, STEPS, hangs, layout_of, refused_in
 from scripts.swarm.output import TRACEBACK, own, tail
 from scripts.swarm.play import Counter, Played, crashes, journal, play, positions
 from scripts.swarm.twins import Leg, Twins
@@ -21,8 +21,10 @@ from tests.run import left_behind, read_lines
 _COMPARED = ("step", "cursor", "loss", "grad_norm", "lr", "samples", "eval_loss")
 _CAUSES = {
     **{kind: {"hardware, transient"} for kind in ("nan_grad", "nan_loss")},
-    **{"poison": {"data", "data mix"}, "spike": {"data", "data mix"}},
+    # Never a new mix: no fault of a case has later samples like its own.
+    **{"poison": {"data"}, "spike": {"data"}},
     **{"sticky": {"hardware, sticky"}, "spoil_state": {"state corrupted"}},
+    **{"flip_bit": {"state corrupted"}, "overflow": {"numerics"}},
     # Where the limits did not see the step, what it left is a wrong state.
     "flip_grad": {"hardware, transient", "state corrupted"},
     "misread": {"read wrongly once", "state corrupted"},
@@ -31,7 +33,11 @@ _OPEN = {"not reproducible", "unclear"}
 _SILENT = ("wrong", "wrong_grad", "flip_bit", "mismatch")
 _NAN = ("nan_grad", "nan_loss", "poison", "sticky")
 # What one more computation, a restart or nothing at all mends: never a reason to halt.
-_PASSING = ("nan_grad", "nan_loss", "misread", "kill", "slow", "raise")
+_PASSING = (
+    *("nan_grad", "nan_loss", "misread", "slow", "oom", "wrong_product", "corrupt_snapshots"),
+    *("kill", "abort", "raise", "stop", "hang", "no_break"),
+    *("skip_collective", "other_collective", "other_shape"),
+)
 
 
 def check(case: Case, folder: Path, twins: Twins, shared: Path, counter: Counter) -> list[str]:
@@ -42,6 +48,7 @@ def check(case: Case, folder: Path, twins: Twins, shared: Path, counter: Counter
     played = play(case, folder / "run", shared, counter, lambda _: [cache])
     wrong = [*_ends(case, played), *_stops(case, played)]
     if wrong or played.last.code == EXIT_CONFIG:
+        counter.refused += not wrong
         return wrong
     wrong += [*_named(case, played), *_ledger(case, played), *_audits(case, played)]
     wrong += _settled(case, played)
@@ -62,13 +69,17 @@ def _ends(case: Case, played: Played) -> Iterator[str]:
 
 def _ending(case: Case, played: Played) -> Iterator[str]:
     last, number = played.last, len(played.starts)
-    if last.code == EXIT_DONE:
+    words = refused_in(case, number - 1)
+    if last.code == EXIT_CONFIG:
+        if not words or words not in last.text:
+            yield f"refused: at start {number}: {tail(last.text)}"
+    elif words:
+        yield f"accepted: with {last.code} at start {number}, to be refused: {words}"
+    elif last.code == EXIT_DONE:
         if last.summary.get("status") != "done":
             yield f"ended: with 0, status {last.summary.get('status')}"
         if played.left:
             yield f"left: in shared memory {played.left[:3]}"
-    elif last.code == EXIT_CONFIG:
-        yield f"refused: at start {number}: {tail(last.text)}"
     elif last.code != EXIT_HALTED:
         word = "crashed" if TRACEBACK in own(last.text) else "ended"
         yield f"{word}: with {last.code} at start {number}: {tail(last.text)}"
@@ -81,7 +92,8 @@ def _stops(case: Case, played: Played) -> Iterator[str]:
     for number, start in enumerate(played.starts):
         if start.broken not in ("term", "int"):
             continue
-        if "did not end within preempt.grace_seconds" in start.text:  # no summary is left then
+        is_late = "did not end within preempt.grace_seconds" in start.text
+        if is_late and not hangs(case):  # no summary is left then
             yield f"lost: asked to stop at {case.breaks[number].at}: {tail(start.text)}"
         if not start.summary:
             continue
@@ -159,6 +171,7 @@ def _audits(case: Case, played: Played) -> Iterator[str]:
     ranks = {fault.rank for fault in wrong}
     # A start whose rank was wrong from the beginning has nothing to compare it with.
     is_alone = len(wrong) == len(case.faults) == 1 and not case.breaks and not case.sick
+    is_alone = is_alone and (case.ranks > 2 or wrong[0].steps[0] > 1)
     has_trouble = bool(case.sick) or any(f.kind in ("sticky", "spoil_state") for f in _faults(case))
     for line in lines:
         if not wrong and not has_trouble and "flip_bit" not in {f.kind for f in _faults(case)}:
@@ -177,7 +190,9 @@ def _is_compared(case: Case, played: Played) -> bool:
     troubled = {line["step"] for line in lines if line["kind"] in ("redo", "discard", "rollback")}
     for line in lines:
         cause = (line.get("detail") or {}).get("cause")
-        if line["kind"] == "rebaseline" or (isinstance(cause, dict) and cause["remedy"] == "widen"):
+        if line["kind"] in ("rebaseline", "micro_size") or (
+            isinstance(cause, dict) and cause["remedy"] == "widen"
+        ):
             return False
     if case.sick and not troubled:
         return False  # a device that is wrong by less than the limits

@@ -16,6 +16,8 @@ _WEIGHTS = (1.0, 1.0, 1.0)
 # In nats: wider than the defaults, because the loss of eight short sequences is a noisy number.
 _LIMITS = {"loss_floor": 1.6, "drift_nats": 15.0}
 _RATES = {"adamw": 1e-2, "sgd": 0.5, "lion": 2e-3, "muon": 1e-2, "adafactor": 5e-2}
+_HANGING = ("hang", "stop", "skip_collective", "other_", "no_break")
+_SOON_HUNG = ("watchdog.floor_seconds=6", "watchdog.slow_seconds=30")
 _ALIKE = (
     *(f"steps={STEPS}", f"schedule.total={STEPS}", "schedule.warmup=3", "eval.samples=24"),
     *(f"batch.global_size={BATCH}", f"data.seq_len={SEQ_LEN}", "data.held_out=0.1"),
@@ -46,7 +48,7 @@ def overrides(case: Case, folder: Path, start: int = 0) -> list[str]:
     """
     engine, _ = layout_of(case, start)
     words = [*_ALIKE, f"seed={case.seed}", f"parallel={engine}", f"batch.micro_size={case.micro}"]
-    words += [f"compute.precision={'bf16' if engine.startswith('zero') else case.precision}"]
+    words += [f"compute.precision={case.precision}"]
     if engine == "hsdp":
         words.append("parallel.shard_size=2")
     words += [f"data.workers={case.workers}"]
@@ -55,8 +57,32 @@ def overrides(case: Case, folder: Path, start: int = 0) -> list[str]:
         words.remove("optim.weight_decay=0.1")
     words += ["optim.ema=0.8"] if case.ema else []
     words += [*_model(case), *_data(case, folder, start), *_watched(case), *_guarded(case)]
+    return [*words, *_faulty(case)]
+
+
+def _faulty(case: Case) -> list[str]:
     faults = ",".join(f"'{fault}'" for fault in case.faults)
-    return [*words, f"faults=[{faults}]"] if faults else words
+    if not faults:
+        return []
+    words = list(_SOON_HUNG) if hangs(case) else []
+    words += ["debug.check_devices=true"] if "wrong_product" in faults else []
+    return [*words, f"faults=[{faults}]"]
+
+
+def hangs(case: Case) -> bool:
+    """Whether some fault of it may have ranks wait for each other."""
+    return any(fault.startswith(_HANGING) for fault in case.faults)
+
+
+def refused_in(case: Case, start: int) -> str:
+    """Words of the refusal that these settings meet at a start by design; "" for none."""
+    if not layout_of(case, start)[0].startswith("zero"):
+        return ""
+    if case.optim == "muon":
+        return "works on whole matrices"
+    if case.optim == "adafactor":
+        return "needs whole parameters"
+    return "needs compute.precision=bf16" if case.precision == "fp32" else ""
 
 
 def _model(case: Case) -> list[str]:
@@ -102,12 +128,19 @@ def _watched(case: Case) -> list[str]:
         f"track.layers_every={case.layers}",
         f"debug.replica_check_every={case.replicas}",
         f"debug.preflight={json.dumps(case.preflight)}",
-        f"track.tensorboard={json.dumps(case.tracker)}",
+        *_tracker(case),
         f"checkpoint.keep_best={json.dumps(case.best)}",
         f"checkpoint.keep={case.keep}",
         f"checkpoint.background={json.dumps(case.background)}",
         f"checkpoint.memory_every={3 if case.memory else 0}",
     ]
+
+
+def _tracker(case: Case) -> list[str]:
+    if case.tracker in ("tensorboard", "wandb", "mlflow"):
+        return [f"track.{case.tracker}=true"]
+    told = f"track._target_=tests.tracking.{case.tracker}"
+    return [told, "track.path=/dev/null"] if case.tracker else []
 
 
 def _guarded(case: Case) -> list[str]:

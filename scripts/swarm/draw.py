@@ -17,6 +17,7 @@ _LAYOUTS = (
     *(("fsdp", 1), ("fsdp", 2), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4)),
     *(("ddp", 2), ("ddp", 2), ("ddp", 3), ("hsdp", 4)),
 )
+_TRACKERS = (*("tensorboard", "Recorder", "Broken", "Hanging") * 2, "wandb", "mlflow")
 _OBSERVERS = (
     *("memory line", "layers", "layer report", "sources", "spike score", "tracker", "ring lines"),
     *("live line", "pace", "rank times", "replicas", "audit", "preflight", "curve", "explain"),
@@ -44,8 +45,6 @@ def _traits(dice: random.Random, among: Sequence[str]) -> tuple[str, ...]:
 def _runner(dice: random.Random) -> Case:
     engine, ranks = dice.choice(_LAYOUTS if dice.random() < 0.95 else _ZERO)
     model = _traits(dice, _PARTS) if dice.random() < 0.5 else ()
-    if model and engine.startswith("zero"):
-        model = ()
     data = dice.choice(("synthetic", "synthetic", "own", "augmented", "packed", "text",
                         "texts", "mixture", "levels", "levels"))  # fmt: skip
     if model and data in ("packed", "synthetic"):
@@ -67,44 +66,53 @@ def _runner(dice: random.Random) -> Case:
         replicas=dice.choice((0, 0, 0, 6)),
         preflight=dice.random() < 0.1,
         explain=dice.choice(("off", "quick", "quick", "quick", "full")),
-        tracker=dice.random() < 0.1,
+        tracker=dice.choice(_TRACKERS) if dice.random() < 0.1 else "",
         late=dice.random() < 0.3,
         workers=dice.choice((0, 0, 0, 0, 1)),
         keep=dice.choice((1, 3, 3)),
         memory=dice.random() < 0.3,
         background=dice.random() < 0.5,
     )
-    if engine.startswith("zero") and case.optim in ("muon", "adafactor"):
-        case = replace(case, optim="adamw")
     if case.replicas:  # what was saved since the last look is distrusted
         case = replace(case, keep=3)
     case = replace(case, late_copies=case.memory and dice.random() < 0.5)
     case = replace(case, best=bool(case.evaluate) and dice.random() < 0.3)
     if case.explain != "off" and dice.random() < 0.8:
         case = replace(case, remedy="verdict")
-    case = replace(case, faults=_faults(dice, case), breaks=_breaks(dice, case))
+    case = replace(case, faults=_faults(dice, case))
+    case = replace(case, breaks=_breaks(dice, case))
     if not case.faults and ranks > 1 and dice.random() < 0.6:
-        case = replace(case, sick=_sick(dice, ranks))
+        case = replace(case, sick=_sick(dice, ranks, (11, 20)))
+        if case.explain == "quick" and dice.random() < 0.2:
+            case = replace(case, faults=_BUDGET, sick=_sick(dice, ranks, (20, 24)))
+    layouts = [engine, *(one.engine for one in case.breaks)]
+    if any(one.startswith("zero") for one in layouts) and dice.random() < 0.8:  # else refused
+        case = replace(case, precision="bf16", optim=dice.choice(("adamw", "adamw", "sgd", "lion")))
     if data == "packed" and dice.random() < 0.5:
         case = replace(case, flaky=1.0)
     return case
 
 
-def _sick(dice: random.Random, ranks: int) -> str:
+# Each takes three computations of a step: of explain=quick's sixty none is left for an incident.
+_BUDGET = tuple(f"nan_loss@step={step},rank=0" for step in range(2, 20))
+
+
+def _sick(dice: random.Random, ranks: int, between: tuple[int, int]) -> str:
     how = dice.choice(("noise", "gradient", "pattern", "sum"))
     # All but one at most, so that a sound one is left to tell.
     at_fault = dice.sample(range(ranks), dice.randint(1, max(1, ranks - 1)))
-    return f"{how}@step={dice.randint(9, 20)},ranks={'+'.join(map(str, sorted(at_fault)))}"
+    return f"{how}@step={dice.randint(*between)},ranks={'+'.join(map(str, sorted(at_fault)))}"
 
 
 def _faults(dice: random.Random, case: Case) -> tuple[str, ...]:
     if dice.random() < 0.25:
         return ()
     if case.ranks > 1 and case.audit and dice.random() < 0.3:
-        step = dice.choice((1, 3, 6, 9, 12))
-        return (f"wrong@step={step},rank={dice.randrange(case.ranks)}",)
-    more = tuple(_fault(dice, case.ranks) for _ in range(dice.choice((1, 1, 1, 2, 3))))
-    if case.data in ("mixture", "levels") and dice.random() < 0.6:
+        at = f"step={dice.choice((1, 3, 6, 9, 12))},rank={dice.randrange(case.ranks)}"
+        module = "layers.0" if case.model else "blocks.0.ffn.down"
+        return (dice.choice((f"wrong@{at}", f"wrong_grad@{at},module={module}")),)
+    more = tuple(_fault(dice, case) for _ in range(dice.choice((1, 1, 1, 2, 3))))
+    if case.data in ("mixture", "levels") and dice.random() < 0.8:
         # Where sources differ, what is outstanding shows only once the model has learnt.
         late = dice.randrange(14 * BATCH, (STEPS - 4) * BATCH)
         is_spike = case.data == "levels" and dice.random() < 0.6
@@ -117,36 +125,55 @@ def _poison(dice: random.Random) -> str:
     return f"poison@samples={first}-{first + dice.choice((0, 0, 0, 1))}"
 
 
-def _fault(dice: random.Random, ranks: int) -> str:
-    step, rank = dice.randint(2, STEPS - 3), dice.randrange(ranks)
+def _fault(dice: random.Random, case: Case) -> str:
+    step, rank = dice.randint(2, STEPS - 3), dice.randrange(case.ranks)
+    kinds = [
+        *("nan_grad", "nan_loss", "flip_grad", "poison", "poison", "poison", "spike", "spike"),
+        *("end", "sticky", "misread", "spoil_state", "mismatch", "corrupt_checkpoint", "slow"),
+        *("range", "raise", "raise", "overflow", "oom"),
+    ]
+    kinds += ["flip_bit"] if case.engine in ("ddp", "hsdp") else []
+    kinds += ["corrupt_snapshots"] if case.memory else []
+    if case.ranks > 1 and dice.random() < 0.15:
+        return _stray(dice, step, dice.randrange(1, case.ranks))
+    kind, near = dice.choice(kinds), f"step={step},rank={rank}"
+    first = max(step, 10) * BATCH + dice.randrange(BATCH)
+    looks = f"observer={dice.choice(_OBSERVERS)},step={step},call={dice.choice((0, 0, 1, 2, 4))}"
+    module = "head" if case.model else "blocks.0.ffn"
+    texts = {
+        "poison": _poison(dice),
+        "spike": f"spike@samples={first},scale=60",
+        # Lasts for some steps: a rollback.
+        "range": f"poison@samples={first}-{first + dice.randint(2, 4) * BATCH}",
+        "corrupt_checkpoint": f"corrupt_checkpoint@step={max(step, 8)}",
+        "end": f"{dice.choice(('kill', 'kill', 'abort'))}@{near},{_point(dice)}",
+        "raise": f"raise@{looks}{dice.choice(('', f',rank={rank}'))}",
+        "overflow": f"overflow@step={step}-{step + dice.randint(0, 2)},module={module}",
+        "oom": f"oom@{near},rows={dice.choice((1, 2, 4))}",
+        "slow": f"slow@{near},seconds=0.3",
+    }
+    return texts.get(kind, f"{kind}@{near}")
+
+
+def _point(dice: random.Random) -> str:
+    at = ("fetch", "forward", "backward", "agree", "apply", "save", "rollback")
+    return f"at={dice.choice(at)}"
+
+
+def _stray(dice: random.Random, step: int, rank: int) -> str:
+    """A rank that others wait for, or that is found where it meets them."""
     kind = dice.choice(
-        ("nan_grad", "nan_loss", "flip_grad", "poison", "poison", "poison", "spike", "spike",
-         "kill", "sticky", "misread", "spoil_state", "mismatch", "corrupt_checkpoint", "slow",
-         "range", "raise", "raise")
+        ("hang", "stop", "skip_collective", "other_collective", "other_shape", "no_break",
+         "wrong_product")
     )  # fmt: skip
-    if kind == "poison":
-        return _poison(dice)
-    if kind == "spike":
-        first = max(step, 10) * BATCH + dice.randrange(BATCH)
-        return f"spike@samples={first},scale=60"
-    if kind == "range":  # lasts for some steps: a rollback
-        first = max(step, 10) * BATCH + dice.randrange(BATCH)
-        return f"poison@samples={first}-{first + dice.randint(2, 4) * BATCH}"
-    if kind == "corrupt_checkpoint":
-        return f"corrupt_checkpoint@step={max(step, 8)}"
-    if kind == "kill":
-        at = dice.choice(("fetch", "forward", "backward", "agree", "apply", "save", "rollback"))
-        return f"kill@step={step},rank={rank},at={at}"
-    if kind == "raise":
-        at = f"observer={dice.choice(_OBSERVERS)},step={step},call={dice.choice((0, 0, 1, 2, 4))}"
-        return f"raise@{at}{dice.choice(('', f',rank={rank}'))}"
-    if kind == "slow":
-        return f"slow@step={step},rank={rank},seconds=0.3"
+    if kind in ("hang", "stop"):
+        return f"{kind}@step={step},rank={rank},{_point(dice)}"
+    step = {"no_break": 1, "wrong_product": 0}.get(kind, step)
     return f"{kind}@step={step},rank={rank}"
 
 
 def _breaks(dice: random.Random, case: Case) -> tuple[Break, ...]:
-    if dice.random() < 0.4:
+    if dice.random() < (0.2 if case.data in MIXTURES else 0.4):
         return ()
     return tuple(_break(dice, case) for _ in range(dice.choice((1, 1, 1, 2))))
 
@@ -159,15 +186,15 @@ def _break(dice: random.Random, case: Case) -> Break:
     places += [f"save:{dice.randint(1, 4)}", "finish:1"] if how.startswith("kill") else []
     places += ["roll back:1", "start:1"] if how.startswith("kill") else []
     one = Break(how=how, at=dice.choice(places), delay=round(dice.random() * 0.3, 3))
-    if dice.random() < 0.3 and not case.engine.startswith("zero"):
-        engine, ranks = dice.choice(_LAYOUTS)
+    if dice.random() < 0.3:
+        engine, ranks = dice.choice(_LAYOUTS if dice.random() < 0.8 else _ZERO)
         one = replace(one, engine=engine, ranks=ranks)
     if case.data == "texts" and dice.random() < 0.5:
         return replace(one, at=f"tokenise:{dice.randint(1, 3)}")
-    if case.data in MIXTURES and dice.random() < 0.6:
+    if case.data in MIXTURES and dice.random() < 0.8:
         # New weights are settled where the run had got, so mostly between two checkpoints.
-        at = f"step:{dice.choice(_steps(dice, case))}" if dice.random() < 0.7 else one.at
-        how = "kill" if dice.random() < 0.7 else one.how
+        at = f"step:{dice.choice(_steps(dice, case))}" if dice.random() < 0.8 else one.at
+        how = "kill" if dice.random() < 0.8 else one.how
         weights = dice.choice(((3.0, 1.0, 1.0), (1.0, 0.0, 2.0)))
         one = replace(one, how=how, at=at, weights=weights)
     return one
@@ -191,7 +218,8 @@ def _loop(dice: random.Random) -> Case:
         engine=engine,
         ranks=ranks,
         model=_traits(dice, _LOOP_PARTS) if dice.random() < 0.8 else (),
-        data=dice.choice(("list", "list", "own", "windows", "windows", "shuffled", "sampler")),
+        data=dice.choice(("list", "list", "own", "windows", "windows", "shuffled", "stateful",
+                          "sampler", "sampler")),
         optim=dice.choice(("adamw", "adamw", "sgd")),
         units=dice.choice((1.0, 1.0, 1.0, 100.0)),
         evaluate=dice.choice((0, 0, 5)),
@@ -200,7 +228,11 @@ def _loop(dice: random.Random) -> Case:
         clip=dice.choice((0.0, 0.0, 0.5)) if engine != "fsdp" else 0.0,
         accumulate=dice.choice((1, 1, 2, 2, 3)),
         looked=dice.random() < 0.3,
-    )
+        precision=dice.choice(("fp32", "fp32", "fp32", "bf16")),
+    )  # fmt: skip
+    # sync=False: what stands beside the optimizer's step is done for refused steps too.
+    case = replace(case, ema=not case.late and dice.random() < 0.3)
+    case = replace(case, mirror=case.memory and dice.random() < 0.05)
     case = replace(case, late_copies=case.memory and dice.random() < 0.5)
     if case.late and engine == "fsdp":  # torch's fused SGD does not take shards
         case = replace(case, optim="adamw")
@@ -208,18 +240,23 @@ def _loop(dice: random.Random) -> Case:
         # On three ranks DDP adds gradients in another order in its first step.
         return replace(
             case, ranks=min(ranks, 2), ring_alone=True, data="list", accumulate=1,
-            breaks=_loop_breaks(dice), clip=0.0, evaluate=0,
+            breaks=_loop_breaks(dice, case), clip=0.0, evaluate=0, ema=False, mirror=False,
         )  # fmt: skip
     bad = sorted(dice.sample(range(3, 34), dice.choice((0, 1, 1, 2))))
     if dice.random() < 0.3:
         first = dice.randint(12, 26)
         bad = sorted({*bad, *range(first, first + 3 * case.accumulate)})
-    return replace(case, bad=tuple(bad), breaks=_loop_breaks(dice))
+    return replace(case, bad=tuple(bad), breaks=_loop_breaks(dice, case))
 
 
-def _loop_breaks(dice: random.Random) -> tuple[Break, ...]:
+def _loop_breaks(dice: random.Random, case: Case) -> tuple[Break, ...]:
     count = dice.choice((0, 1, 1, 2))
-    hows = ("kill", "kill_one", "term")
+    others = (0, 1, 2, 3) if case.data == "sampler" and case.engine != "single" else (0,)
     return tuple(
-        Break(how=dice.choice(hows), at=f"batch:{dice.randint(2, 18)}") for _ in range(count)
+        Break(
+            how=dice.choice(("kill", "kill_one", "term")),
+            at=f"batch:{dice.randint(2, 18)}",
+            ranks=dice.choice(others),
+        )
+        for _ in range(count)
     )

@@ -6,6 +6,8 @@ and does not use them. Each rank leaves what it ends with, and the batches that 
 
 from __future__ import annotations
 
+import copy
+import importlib
 import json
 import os
 import signal
@@ -91,14 +93,21 @@ def _windows(samples: torch.Tensor) -> Iterator[torch.Tensor]:
         yield samples[torch.randint(len(samples), (PER,))]
 
 
-def _loader(case: Case, rank: int, ranks: int) -> Any:
-    if case.data == "sampler":
-        samples = _samples(case, 0, NUM * PER * ranks)
+def _global_size(case: Case) -> int:
+    return PER * case.ranks
+
+
+def _loader(case: Case, rank: int) -> Any:
+    if case.data == "sampler":  # the same global batches on any number of ranks
+        samples = _samples(case, 0, NUM * _global_size(case))
         return DataLoader(
             samples,  # type: ignore[arg-type]
-            batch_sampler=Sampler(len(samples), global_size=PER * ranks, seed=case.seed),
+            batch_sampler=Sampler(len(samples), global_size=_global_size(case), seed=case.seed),
         )
     samples = _samples(case, rank, NUM * PER)
+    if case.data == "stateful":
+        torchdata = importlib.import_module("torchdata.stateful_dataloader")
+        return torchdata.StatefulDataLoader(samples, batch_size=PER, shuffle=True)
     if case.data == "shuffled":
         return DataLoader(samples, batch_size=PER, shuffle=True)  # type: ignore[arg-type]
     if case.data == "windows":
@@ -107,33 +116,57 @@ def _loader(case: Case, rank: int, ranks: int) -> Any:
     return _Own(batches) if case.data == "own" else batches
 
 
-def _build(case: Case) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(case.seed)
-    net = Net(traits=case.model, units=case.units)
-    model: nn.Module = net
+def _wrapped(case: Case, net: Net) -> nn.Module:
     if case.engine == "ddp":
-        model = DistributedDataParallel(net)
-    elif case.engine == "fsdp":
+        return DistributedDataParallel(net)
+    if case.engine == "fsdp":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for layer in net.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(net, mesh=mesh)
+    return net
+
+
+class _Average:
+    """The average of a net's weights, sharded as they are; none without ``ema``."""
+
+    def __init__(self, case: Case, net: Net) -> None:
+        self.models: list[nn.Module] = []
+        if case.ema:
+            averaged = copy.deepcopy(net).requires_grad_(False)
+            self.models = [_wrapped(case, averaged) if case.engine == "fsdp" else averaged]
+
+    def update(self, net: nn.Module) -> None:
+        for model in self.models:
+            for mine, new in zip(model.parameters(), net.parameters(), strict=True):
+                mine.mul_(0.8).add_(new.detach(), alpha=0.2)
+
+
+def _build(case: Case) -> tuple[Net, nn.Module, torch.optim.Optimizer, _Average]:
+    torch.manual_seed(case.seed)
+    net = Net(traits=case.model, units=case.units)
+    if case.precision == "bf16":
+        net.bfloat16()
+    average = _Average(case, net)
+    model = _wrapped(case, net)
     rank = dist.get_rank() if dist.is_initialized() else 0
     torch.manual_seed(case.seed + 100 + rank)
     trained = [p for p in model.parameters() if p.requires_grad]
     if case.optim == "sgd":
         rate = 0.1 / case.units
-        return net, model, torch.optim.SGD(trained, lr=rate, momentum=0.9, fused=case.late or None)
-    return net, model, torch.optim.AdamW(trained, lr=1e-2, fused=case.late or None)
+        sgd = torch.optim.SGD(trained, lr=rate, momentum=0.9, fused=case.late or None)
+        return net, model, sgd, average
+    return net, model, torch.optim.AdamW(trained, lr=1e-2, fused=case.late or None), average
 
 
-def _look(net: Net, model: nn.Module, batch: torch.Tensor) -> None:
+def _look(net: Net, model: nn.Module, batch: torch.Tensor) -> float:
     model.eval()
     with torch.no_grad():
-        model(batch.clamp(min=0))
+        loss = float(model(batch.clamp(min=0)))
     model.train()
     if _EVAL_PARTS & set(net.traits):
         net.kept.eval()
+    return loss
 
 
 def _break_at(case: Case, out: Path) -> tuple[int, str]:
@@ -145,14 +178,16 @@ def _break_at(case: Case, out: Path) -> tuple[int, str]:
 
 def train(case: Case, out: Path, guard: Any, parts: Any, loader: Any, ending: Any) -> None:
     """The loop, as a user writes it."""
-    net, model, optimizer, scheduler = parts
+    net, model, optimizer, scheduler, average = parts
     held_out = _samples(Case(), 9, PER)
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank, ranks = _place()
     end_at, how = ending
     for number, batch in enumerate(guard.over(loader), start=1):
         if number == end_at:
             _end(how, rank)
         loss = model(batch) / case.accumulate
+        if case.data == "sampler":  # a rank may have one sample more
+            loss = loss * len(batch) * ranks / _global_size(case)
         loss.backward()
         if number % case.accumulate:
             guard.note(loss)
@@ -160,6 +195,7 @@ def train(case: Case, out: Path, guard: Any, parts: Any, loader: Any, ending: An
         if guard.ok(loss):
             optimizer.step()
             scheduler.step()
+            average.update(net)
         optimizer.zero_grad()
         if case.evaluate and guard.updates % case.evaluate == 0:
             _look(net, model, held_out)
@@ -174,7 +210,7 @@ def _end(how: str, rank: int) -> None:
 
 def with_ring(case: Case, out: Path, parts: Any, batches: Any, ending: Any, mode: str) -> None:
     """A loop with a ring and no guard."""
-    _, model, optimizer, scheduler = parts
+    _, model, optimizer, scheduler, _ = parts
     state = {"model": model, "opt": optimizer, "schedule": scheduler}
     ring = None if mode == "plain" else Ring(out / "run", state)
     first = ring.step if ring is not None else 0
@@ -199,36 +235,41 @@ def _own(value: Any) -> str:
     return digest(parts)
 
 
+def _place() -> tuple[int, int]:
+    """Rank and number of ranks."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def run(case: Case, out: Path, mode: str) -> None:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    rank, _ = _place()
     ending = _break_at(case, out) if mode == "guarded" else (-1, "")
     if dist.is_initialized():
         dist.barrier()  # before this start is counted
     if rank == 0:
         (out / f"start-{len(list(out.glob('start-*')))}").touch()
-    net, model, optimizer = _build(case)
+    net, model, optimizer, average = _build(case)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.05 * step))
-    parts, clip = (net, model, optimizer, scheduler), case.clip or None
+    parts, clip = (net, model, optimizer, scheduler, average), case.clip or None
     if case.looked:
         with torch.no_grad():
             model(_samples(Case(), 9, PER).clamp(min=0))
     ended: dict[str, Any] = {}
     if case.ring_alone:
-        with_ring(case, out, parts, _loader(case, rank, ranks), ending, mode)
+        with_ring(case, out, parts, _loader(case, rank), ending, mode)
     elif mode == "plain":
         skipped = json.loads((out / "skipped.json").read_text())
         plain = PlainGuard(skipped, model, clip)
-        train(case, out, plain, parts, _loader(case, rank, ranks), ending)
+        train(case, out, plain, parts, _loader(case, rank), ending)
         ended = {"bad": plain.bad}
     else:
         settings = {**_RULES, "sync": not case.late, "accumulate": case.accumulate}
         settings |= limits(case) | ({} if case.memory else {"memory_every": 0})
+        settings |= {"memory_mirror": True} if case.mirror else {}
         guard = Guard(
-            out / "run", model=model, optimizer=optimizer, scheduler=scheduler, clip=clip,
-            **settings,
+            out / "run", model=[model, *average.models], optimizer=optimizer, scheduler=scheduler,
+            clip=clip, **settings,
         )  # fmt: skip
-        train(case, out, guard, parts, _loader(case, rank, ranks), ending)
+        train(case, out, guard, parts, _loader(case, rank), ending)
         guard.close()
         ended = {"skipped": guard.skipped}
     random = None if case.ring_alone else torch.get_rng_state()
@@ -237,7 +278,9 @@ def run(case: Case, out: Path, mode: str) -> None:
         "optimizer": _own(optimizer.state_dict()["state"]),
         "scheduler": digest(scheduler.state_dict()),
         "random": digest(random),
+        "average": _own([one.state_dict() for one in average.models]),
     }
+    ended["loss"] = _look(net, model, _samples(Case(), 9, PER))
     (out / f"end-{mode}-{rank}.json").write_text(json.dumps(ended))
 
 

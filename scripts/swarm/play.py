@@ -20,7 +20,7 @@ from typing import Any
 from runner.system.error import EXIT_CONFIG, EXIT_DONE, EXIT_HALTED, EXIT_NO_CHECKPOINT
 from runner.system.json_lines import read_lines as read_whole_lines
 from scripts.swarm.case import Break, Case
-from scripts.swarm.command import layout_of, overrides
+from scripts.swarm.command import hangs, layout_of, overrides
 from tests import warm
 from tests.run import Result, Started, read_lines, start
 
@@ -79,10 +79,10 @@ class Played:
 
 
 class Counter:
-    """Training runs that were started, and the processor time of all that has ended."""
+    """Training runs that were started, and cases that end in a refusal by design."""
 
     def __init__(self) -> None:
-        self.runs = 0
+        self.runs = self.refused = 0
         self._lock = threading.Lock()
 
     def add(self) -> None:
@@ -127,8 +127,11 @@ def play(
 def crashes(case: Case) -> bool:
     """Whether some fault of it ends the process."""
     # A copy of the weights that differs from the others is found by an audit, and ends the start.
-    ends = ("kill", "abort", "raise", "hang", "mismatch", "spoil_state")
-    return any(fault.startswith(ends) for fault in case.faults)
+    ends = (
+        *("kill", "abort", "raise", "mismatch", "spoil_state", "flip_bit", "wrong_product"),
+        *("oom", "corrupt_snapshots"),
+    )
+    return hangs(case) or any(fault.startswith(ends) for fault in case.faults)
 
 
 def _start(
@@ -225,7 +228,8 @@ def play_loop(case: Case, out: Path, mode: str, counter: Counter) -> Played:
     while len(starts) < _MOST_STARTS:
         counter.add()
         one = case.breaks[len(starts)] if len(starts) < len(case.breaks) else None
-        started = _start_loop(case, out, file, mode, memory)
+        ranks = layout_of(case, len(starts))[1] if mode == "guarded" else case.ranks
+        started = _start_loop(case, out, file, mode, memory, ranks)
         broken = one.how if one and mode == "guarded" else ""
         starts.append(_awaited(started, broken, out / "run"))
         last = starts[-1]
@@ -236,11 +240,11 @@ def play_loop(case: Case, out: Path, mode: str, counter: Counter) -> Played:
     return Played(out=out, starts=tuple(starts), ended=tuple(ended))
 
 
-def _start_loop(case: Case, out: Path, file: Path, mode: str, memory: Path) -> Started:
+def _start_loop(case: Case, out: Path, file: Path, mode: str, memory: Path, ranks: int) -> Started:
     command = [sys.executable]
     if case.ranks > 1 or case.engine != "single":
         launcher = ["-m", "torch.distributed.run", "--standalone"]
-        command += [*launcher, f"--nproc-per-node={case.ranks}"]
+        command += [*launcher, f"--nproc-per-node={ranks}"]
     command += [str(HERE / "loop.py"), f"out={out}", str(file), mode]
     own = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "HOLDFAST_MEMORY_DIR": str(memory)}
     env = os.environ | own

@@ -1,4 +1,4 @@
-"""Plays cases two at a time, shrinks those that fail, and keeps count."""
+"""Plays some cases at a time, shrinks those that fail, and keeps count."""
 
 from __future__ import annotations
 
@@ -32,9 +32,11 @@ _MOST_TRIES = 25  # of shrinking one case
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """What a session did."""
+    """What a session did: training runs, and cases that were refused by design among others."""
 
     cases: int = 0
+    runs: int = 0
+    refused: int = 0
     failures: list[dict[str, Any]] = field(default_factory=list)
     flaky: list[dict[str, Any]] = field(default_factory=list)
 
@@ -114,12 +116,8 @@ def run(
     say: Callable[[str], None],
     most_failures: int = 1_000,
     shrinks: bool = True,
-) -> tuple[Report, int]:
-    """Draw and play cases until the time is over.
-
-    Returns:
-        what came of it, and how many training runs that took.
-    """
+) -> Report:
+    """Draw and play cases until the time is over."""
     report, limit = Report(), time.monotonic() + 60 * minutes
     with bench() as the_bench, ThreadPoolExecutor(jobs) as pool:
         numbers = iter(range(seed, 10**12))
@@ -139,7 +137,8 @@ def run(
                 if wrong := one.result():
                     say(f"seed {number}: {size(case)} features: {wrong[0][:600]}")
                     _keep(the_bench, report, number, case, wrong, keep, say, shrinks=shrinks)
-        return report, the_bench.counter.runs
+        report.runs, report.refused = the_bench.counter.runs, the_bench.counter.refused
+        return report
 
 
 def _keep(

@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,22 +36,23 @@ class Twins:
     def __init__(self, folder: Path, shared: Path, counter: Counter) -> None:
         self._folder, self._shared, self._counter = folder, shared, counter
         self._known: dict[str, Played] = {}
+        self._makers: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._lock = threading.Lock()
 
     def of(self, case: Case, legs: Sequence[Leg], skipped: Sequence[Any]) -> Played:
-        key = json.dumps([overrides(case, self._shared, start) for start, *_ in legs])
+        starts = [leg.start for leg in legs]
+        key = json.dumps(
+            [(overrides(case, self._shared, start), layout_of(case, start)) for start in starts]
+        )
         key = hashlib.sha256(f"{key}{legs}{skipped}".encode()).hexdigest()[:16]
         with self._lock:
-            known = self._known.get(key)
-        if known is None:
-            known = self._make(case, legs, skipped, self._folder / key)
-            with self._lock:
-                self._known[key] = known
-        return known
+            maker = self._makers[key]
+        with maker:  # another case may need it at the same time
+            if key not in self._known:
+                self._known[key] = self._make(case, legs, skipped, self._folder / key)
+            return self._known[key]
 
     def _make(self, case: Case, legs: Sequence[Leg], skipped: Sequence[Any], out: Path) -> Played:
-        if out.exists():  # another case needs it at the same time
-            out = out.with_name(f"{out.name}-{threading.get_ident()}")
         played: Played | None = None
         for start, stop, reached in legs:
             engine, ranks = layout_of(case, start)
