@@ -8,6 +8,7 @@ inside a collective.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -81,8 +82,15 @@ class StopRequest:
     @property
     def is_late(self) -> bool:
         """Whether the grace is over."""
+        return self.left_seconds < 0
+
+    @property
+    def left_seconds(self) -> float:
+        """Until the grace is over; infinite if no stop is requested."""
         request = self._asked
-        return request is not None and time.monotonic() > request[0] + self._grace_seconds
+        if request is None:
+            return math.inf
+        return request[0] + self._grace_seconds - time.monotonic()
 
     @property
     def reason(self) -> str:

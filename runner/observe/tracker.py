@@ -163,8 +163,10 @@ class BackgroundTracker(AsyncWriter[Callable[[Tracker], None]]):
         copied = dict(line)
         self.put(lambda tracker: tracker.incident(self._attempts.newest, copied))
 
-    def finish(self, summary: Mapping[str, Any], *, in_time: bool) -> str:
-        """Take the summary. What is not sent within some seconds is lost.
+    def finish(
+        self, summary: Mapping[str, Any], *, in_time: bool, most_seconds: float = math.inf
+    ) -> str:
+        """Take the summary. What is not sent in some seconds, at most ``most_seconds``, is lost.
 
         Returns:
             A sentence about what was lost; empty if all was sent.
@@ -172,7 +174,7 @@ class BackgroundTracker(AsyncWriter[Callable[[Tracker], None]]):
         self.put(lambda tracker: tracker.summary(dict(summary)))
         self.put(self._close)
         seconds = _CLOSE_SECONDS if in_time and self.loss is None else _CLOSE_SECONDS_LATE
-        is_sent = self.drain(seconds)
+        is_sent = self.drain(min(seconds, most_seconds))
         has_time = in_time and summary.get("status") != "preempted"
         if not is_sent and has_time and self._tracker is None and self.loss is None:
             # A short run, whose tracker is still being connected.

@@ -117,7 +117,8 @@ def close(run: EngineRun, end: RunEnd) -> int:
     summary = sum_up(run, end, global_size=size, digest=digest, data=words)
     if summary is not None:
         for tracker in run.written.trackers:
-            if warning := tracker.finish(asdict(summary), in_time=end.in_time):
+            left = max(0.0, group.stop.left_seconds - _PAGE_SECONDS_ASKED)
+            if warning := tracker.finish(asdict(summary), in_time=end.in_time, most_seconds=left):
                 group.console.say(f"warning: {warning}")
     if run.written.alerts is not None:
         run.written.alerts.close()

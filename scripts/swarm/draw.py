@@ -73,6 +73,8 @@ def _runner(dice: random.Random) -> Case:
         memory=dice.random() < 0.3,
         background=dice.random() < 0.5,
     )
+    if data == "levels" and dice.random() < 0.8:
+        case = replace(case, optim="adamw")
     if case.replicas:  # what was saved since the last look is distrusted
         case = replace(case, keep=3)
     case = replace(case, late_copies=case.memory and dice.random() < 0.5)
@@ -116,7 +118,8 @@ def _faults(dice: random.Random, case: Case) -> tuple[str, ...]:
         # Where sources differ, what is outstanding shows only once the model has learnt.
         late = dice.randrange(14 * BATCH, (STEPS - 4) * BATCH)
         is_spike = case.data == "levels" and dice.random() < 0.6
-        return (f"spike@samples={late},scale=60" if is_spike else _poison(dice), *more)
+        spike = f"spike@samples={late},scale={dice.choice((15, 30, 60))}"
+        return (spike if is_spike else _poison(dice), *more)
     return more
 
 

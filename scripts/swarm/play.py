@@ -36,6 +36,7 @@ _ILLS: dict[str, dict[str, Any]] = {
     "pattern": {"how": "lost", "site": "embedding", "rows": "7x2"},
     "sum": {"how": "sum"},
 }
+_OFFLINE = {"WANDB_MODE": "offline", "MLFLOW_ALLOW_FILE_STORE": "true"}
 _SIGNALS = {"term": signal.SIGTERM, "int": signal.SIGINT}
 
 
@@ -146,7 +147,7 @@ def _start(
     counter.add()
     ranks = layout_of(case, number)[1]
     mark = out.parent / f"{out.name}-mark-{number}"
-    env = {"SWARM": json.dumps(_asked(one, mark)), "HOLDFAST_MEMORY_DIR": str(memory)}
+    env = {"SWARM": json.dumps(_asked(one, mark)), "HOLDFAST_MEMORY_DIR": str(memory), **_OFFLINE}
     if case.sick:
         env["ILL"] = json.dumps([_ill(case.sick)])
     if case.late_copies:

@@ -272,6 +272,15 @@ def test_one_that_never_connects_is_said_to_have_nothing(
     assert waited == waits
 
 
+def test_none_is_waited_for_longer_than_is_left_of_the_grace(tmp_path: Path) -> None:
+    from tests.tracking import hanging
+
+    tracker, began = background(hanging, tmp_path), time.monotonic()
+    tracker.write(line(1))
+    words = tracker.finish(SUMMARY | {"status": "preempted"}, in_time=True, most_seconds=0.2)
+    assert "was not sent" in words and time.monotonic() - began < 5
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["Broken", "Hanging"])
 def test_a_dead_tracker_is_one_line(tmp_path: Path, name: str) -> None:
