@@ -8,7 +8,7 @@ from pathlib import Path
 
 from scripts.swarm.case import Case
 
-STEPS, BATCH, SEQ_LEN = 30, 8, 16
+STEPS, BATCH, SEQ_LEN, EVERY = 30, 8, 16, 6
 MIXED = ("code", "talk", "web")
 _LEVELS = {"mixture": (0.2, 0.2, 0.2), "levels": (0.0, 0.2, 1.0)}
 MIXTURES = ("texts", *_LEVELS)
@@ -21,7 +21,7 @@ _SOON_HUNG = ("watchdog.floor_seconds=6", "watchdog.slow_seconds=30")
 _ALIKE = (
     *(f"steps={STEPS}", f"schedule.total={STEPS}", "schedule.warmup=3", "eval.samples=24"),
     *(f"batch.global_size={BATCH}", f"data.seq_len={SEQ_LEN}", "data.held_out=0.1"),
-    *("checkpoint.every=6", "checkpoint.clean_after=3", "guard.cooldown_steps=0"),
+    *(f"checkpoint.every={EVERY}", "checkpoint.clean_after=3", "guard.cooldown_steps=0"),
     *("guard.min_history=8", "resume.stale_seconds=5", "debug.check_devices=false"),
 )
 

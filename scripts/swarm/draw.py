@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from runner.fault.spec import parse_faults
 from scripts.swarm.case import Break, Case
-from scripts.swarm.command import BATCH, MIXTURES, STEPS
+from scripts.swarm.command import BATCH, EVERY, MIXTURES, STEPS
 
 _PARTS = ("dropout", "batchnorm", "eval_norm", "eval_drop", "tied", "frozen", "half")
 _LOOP_PARTS = ("dropout", "batchnorm", "eval_norm", "eval_drop", "tied", "frozen")
@@ -23,6 +23,7 @@ _OBSERVERS = (
     *("live line", "pace", "rank times", "replicas", "audit", "preflight", "curve", "explain"),
     *("explain", "explain", "evidence", "names", "resume check"),
 )
+_REMIXES = ((3.0, 1.0, 1.0), (1.0, 0.0, 2.0))
 _ZERO = (("zero1", 2), ("zero2", 2), ("zero3", 2))
 
 
@@ -83,6 +84,8 @@ def _runner(dice: random.Random) -> Case:
         case = replace(case, remedy="verdict")
     case = replace(case, faults=_faults(dice, case))
     case = replace(case, breaks=_breaks(dice, case))
+    if data in MIXTURES and dice.random() < 0.3:
+        case = _remixed(dice, case)
     if not case.faults and ranks > 1 and dice.random() < 0.6:
         case = replace(case, sick=_sick(dice, ranks, (11, 20)))
         if case.explain == "quick" and dice.random() < 0.2:
@@ -93,6 +96,15 @@ def _runner(dice: random.Random) -> Case:
     if data == "packed" and dice.random() < 0.5:
         case = replace(case, flaky=1.0)
     return case
+
+
+def _remixed(dice: random.Random, case: Case) -> Case:
+    """New weights between two checkpoints, behind a sample that was skipped there."""
+    step = EVERY * dice.randint(1, 3) + dice.randint(1, 3)
+    bad = (step - 1) * BATCH + dice.randrange(BATCH)
+    one = Break(at=f"step:{step + dice.randint(1, 2)}", weights=dice.choice(_REMIXES))
+    return replace(case, faults=(f"poison@samples={bad}-{bad}",), breaks=(one,), memory=False,
+                   late_copies=False)  # fmt: skip
 
 
 # Each takes three computations of a step: of explain=quick's sixty none is left for an incident.
@@ -198,8 +210,7 @@ def _break(dice: random.Random, case: Case) -> Break:
         # New weights are settled where the run had got, so mostly between two checkpoints.
         at = f"step:{dice.choice(_steps(dice, case))}" if dice.random() < 0.8 else one.at
         how = "kill" if dice.random() < 0.8 else one.how
-        weights = dice.choice(((3.0, 1.0, 1.0), (1.0, 0.0, 2.0)))
-        one = replace(one, how=how, at=at, weights=weights)
+        one = replace(one, how=how, at=at, weights=dice.choice(_REMIXES))
     return one
 
 
