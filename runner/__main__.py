@@ -11,6 +11,7 @@ import logging
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 from runner.command.arguments import Parser
@@ -46,6 +47,7 @@ COMMANDS = {
 }
 # These supervise a run: a closed or stalled output must not stop them.
 _LASTING = ("launch", "supervise", "run", "slurm-job")
+_FIRST_SECONDS = 3.0  # for rank 0 to report what all ranks refuse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,6 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RunnerError as error:
         if _is_first() or _is_known_here_alone(error):
             _log.error("%s", error, extra={"fields": {"exit_code": error.exit_code}})
+        elif isinstance(error, ConfigError):
+            time.sleep(_FIRST_SECONDS)  # torchrun ends rank 0 as soon as another rank has left
         return error.exit_code
 
 

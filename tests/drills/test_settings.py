@@ -123,3 +123,28 @@ def test_a_first_save_that_fails_ends_the_run(tmp_path: Path) -> None:
     assert refused.summary["exit_code"] == 4
     assert "there is no clean checkpoint" in refused.summary["reason"]
     assert "Traceback" not in refused.text
+
+
+SLOW_FIRST = """
+import os, time
+from runner.config import compose as module
+
+compose = module.compose
+
+def late(*arguments, **named):
+    if os.environ["RANK"] == "0":
+        time.sleep(1)
+    return compose(*arguments, **named)
+
+module.compose = late
+from runner.__main__ import run
+run()
+"""
+
+
+def test_a_refusal_is_read_though_rank_0_is_the_last_to_meet_it(tmp_path: Path) -> None:
+    """torchrun ends all others at the first rank that leaves, and rank 0 alone reports."""
+    program = tmp_path / "program.py"
+    program.write_text(SLOW_FIRST)
+    result = train(tmp_path / "run", "parallel=fsdb", program=program)
+    assert result.code != 0 and "parallel=fsdb" in result.text, result.tail
