@@ -18,6 +18,7 @@ from runner.launch.attempt import EXIT_CODES, Job, Stop, StopTarget, run_once
 from runner.launch.crash_evidence import BadNodes
 from runner.launch.script import PROGRESS, ScriptSupervisor, Watched
 from runner.launch.supervisor import JobSupervisor, new_launch_id
+from runner.launch.warm_start import WarmStart, rank_modules
 from runner.policy.restart import RestartRules
 from runner.system.environment import variables
 from runner.system.error import ConfigError
@@ -48,7 +49,7 @@ def add_restart_options(parser: Parser) -> None:
     """Options that :func:`rules_of` reads."""
     words = "restarts in a row without a new clean checkpoint; 0: none"
     parser.option("--restarts", 5, words, metavar="N")
-    words = "before a restart; doubled with each one without progress"
+    words = "before a restart after an attempt without progress; doubled with each further one"
     parser.option("--pause", 1.0, words, metavar="SECONDS")
     parser.option("--max-pause", 300.0, metavar="SECONDS")
 
@@ -79,11 +80,12 @@ def run_supervised(
     """
     environment = torchrun.environment(variables(), agent) if agent else variables()
     met = agent if agent and agent.nodes.most > 1 else None  # each node has a supervisor
-    diagnose, begin_seconds = False, None
+    diagnose, begin_seconds, modules = False, None, None
     if "runner" in command:
         overrides = torchrun.overrides_of(command)
         config = torchrun.settings(overrides)
         diagnose, begin_seconds = config.debug.diagnose_on_crash, begin_limit(config)
+        modules = rank_modules(config) if config.launch.warm else None
 
     def make_job(_: int, diagnosing: bool) -> Job:
         chosen = list(command)
@@ -94,21 +96,22 @@ def run_supervised(
             environment=environment,
             shielded=agent is not None,
             begin_seconds=begin_seconds,
+            warm=warm,
         )
 
-    rules = rules_of(options, diagnose=diagnose)
-    if EXIT_DIR in environment:
-        return _run_as_part(make_job(1, False), out)
-    supervisor = JobSupervisor(
-        out=out,
-        launch_id=met.name if met else new_launch_id(environment),
-        node=os.uname().nodename if met else None,
-        least_nodes=met.nodes.least if met and met.nodes.is_elastic else None,
-        rules=rules,
-        make_job=make_job,
-        say=say,
-    )
-    end = supervisor.run()
+    with WarmStart(modules, begin_seconds, say) as warm:
+        if EXIT_DIR in environment:
+            return _run_as_part(make_job(1, False), out)
+        supervisor = JobSupervisor(
+            out=out,
+            launch_id=met.name if met else new_launch_id(environment),
+            node=os.uname().nodename if met else None,
+            least_nodes=met.nodes.least if met and met.nodes.is_elastic else None,
+            rules=rules_of(options, diagnose=diagnose),
+            make_job=make_job,
+            say=say,
+        )
+        end = supervisor.run()
     if end.code:
         say(end.reason)
     if supervisor.is_left_out and met and met.head and torchrun.is_head(met):

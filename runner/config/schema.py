@@ -588,6 +588,20 @@ class PreemptConfig:
 
 
 @dataclass(slots=True, kw_only=True)
+class LaunchConfig:
+    """How ``launch`` and ``supervise`` start the ranks."""
+
+    warm: bool = key(
+        True,
+        "import what the ranks need once per node, and fork them; false: each imports it itself",
+    )
+    preload: list[str] = key(
+        [],
+        "modules of yours to import once as well; they may start no thread and touch no GPU",
+    )
+
+
+@dataclass(slots=True, kw_only=True)
 class TrackConfig:
     """Where numbers go besides metrics.jsonl."""
 
@@ -687,5 +701,6 @@ class RunConfig:
     track: TrackConfig = key(TrackConfig, "where numbers go besides metrics.jsonl")
     watchdog: WatchdogConfig = key(WatchdogConfig, "hung and slow ranks")
     preempt: PreemptConfig = key(PreemptConfig, "requests to stop")
+    launch: LaunchConfig = key(LaunchConfig, "how launch and supervise start the ranks")
     resume: ResumeConfig = key(ResumeConfig, "what a second command on the same out may change")
     faults: list[str] = key([], "faults on purpose, for drills; see docs/testing.md")

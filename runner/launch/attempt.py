@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,6 +21,7 @@ from runner.distributed.env import EXIT_DIR, rank_name, read_begun
 from runner.health.rank_report import CAUSE, Report, read_fatal_log, reported, write_report
 from runner.launch import process_tree, torchrun
 from runner.launch.prepared import Preparation
+from runner.launch.warm_start import WarmStart
 from runner.policy.restart import ExitCodes
 from runner.system.error import (
     EXIT_CONFIG,
@@ -221,6 +223,7 @@ class Job:
         begin_seconds: how long its ranks may take to begin; None: no limit.
         output: descriptor for its output; None: this process's own.
         late: takes the mark of its processes and returns why they must be ended; "" if not.
+        warm: starts its command; None: it is started as any other.
     """
 
     command: Sequence[str]
@@ -233,6 +236,7 @@ class Job:
     begin_seconds: float | None = None
     output: int | None = None
     late: Callable[[str], str] = lambda mark: ""
+    warm: WarmStart | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,9 +302,12 @@ def run_once(job: Job, stop: Stop) -> Ended:
             shielded=job.shielded,
             is_torchrun=torchrun.is_started_by(job.command),
         )
+        begin: Callable[..., subprocess.Popen[Any]] = subprocess.Popen
+        if job.warm is not None:
+            begin = partial(job.warm.popen, is_asked_to_stop=lambda: stop.is_set)
         with prepared.beginning():
             # A session of its own: a terminal's Ctrl-C is for the supervisor to pass on.
-            child = subprocess.Popen(
+            child = begin(
                 prepared.command(job.command),
                 env=dict(job.environment) | {EXIT_DIR: str(exits), process_tree.MARK: mark},
                 start_new_session=True,

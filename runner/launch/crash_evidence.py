@@ -91,7 +91,8 @@ class Evidence:
     """How far one attempt came, and what ended it.
 
     ``cause`` (a kind of :mod:`runner.health.root_cause`) and ``signature`` are None where no
-    process said what failed; ``host`` is that of the rank at fault, empty where that is not known.
+    process said what failed; ``host`` is that of the rank at fault, empty where that is not known;
+    ``time``: when it was journalled, in seconds since the epoch.
     ``hardware``: of every start in the attempt, because torchrun may have started the ranks again.
     """
 
@@ -103,6 +104,7 @@ class Evidence:
     reason: str | None = None
     ranks: tuple[int, ...] = ()
     host: str = ""
+    time: float | None = None
 
 
 def newest_clean(out: Path) -> int:
@@ -136,6 +138,7 @@ def evidence(out: Path, *, since: int) -> Evidence:
             ranks=tuple(int(rank) for rank in crash.get("ranks", [])),
             hardware=hardware,
             host=_detail(crash, "host") or "",
+            time=crash.get("time"),
         )
     done = 0
     for line in iter_lines(RunDir(out).metrics):

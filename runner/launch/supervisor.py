@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from runner.distributed.env import ATTEMPT, LAUNCH_ID
+from runner.distributed.env import ATTEMPT, LAUNCH_ID, RESTART
 from runner.launch.attempt import Ended, Job, Stop, run_once
 from runner.launch.crash_evidence import (
     BadNodes,
@@ -22,6 +22,7 @@ from runner.launch.crash_evidence import (
 from runner.policy.restart import Attempt, End, RestartRules, after
 from runner.system.error import EXIT_CRASH, EXIT_DONE
 from runner.system.json_lines import append_line, sound_lines
+from runner.system.parsing import json_text
 
 _REASON = 300  # characters of a reason in out/bad_nodes
 
@@ -121,6 +122,7 @@ class JobSupervisor(Supervisor):
         self._make_job = make_job
         self._ended = ended
         self._is_stuck = False
+        self._restart: dict[str, float] = {}  # when the attempt before failed and ended
         self.is_left_out = False  # the others go on without this node
 
     def end_for_good(self) -> End | None:
@@ -142,12 +144,16 @@ class JobSupervisor(Supervisor):
         lines, clean_before = journal_lines(self._out), newest_clean(self._out)
         job = self._make_job(number, diagnose)
         variables = self._shared | ({ATTEMPT: str(number)} if self._node is None else {})
+        if self._restart:
+            variables[RESTART] = json_text(self._restart | {"started": time.time()})
         ended = run_once(replace(job, environment=dict(job.environment) | variables), self.stop)
+        ended_at = time.time()
         self._list_bad_nodes(ended)
         if ended.reason:
             self._say(f"attempt {number} was ended: {ended.reason}")
         self._ended(number, ended)
         crash = evidence(self._out, since=lines)
+        self._restart = {"noticed": crash.time or ended_at, "ended": ended_at}
         if crash.reason:
             self._say(f"attempt {number} crashed at step {crash.step}: {crash.reason}")
         for fault in crash.hardware:

@@ -167,9 +167,9 @@ def without_progress(attempts: Sequence[Attempt]) -> int:
 
 
 def _pause(failed: int, last: Attempt, rules: RestartRules) -> float:
-    if last.code == rules.codes.preempted and failed <= 1:
+    if failed == 0 or (last.code == rules.codes.preempted and failed == 1):
         return 0.0
-    doubled = rules.pause_seconds * 2.0 ** max(0, failed - 1)
+    doubled = rules.pause_seconds * 2.0 ** (failed - 1)
     return min(doubled, rules.max_pause_seconds)
 
 

@@ -45,6 +45,7 @@ from runner.health.preemption import StopLook, StopRequest
 from runner.health.rank_monitor import RankMonitor
 from runner.observe.console import Console
 from runner.run_dir.paths import RunDir
+from runner.run_dir.start_times import StartTimes
 from runner.system import log
 from runner.system.environment import changeable, variables
 from runner.system.error import ConfigError, RunnerError, Superseded
@@ -65,6 +66,8 @@ def join(config: RunConfig, place: RankEnv) -> Iterator[RankGroup]:
     Raises:
         RunnerError: the ranks do not come together.
     """
+    times = StartTimes.of(variables())
+    times.mark("imports")
     refuse_untried(config.parallel, place)
     # Before CUDA starts, because it reads some variables only once.
     switched = be_deterministic(changeable()) if config.compute.deterministic else {}
@@ -115,7 +118,9 @@ def join(config: RunConfig, place: RankEnv) -> Iterator[RankGroup]:
         with _telling(monitor, departure):
             group = _group(config.track, place, launch, device, run_dir, stop, monitor)
             versions_here = device_versions(found_device) | device_facts(device) | switched
-            yield replace(group, debug=debug, peers=peers, device_versions=versions_here)
+            times.mark("rendezvous")
+            group = replace(group, debug=debug, peers=peers, times=times)
+            yield replace(group, device_versions=versions_here)
     except RunnerError:
         monitor.end()
         raise

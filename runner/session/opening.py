@@ -381,7 +381,13 @@ def start_incident(run: Run, spent: Past, *, reason: str, parallel: str) -> Inci
     hosts = [str(facts.pop("host")) for facts in by_rank]
     if differing := difference(by_rank):
         group.console.say(f"warning: the ranks' devices differ: {differing}")
-    before = group.ranks.from_first({"lost": spent.lost, "idle_seconds": spent.idle_seconds})
+    before = group.ranks.from_first(
+        {
+            "lost": spent.lost,
+            "idle_seconds": spent.idle_seconds,
+            "start_seconds": group.times.seconds(),
+        }
+    )
     return Incident(
         kind="start",
         step=resumed.step,

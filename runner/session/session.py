@@ -66,8 +66,11 @@ def open_run(group: RankGroup, config: RunConfig) -> FaultyRun:
     inventory = take_inventory(group, config, lease, remote, corpus)
     written = open_journal(group, config, lease, inventory)
     config = replace(config, batch=settle_memory(config.batch, inventory, written))
+    group.times.mark("opening")
     run = build(group, config, lease, identity, corpus, inventory, written)
+    group.times.mark("model")
     resume(run, config, inventory)
+    group.times.mark("state")
     begin(run, config, inventory, remote)
     return run
 

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 # Fields of /proc/PID/stat after the command's name, see proc(5).
 _STATE, _PARENT, _STARTED, _EXIT_CODE = 0, 1, 19, -1
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 # linux/pidfd.h: struct pidfd_info begins with a mask (64 bits); what follows is not needed here, up
 # to the status as wait(2) has it, its last four bytes.
 _PIDFD_INFO_BYTES, _PIDFD_INFO_EXIT = 64, 1 << 3
@@ -179,6 +179,11 @@ def die_with_parent(parent: int | None = None) -> None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
+
+
+def adopt_orphans(adopts: bool) -> None:
+    """Set whether orphans among this process's descendants become its children; Linux only."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0)
 
 
 def unblock(descriptor: int) -> None:

@@ -39,6 +39,7 @@ from runner.policy.decision.history import History, Incident
 from runner.policy.retention.records import Tier
 from runner.run_dir.lease import RunLease
 from runner.run_dir.paths import RunDir
+from runner.run_dir.start_times import StartTimes
 from runner.train.state import TrainState
 
 if TYPE_CHECKING:  # they are made from a run
@@ -55,6 +56,7 @@ class RankGroup:
         debug: the collective-debugging settings in effect.
         peers: facts of this node's ranks, exchanged at the rendezvous.
         device_versions: device, driver and versions of libraries on this rank.
+        times: where the time of this start goes.
     """
 
     place: RankEnv
@@ -69,6 +71,7 @@ class RankGroup:
     debug: Mapping[str, str] = field(default_factory=dict)
     peers: Sequence[Facts] = ()
     device_versions: Mapping[str, str] = field(default_factory=dict)
+    times: StartTimes = field(default_factory=lambda: StartTimes({}))
 
     @property
     def heart(self) -> Heartbeat:

@@ -91,7 +91,7 @@ def test_progress_renews_the_budget_for_ever() -> None:
     attempts = [crash(10 * n + 3, clean=(10 * n - 10, 10 * n)) for n in range(1, 30)]
     for count in range(1, 30):
         what = after(attempts[:count], RULES, asked_to_stop=False)
-        assert isinstance(what, Again) and what.pause_seconds == 1.0
+        assert isinstance(what, Again) and what.pause_seconds == 0.0
 
 
 def test_coming_back_to_where_it_was_is_no_progress() -> None:

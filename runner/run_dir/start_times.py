@@ -1,0 +1,69 @@
+"""Where the time of a start went, from the death before it to the first step."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from runner.distributed.env import RESTART
+
+# In their order. evidence: from the first sign of the end of the attempt before to its last
+# process's end. decision: whether to start again, and the pause before it. processes: the launcher,
+# up to rank 0's own process. opening: the lease, the data, what the run directory holds. What
+# follows in metrics.jsonl: checks, up to the begin of the first step, and that step.
+PHASES = (
+    *("evidence", "decision", "processes", "imports", "rendezvous", "opening", "model", "state"),
+    *("checks", "first_step"),
+)
+_STARTED = 21  # in /proc/PID/stat, counted from 0, see proc(5)
+
+
+class StartTimes:
+    """What one rank notes while it starts.
+
+    Args:
+        restart: when the attempt before showed its end (``noticed``), when the last of its
+            processes had ended (``ended``), and when this one was started (``started``), in seconds
+            since the epoch; empty without a supervisor or for its first attempt.
+    """
+
+    def __init__(self, restart: Mapping[str, float]) -> None:
+        began = process_began()
+        self._last = began
+        self._seconds: dict[str, float] = {}
+        if restart:
+            self._last = restart["noticed"]
+            self._mark("evidence", restart["ended"])
+            self._mark("decision", restart["started"])
+            self._mark("processes", began)
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> StartTimes:
+        """Of this process, as its supervisor tells."""
+        return cls(json.loads(environment.get(RESTART, "{}")))
+
+    def mark(self, phase: str) -> None:
+        """Note that ``phase`` has ended now."""
+        self._mark(phase, time.time())
+
+    def _mark(self, phase: str, now: float) -> None:
+        self._seconds[phase] = round(max(0.0, now - self._last), 3)
+        self._last = now
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase, of those that have ended."""
+        return dict(self._seconds)
+
+
+def process_began() -> float:
+    """When this process was forked, in seconds since the epoch; the kernel counts in 10 ms."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        ticks = int(fields[_STARTED - 2])
+    except (OSError, ValueError):
+        return time.time()
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age
