@@ -1,6 +1,6 @@
 """The other side: a training loop written by hand, with FSDP2 or DistributedDataParallel.
 
-    torchrun --nproc-per-node=2 -m scripts.bench.bare --task task.json --steps 3
+    torchrun --nproc-per-node=2 -m scripts.bench.bare --task task.json
 
 What a competent person writes without a framework: fused AdamW, no guard, no checks, the loss read
 only every tenth step. As a program it prints when its first step has ended.
@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -49,11 +52,16 @@ class BareLoop:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, task.rate)
         self.steps = 0
         self.last_loss = float("nan")
+        self.load_data()
+
+    def load_data(self) -> None:
+        """Begin to load from the present step on."""
         loader = build_loader(
-            task,
+            self._task,
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
-            pin=device.type == "cuda",
+            pin=self._device.type == "cuda",
+            first_step=self.steps,
         )
         self._batches = iter(loader)
 
@@ -111,19 +119,56 @@ class Saved(Stateful):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError("nothing is loaded here")
+        set_state_dict(
+            self._loop.model,
+            self._loop.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        self._loop.schedule.load_state_dict(state["schedule"])
+        self._loop.steps = state["steps"]
+
+
+def train(loop: BareLoop, options: argparse.Namespace) -> None:
+    """Resume from the newest checkpoint, and save every so many steps; all are kept."""
+    # DCP writes .metadata last.
+    stored = sorted(path.parent for path in options.out.glob("step-*/.metadata"))
+    if stored:
+        dcp.load({"app": Saved(loop)}, checkpoint_id=stored[-1])
+        loop.load_data()
+    began = time.time()
+    with (options.out / f"log-{dist.get_rank()}.jsonl").open("a") as log:
+        while loop.steps < options.steps:
+            marker = options.out / "killed"
+            is_due = loop.steps + 1 == options.kill_at and dist.get_rank() == 1
+            if is_due and not marker.exists():
+                marker.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            loop.step()
+            line = {"step": loop.steps, "time": time.time(), "began": began}
+            print(json.dumps(line), file=log, flush=True)
+            if loop.steps % options.every == 0:
+                dcp.save({"app": Saved(loop)}, checkpoint_id=options.out / f"step-{loop.steps:08}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--task", type=Path, required=True)
+    parser.add_argument("--out", type=Path, help="for checkpoints; without: one step")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--every", type=int, help="steps between dcp.save")
+    parser.add_argument("--kill-at", type=int, help="rank 1 dies before this step, once")
     options = parser.parse_args()
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    BareLoop(read_task(options.task), "fsdp", device).step()
+    loop = BareLoop(read_task(options.task), "fsdp", device)
+    if options.out:
+        train(loop, options)
+    else:
+        loop.step()
     if dist.get_rank() == 0:
         options.task.with_name("first-step").write_text(repr(time.time()))
     dist.barrier()

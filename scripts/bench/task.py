@@ -110,28 +110,30 @@ def build_optimizer(task: Task, model: torch.nn.Module) -> torch.optim.AdamW:
 class _MicroBatches(Dataset[torch.Tensor]):
     """Item n is the n-th micro-batch of this rank, int64 [micro, T + 1]; the file goes round."""
 
-    def __init__(self, task: Task, rank: int, world_size: int) -> None:
+    def __init__(self, task: Task, rank: int, world_size: int, first_step: int) -> None:
         self._tokens = np.load(task.tokens, mmap_mode="r")
         self._rank, self._world_size = rank, world_size
         self._num_micro = task.num_micro_batches(world_size)
         self._size = task.micro_size
+        self._first_step = first_step
 
     def __len__(self) -> int:
         return 1_000_000_000  # endless
 
     def __getitem__(self, number: int) -> torch.Tensor:
         step, micro = divmod(number, self._num_micro)
+        step += self._first_step
         own = self._tokens[step % len(self._tokens), self._rank :: self._world_size]
         rows = own[micro * self._size : (micro + 1) * self._size]
         return torch.from_numpy(rows.astype(np.int64))
 
 
 def build_loader(
-    task: Task, *, rank: int, world_size: int, pin: bool = False
+    task: Task, *, rank: int, world_size: int, pin: bool = False, first_step: int = 0
 ) -> DataLoader[torch.Tensor]:
     """This rank's micro-batches, loaded ahead."""
     return DataLoader(
-        _MicroBatches(task, rank, world_size),
+        _MicroBatches(task, rank, world_size, first_step),
         batch_size=None,
         num_workers=task.workers,
         prefetch_factor=2 if task.workers else None,

@@ -1,0 +1,116 @@
+"""From a killed rank to the next step: the runner's launcher against torchrun and ``dcp.save``.
+
+The same model, data, batch and interval between checkpoints on disk. Ours starts ranks by its fork
+server (warm) and without one (cold); in "under torchrun" plain torchrun starts the runner again.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from scripts.bench.ours import make_task, settings
+from scripts.bench.process import MeasureError, folder, run, torchrun
+from scripts.bench.report import Row, compared
+from scripts.bench.steps import Plan
+from scripts.bench.task import write_task
+
+_STEPS, _EVERY, _FAULT = 50, 15, 39
+_SIZE = ("batch.global_size=8", "batch.micro_size=4")
+_AGAINST = "torchrun and dcp.save"
+_WAYS = {"warm": [], "cold": ["launch.warm=false"]}
+
+
+def measure(plan: Plan) -> list[Row]:
+    seconds: dict[str, list[float]] = defaultdict(list)
+    starts: dict[str, list[dict[str, float]]] = defaultdict(list)
+    size = [*plan.size, *([] if plan.has_gpu else _SIZE), *plan.overrides]
+    for _ in range(1 if plan.quick else 12):
+        for way in (*_WAYS, "under torchrun", "bare"):
+            with folder() as name:
+                own = Path(name)
+                if way == "bare":
+                    seconds[way].append(_bare(plan, own, size))
+                else:
+                    took, first, parts = _ours(plan, own, size, way)
+                    seconds[way].append(took)
+                    seconds[f"first step, {way}"].append(first)
+                    starts[way].append(parts)
+            plan.say(f"  {way}: {seconds[way][-1]:.3g} s")
+    return [
+        *(
+            compared(
+                f"killed rank to the next step, {way}",
+                _AGAINST,
+                list(zip(seconds[way], seconds["bare"], strict=True)),
+                aim=aim,
+                start_seconds=_medians(starts[way]),
+            )
+            for way, aim in (("warm", 0.5), ("cold", 1.1), ("under torchrun", None))
+        ),
+        compared(
+            "from launch to the first step, warm",
+            "the same, cold",
+            list(zip(seconds["first step, warm"], seconds["first step, cold"], strict=True)),
+            aim=0.6,
+        ),
+    ]
+
+
+def _ours(
+    plan: Plan, own: Path, size: list[str], way: str
+) -> tuple[float, float, dict[str, float]]:
+    """Seconds of the restart and of the first start, and where those of the restart went."""
+    out, last = own / "run", plan.ranks - 1
+    words = [
+        *(f"out={out}", f"steps={_STEPS}", "data=python", "eval.every=0", "track.every=1000"),
+        *(f"checkpoint.every={_EVERY}", "checkpoint.memory_every=5", *size),
+        f"faults=[kill@step={_FAULT},rank={last}]",
+    ]
+    if way in _WAYS:
+        command = [sys.executable, "-m", "runner", "launch", f"--nproc={plan.ranks}"]
+        run([*command, *words, *_WAYS[way]], own / "log")
+        began = _lines(out / "attempts.jsonl")[0]["began"]
+    else:
+        run(_restarting(torchrun(plan.ranks, "runner", *words)), own / "log")
+        began = 0.0
+    struck = next((out / "faults").glob("kill-*")).stat().st_mtime
+    times = [float(line["time"]) for line in _lines(out / "metrics.jsonl")]
+    start = [line for line in _lines(out / "journal.jsonl") if line["kind"] == "start"][-1]
+    again = next(time for time in times if time > struck)
+    parts = start["detail"]["start_seconds"] | {"checks and first step": again - start["time"]}
+    return again - struck, times[0] - began, parts
+
+
+def _bare(plan: Plan, own: Path, size: list[str]) -> float:
+    config = settings(own / "unused", size)
+    write_task(make_task(config, own, steps=_STEPS), own / "task.json")
+    options = [f"--steps={_STEPS}", f"--every={_EVERY}", f"--kill-at={_FAULT}"]
+    command = torchrun(
+        plan.ranks, "scripts.bench.bare", f"--task={own / 'task.json'}", f"--out={own}", *options
+    )
+    run(_restarting(command), own / "log")
+    struck = (own / "killed").stat().st_mtime
+    # A surviving rank writes its last step late.
+    times = [line["time"] for line in _lines(own / "log-0.jsonl") if line["began"] > struck]
+    if not times:
+        raise MeasureError("the bare loop did not go on after the fault")
+    return min(times) - struck
+
+
+def _restarting(command: list[str]) -> list[str]:
+    place = command.index("--standalone")
+    return [*command[:place], "--max-restarts=3", *command[place:]]
+
+
+def _medians(parts: list[dict[str, float]]) -> dict[str, float]:
+    names = list(dict.fromkeys(name for one in parts for name in one))
+    middle = len(parts) // 2
+    return {name: round(sorted(one.get(name, 0.0) for one in parts)[middle], 3) for name in names}
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
