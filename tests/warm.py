@@ -15,6 +15,7 @@ has nothing left to import.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import runpy
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.launch import fork_server
-from runner.launch.fork_server import TORCHRUNS, ForkedPopen, Forks, Server
+from runner.launch.fork_server import TORCHRUNS, ForkedPopen, ForkError, Forks, Server
 from runner.system import output
 
 _MODULES = ("runner", "runner.launch.fork_server", *TORCHRUNS)
@@ -153,9 +154,9 @@ class _NestedPopen(subprocess.Popen[Any]):
 
     def _execute_child(self, args: Any, *rest: Any) -> None:  # type: ignore[override]
         if suits(args, rest[5] or os.environ):
-            ForkedPopen.hand_over(self, self.forks, args, rest)
-        else:
-            super()._execute_child(args, *rest)  # type: ignore[misc]
+            with contextlib.suppress(ForkError):  # a drill has ended it
+                return ForkedPopen.hand_over(self, self.forks, args, rest)
+        return super()._execute_child(args, *rest)  # type: ignore[misc, no-any-return]
 
 
 class Zygote(Server):

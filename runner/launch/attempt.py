@@ -327,7 +327,9 @@ def run_once(job: Job, stop: Stop) -> Ended:
         finally:
             process_tree.end_all(mark)
             child.wait()
-        code = outcome(read_exits(exits), child.returncode, was_killed=was_killed)
+        code = EXIT_PREEMPTED
+        if not watch.is_idle:
+            code = outcome(read_exits(exits), child.returncode, was_killed=was_killed)
         return Ended(
             code=code,
             missing=missing,
@@ -346,6 +348,7 @@ class _Watch:
     exits: Path
     stop: Stop
     reason: str = ""
+    is_idle: bool = False  # asked to stop while there was no rank
     _told: set[int] | None = None
     _alive: float = field(default_factory=time.monotonic)
     _first_exit: float | None = None
@@ -410,7 +413,15 @@ class _Watch:
             self._begun.look(is_over=is_over)
 
     def _is_over(self) -> bool:
-        """Whether the ranks that were told to stop did: torchrun with restarts left would go on."""
+        """Whether the ranks that were told to stop did: torchrun with restarts left would go on.
+
+        Also if there are none to tell: a torchrun that waits for other nodes would wait on.
+        """
+        if self.stop.is_set and self.job.shielded and not self._told:
+            if process_tree.ranks(self.mark):
+                self._alive = time.monotonic()
+            self.is_idle = time.monotonic() - self._alive > _TORCHRUN_SECONDS
+            return self.is_idle
         if self.job.forward is StopTarget.srun or not self._told or self.child.pid in self._told:
             return False
         if any(parent(pid) is not None for pid in self._told):

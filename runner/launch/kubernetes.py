@@ -111,8 +111,11 @@ def _set_spec(pods: Pods, overrides: Sequence[str]) -> Manifest:
 
 
 def _command(pods: Pods, overrides: Sequence[str]) -> list[str]:
-    """Starts one agent a pod; it ends with the runner's own exit code."""
-    command = ["python", "-m", "runner", "launch", "--restarts", "0"]
+    """Starts one launcher a pod; it ends with the runner's own exit code.
+
+    It starts ranks again itself: a new pod would lose the snapshots in ``/dev/shm``.
+    """
+    command = ["python", "-m", "runner", "launch"]
     command += ["--nproc", str(pods.num_ranks)]
     if pods.nodes > 1:
         # The first pod's name, which a JobSet keeps from one start to the next.

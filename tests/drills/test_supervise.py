@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from runner.system.json_lines import read_lines
+from runner.system.process import parent
 from tests import warm
 from tests.drills.compare import assert_every_sample_once, assert_same_run
 from tests.run import (
@@ -58,9 +61,21 @@ def ranks(started: Started) -> list[int]:
 
 def agent(started: Started) -> int:
     """The torchrun process."""
-    own = started.process.pid
-    (found,) = [pid for pid in started.pids() if pid != own and "RANK" not in environment_of(pid)]
+    (found,) = running(started, "runner.launch.agent")
     return found
+
+
+def running(started: Started, module: str) -> list[int]:
+    """Processes of ``python -m MODULE`` among the launcher's own, lowest process id first."""
+    found = []
+    for entry in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+        with contextlib.suppress(OSError):
+            is_it = f"\0{module}\0".encode() in Path(f"/proc/{entry}/cmdline").read_bytes()
+            above = parent(entry)
+            while is_it and above and above != started.process.pid:
+                above = parent(above)
+            found += [entry] if is_it and above else []
+    return sorted(found)
 
 
 def assert_healed(started: Started, clean: Result, codes: list[int]) -> Result:
@@ -200,6 +215,52 @@ def test_a_rank_that_leaves_without_a_word_is_diagnosed(
     (crash,) = run.journal("crash")
     assert crash["ranks"] == [1], crash
     assert "rank 1: ended with exit code 9 and without a report" in crash["reason"], crash
+
+
+def test_a_fork_server_that_dies_harms_no_rank(tmp_path: Path, clean: Result) -> None:
+    """Then a rank dies, and again while the ranks start: everything is imported anew."""
+    started = launch(tmp_path / "run", SLOW)
+    started.until(lambda out: metrics_step(out) >= 31)
+    servers = running(started, "runner.launch.fork_server")
+    # The launcher's, which a drill has forked from another one, and that of torchrun.
+    assert len(servers) == 3
+    first = ranks(started)
+    for pid in servers:
+        os.kill(pid, signal.SIGKILL)
+    reached = metrics_step(started.out)
+    started.until(lambda out: metrics_step(out) >= reached + 3)
+    assert ranks(started) == first
+    os.kill(first[1], signal.SIGKILL)
+    started.until(lambda _: bool({*ranks(started)} - {*first}))
+    os.kill(max({*ranks(started)} - {*first}), signal.SIGKILL)
+    run = assert_healed(started, clean, [1, 1, 0])
+    assert run.text.count("imports everything anew") == 1, run.text
+    starts = [line for line in run.journal("start") if line["step"]]
+    assert all("evidence" in line["detail"]["start_seconds"] for line in starts)
+
+
+def test_launch_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
+    started = launch(tmp_path / "run", SLOW)
+    started.until(lambda out: metrics_step(out) >= 31)
+    alive = {*started.pids(), *running(started, "runner.launch.fork_server")}
+    assert len(alive) == 7
+    started.process.kill()
+    started.wait()
+    limit = time.monotonic() + 60
+    while any(parent(pid) is not None for pid in alive) and time.monotonic() < limit:
+        time.sleep(0.02)
+    assert [pid for pid in alive if parent(pid) is not None] == []
+
+
+def test_asked_to_stop_while_it_waits_for_other_nodes(tmp_path: Path) -> None:
+    # Nobody else comes: no rank begins, and torchrun would wait for ten minutes.
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        head = f"127.0.0.1:{free.getsockname()[1]}"
+    started = launch(tmp_path / "run", options=("--nodes", "2", "--head", head))
+    started.until(lambda _: running(started, "runner.launch.agent"))
+    os.kill(started.process.pid, signal.SIGTERM)
+    assert started.wait().code == 75
+    assert started.pids() == []
 
 
 def test_a_wrong_setting_is_not_restarted(tmp_path: Path) -> None:

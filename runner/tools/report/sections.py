@@ -497,7 +497,7 @@ def settings(run: RunReader) -> Html | None:
     rows = [[key, _value(value, 500)] for key, value in run.settings().items()]
     if not (changes or starts or rows):
         return None
-    heads = ["started", "", "ranks", "hosts", "engine", "versions", "data"]
+    heads = ["started", "", "ranks", "hosts", "engine", "versions", "data", "seconds"]
     return section(
         "settings",
         "Settings and their changes",
@@ -520,7 +520,16 @@ def _start(line: Line) -> list[str]:
         f"{line.detail.get('parallel', '')} on {line.detail.get('device', '')}",
         f"torch {line.detail.get('torch', '')}",
         str(line.detail.get("corpus", "")),
+        _start_seconds(line.detail.get("start_seconds")),
     ]
+
+
+def _start_seconds(phases: object) -> str:
+    """Where the time of a start went, from the death before it to the loaded state."""
+    parts = phases.items() if isinstance(phases, dict) else ()
+    numbers = {str(name): n for name, n in parts if isinstance(n, int | float)}
+    words = ", ".join(f"{name} {number:.2g}" for name, number in numbers.items())
+    return f"{sum(numbers.values()):.2g}: {words}" if numbers else ""
 
 
 def _value(value: object, most: int) -> str:
