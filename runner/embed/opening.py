@@ -285,7 +285,7 @@ def open_run(
     lease, _ = acquire_lease(group, config)
     inventory = scan(group.run_dir, config, _FINGERPRINT, ranks, lease)
     identity = Identity(config_digest=digest(flat(config)), data_fingerprint=_FINGERPRINT)
-    run_journal = open_journal(group, config, lease, Inventory(found=inventory))
+    run_journal = open_journal(group, config, lease, identity, Inventory(found=inventory))
     backlog = backlog_of(config.track.unwritten_seconds, group, run_journal)
     directory = ring_directory(group.run_dir, lease)
     slots = partial(

@@ -65,10 +65,9 @@ from runner.startup.shared_memory import open_memory
 from runner.system.error import CheckpointError, ConfigError, RankError
 from runner.train.checkpoints import Checkpoints, LastProof
 from runner.train.corpus_check import CorpusCheck, known_digest
-from runner.train.evaluate import Evaluator, source_columns
+from runner.train.evaluate import Evaluator, Inspection, Periodic, falls_due, source_columns
 from runner.train.guard import Guard
 from runner.train.loop import Loop
-from runner.train.periodic import Inspection, Periodic, falls_due
 from runner.train.recovery import Recovery
 from runner.train.report import Reporter
 from runner.train.run import (

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from runner.checkpoint.protocol import Identity
 from runner.config.compose import digest, flat
 from runner.config.schema import BatchConfig, RunConfig
 from runner.config.sources import unsteady_samples
@@ -46,7 +47,6 @@ from runner.session.parts import keep_small_files, kept_files, rules_matched, st
 from runner.startup.precision import settle_precision
 from runner.startup.restore import RemoteRun, RestoredRun, Restorer, open_remote, with_highest
 from runner.startup.resume import RunInventory, claim_run_dir, scan, settle_micro_size
-from runner.system.environment import redacted
 from runner.system.error import ConfigError, Preempted
 from runner.system.json_lines import LineFile, iter_lines
 from runner.system.process import host_name, parent_name
@@ -184,14 +184,19 @@ def take_inventory(
 
 
 def open_journal(
-    group: RankGroup, config: RunConfig, lease: RunLease, inventory: Inventory
+    group: RankGroup,
+    config: RunConfig,
+    lease: RunLease,
+    identity: Identity,
+    inventory: Inventory,
 ) -> RunJournal:
     """Open the journal; record changed settings, earlier crashes and restored checkpoints."""
     run_inventory = inventory.found
     command = config.track.command
     alerts = CommandAlerts(command, group.run_dir.out) if command and group.is_first else None
     trackers = group.ranks.all_or_none(
-        "opening the trackers", lambda: _trackers(group, config, lease) if group.is_first else []
+        "opening the trackers",
+        lambda: _trackers(group, config, lease, identity) if group.is_first else [],
     )
     listeners = [*([alerts.tell] if alerts else []), *(one.tell for one in trackers)]
     journal = group.ranks.all_or_none(
@@ -222,7 +227,9 @@ def open_journal(
     return written
 
 
-def _trackers(group: RankGroup, config: RunConfig, lease: RunLease) -> list[BackgroundTracker]:
+def _trackers(
+    group: RankGroup, config: RunConfig, lease: RunLease, identity: Identity
+) -> list[BackgroundTracker]:
     """The configured trackers; on rank 0 only.
 
     Raises:
@@ -231,11 +238,10 @@ def _trackers(group: RankGroup, config: RunConfig, lease: RunLease) -> list[Back
     track, run_dir = config.track, group.run_dir
     if not (track.tensorboard or track.wandb or track.mlflow or track._target_):
         return []
-    settings = flat(config)
     facts = RunFacts(
         run_id=run_dir.identity(),
-        config=redacted(settings),
-        digest=digest(settings),
+        config=flat(config),
+        digest=identity.config_digest,
         out=run_dir.out,
     )
 

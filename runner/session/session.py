@@ -26,7 +26,7 @@ from runner.session.opening import (
 )
 from runner.session.summary import RunEnd, at_a_stop, collect_digest, sum_up
 from runner.system.error import EXIT_DONE, EXIT_HALTED, EXIT_PREEMPTED, Preempted, RunnerError
-from runner.train.periodic import collected_at_boundaries
+from runner.train.evaluate import collected_at_boundaries
 from runner.train.run import EngineRun, RankGroup
 
 # Longest wait for the report page at the end; less after a stop request.
@@ -64,7 +64,7 @@ def open_run(group: RankGroup, config: RunConfig) -> FaultyRun:
         config_digest=digest(flat(config)), data_fingerprint=corpus.dataset.fingerprint()
     )
     inventory = take_inventory(group, config, lease, remote, corpus)
-    written = open_journal(group, config, lease, inventory)
+    written = open_journal(group, config, lease, identity, inventory)
     config = replace(config, batch=settle_memory(config.batch, inventory, written))
     group.times.mark("opening")
     run = build(group, config, lease, identity, corpus, inventory, written)

@@ -11,7 +11,7 @@ from typing import Protocol
 from runner.policy.decision.judge import Verdict
 from runner.train.agreed_step import StepInfo
 from runner.train.checkpoints import Checkpoints
-from runner.train.periodic import Periodic
+from runner.train.evaluate import Periodic
 from runner.train.report import Reporter
 from runner.train.state import TrainState
 from runner.train.step_runner import StepRunner

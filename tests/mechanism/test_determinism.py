@@ -17,7 +17,7 @@ from runner.engine.modes import be_deterministic, repeats_bits
 from runner.engine.protocol import LocalSums, MicroStep
 from runner.run_dir.paths import RunDir, settings_differing
 from runner.session.summary import collect_digest
-from runner.train.periodic import EVERY, collect, collected_at_boundaries
+from runner.train.evaluate import EVERY, collect, collected_at_boundaries
 from tests.mechanism.test_engine import CPU, RATE, batch, build
 
 pytestmark = pytest.mark.usefixtures("alone")

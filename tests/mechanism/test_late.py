@@ -52,9 +52,9 @@ from runner.policy.schedule import Schedule
 from runner.system.error import RunnerError
 from runner.train.agreed_step import is_within
 from runner.train.checkpoints import Checkpoints
+from runner.train.evaluate import Inspection, Periodic, falls_due
 from runner.train.guard import Guard
 from runner.train.loop import Loop
-from runner.train.periodic import Inspection, Periodic, falls_due
 from runner.train.recovery import Recovery
 from runner.train.run import RunJournal
 from runner.train.save_schedule import FixedInterval, SaveSchedule
