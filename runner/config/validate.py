@@ -47,10 +47,10 @@ def check(config: RunConfig, *, world_size: int) -> None:
         *_bounds(config),
         *_lists(config),
         *(message for broken, message in _rules(config, world_size) if broken),
-        *_sources(config),
         *_optimizer(config),
-        *network_problems(config),
         *_remote(config),
+        *_sources(config),
+        *network_problems(config),
     ]
     if problems:
         raise ConfigError("\n".join(problems))

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from runner.config.network import is_hf, lora_of, rope_scaling_of
 from runner.config.schema import (
+    ModelConfig,
     OptimConfig,
     OptimKind,
     Precision,
@@ -137,7 +138,7 @@ def blueprint(config: RunConfig, dataset: Dataset, files: Path | None = None) ->
         seq_len=config.data.seq_len,
         vocab_size=vocab_size,
         frozen=config.compute.frozen,
-        head_losses=head_losses(config, z_loss=0.0),
+        head_losses=head_losses(config.model),
         recompute=config.compute.recompute.value,
     )
     return _with_segments(config, guest)
@@ -159,7 +160,7 @@ def _with_segments(config: RunConfig, guest: GuestBlueprint) -> GuestBlueprint:
 
 def decoder_blueprint(config: RunConfig, shape: DecoderShape) -> DecoderBlueprint:
     """Make the decoder with the configured loss."""
-    losses = head_losses(config, z_loss=config.model.z_loss)
+    losses = head_losses(config.model, z_loss=config.model.z_loss)
     return DecoderBlueprint(shape=shape, head_losses=losses, frozen=config.compute.frozen)
 
 
@@ -402,13 +403,13 @@ def pretrained_blueprint(
         seq_len=config.data.seq_len,
         vocab_size=inner.vocab_size,
         frozen=config.compute.frozen,
-        head_losses=head_losses(config, z_loss=0.0),
+        head_losses=head_losses(config.model),
     )
 
 
-def head_losses(config: RunConfig, *, z_loss: float) -> HeadLosses:
+def head_losses(model: ModelConfig, *, z_loss: float = 0.0) -> HeadLosses:
     """How the loss of large logits is computed."""
-    most_bytes = round(config.model.loss_chunk_mib * (1 << 20))
+    most_bytes = round(model.loss_chunk_mib * (1 << 20))
     return HeadLosses(fp32=True, z_loss=z_loss, most_bytes=most_bytes)
 
 

@@ -209,7 +209,7 @@ def _data_changed(config: RunConfig, was: str, now: str) -> dict[str, tuple[Any,
         return {}
     if not is_allowed("data.path", config.resume):
         raise ConfigError(
-            f"{_named(config)}: the corpus is not the one that out={config.out} was "
+            f"{_named(config.data)}: the corpus is not the one that out={config.out} was "
             f"trained on (fingerprint {was[:12]}, now {now[:12]}); positions would name other "
             "samples. Restore the corpus, choose another out, or resume.allow=[data.path]"
             f"{unsteady_samples(config.data)}"
@@ -217,9 +217,8 @@ def _data_changed(config: RunConfig, was: str, now: str) -> dict[str, tuple[Any,
     return {"data": (was, now)}
 
 
-def _named(config: RunConfig) -> str:
+def _named(data: DataConfig) -> str:
     """The setting that names the corpus."""
-    data = config.data
     if data.sources is not None:
         return "data.sources"
     return f"data._target_={data._target_}" if data._target_ else f"data.path={data.path}"
