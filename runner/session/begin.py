@@ -544,7 +544,7 @@ def _loop(run: FaultyRun, config: RunConfig, corpus_check: CorpusCheck) -> Loop:
     periodic = Periodic(
         run, evaluate=evaluate, evaluate_every=config.eval.every, inspections=inspections
     )
-    planner = StepPlanner(run, schedule(config))
+    planner = StepPlanner(run, schedule(config.schedule, peak=config.optim.lr, steps=config.steps))
     steps = StepRunner(
         run.stepper,
         planner,

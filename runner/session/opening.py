@@ -211,9 +211,9 @@ def open_journal(
         lease.check()
         group.run_dir.store_config(config)
     if not run_inventory.records:
-        group.ranks.all_or_none(
+        group.ranks.of_first(
             "keeping the model's files",
-            lambda: keep_small_files(config, group.run_dir) if group.is_first else None,
+            lambda: keep_small_files(config.model, config.data.tokenizer, group.run_dir),
         )
     for line in run_inventory.crashes:
         written.report(Incident.from_json(line))

@@ -27,6 +27,7 @@ from runner.config.schema import (
     OptimKind,
     Precision,
     RunConfig,
+    ScheduleConfig,
     TrackConfig,
 )
 from runner.config.validate import is_zero
@@ -413,23 +414,20 @@ def head_losses(model: ModelConfig, *, z_loss: float = 0.0) -> HeadLosses:
     return HeadLosses(fp32=True, z_loss=z_loss, most_bytes=most_bytes)
 
 
-def keep_small_files(config: RunConfig, run_dir: RunDir) -> None:
+def keep_small_files(model: ModelConfig, tokenizer: str | None, run_dir: RunDir) -> None:
     """Copy the folder's ``config.json`` and tokenizer into the run directory.
 
     Raises:
         ConfigError: they cannot be copied.
     """
-    if not is_hf(config.model):
+    if not is_hf(model):
         return
-    source, folder = Path(config.model.path).expanduser(), run_dir.pretrained
+    source, folder = Path(model.path).expanduser(), run_dir.pretrained
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in (*FILES, GENERATION, CONFIG):
             (folder / name).unlink(missing_ok=True)  # from an earlier start that saved nothing
-        if config.data.tokenizer is not None:
-            copy_tokenizer(Path(config.data.tokenizer).expanduser(), folder)
-        else:
-            copy_tokenizer(source, folder)
+        copy_tokenizer(Path(tokenizer).expanduser() if tokenizer is not None else source, folder)
         # Copied last: it marks the copy as complete.
         for name in (GENERATION, CONFIG):
             if (source / name).is_file():
@@ -451,14 +449,17 @@ def kept_files(run_dir: RunDir) -> str:
 _NAMED = 8  # parameters in a message
 
 
-def schedule(config: RunConfig) -> Callable[[int], float]:
+def schedule(settings: ScheduleConfig, *, peak: float, steps: int) -> Callable[[int], float]:
     """The learning rate of the update that follows so many applied ones.
+
+    Args:
+        peak: the rate after the warm-up.
+        steps: updates of the run, which end the schedule where it has no ``total`` of its own.
 
     Raises:
         ConfigError: ``schedule._target_`` cannot be called.
     """
-    settings, peak = config.schedule, config.optim.lr
-    total = settings.total or config.steps
+    total = settings.total or steps
     if settings._target_ is None:
         return Schedule(schedule=settings, peak=peak, total=total).rate
     target = settings._target_

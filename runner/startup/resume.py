@@ -11,7 +11,7 @@ from typing import Any
 
 from runner.checkpoint.manifest import Manifest
 from runner.checkpoint.ring import CheckpointRing
-from runner.config.schema import ResumeConfig, RunConfig
+from runner.config.schema import DataConfig, ResumeConfig, RunConfig
 from runner.config.sources import unsteady_samples
 from runner.data.cursor import SampleStream
 from runner.data.mixture import MixtureOrder, Phase, describe_phase

@@ -225,7 +225,7 @@ def difference(row: Row, place: RankEnv) -> str:
     data = Documents(vocab_size=13, seq_len=config.data.seq_len)
     own = Parts.build(config, data, place)
     reference = Reference(config, own.shape, data, place.world_size)
-    rates = schedule(config)
+    rates = schedule(config.schedule, peak=config.optim.lr, steps=config.steps)
     told, expected, found, uneven = [], [], [], False
     for updates, plan in enumerate(own.plans(STEPS)):
         pending = own.launch(plan, step=updates + 1, rate=rates(updates))
@@ -297,7 +297,8 @@ def trained_weights(row: Row, place: RankEnv) -> str:
     """The weights after ten steps, in JSON; of the first rank alone. Collective."""
     config = row.config()
     data = Documents(vocab_size=13, seq_len=config.data.seq_len)
-    own, rates = Parts.build(config, data, place), schedule(config)
+    own = Parts.build(config, data, place)
+    rates = schedule(config.schedule, peak=config.optim.lr, steps=config.steps)
     for updates, plan in enumerate(own.plans(STEPS)):
         own.stepper.read(own.launch(plan, step=updates + 1, rate=rates(updates)))
     weights = {name: tensor.flatten().tolist() for name, tensor in weights_of(own).items()}
