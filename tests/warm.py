@@ -168,7 +168,7 @@ class Zygote(Server):
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
         except BaseException:
-            sys.excepthook(*sys.exc_info())
+            fork_server.tell_error(__file__)
             code = 1
         else:
             code = 0

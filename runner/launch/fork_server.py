@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from runner.launch.prepared import Preparation
+from runner.system.parsing import json_text
 from runner.system.process import adopt_orphans, die_with_parent
 
 TORCHRUNS = ("torch.distributed.run", "runner.launch.agent")
@@ -210,7 +211,7 @@ def prepared(args: Sequence[str]) -> tuple[Preparation | None, list[str]]:
 
 
 def _send(to: socket.socket, job: Job, files: Sequence[int]) -> None:
-    data = json.dumps(job).encode()
+    data = json_text(job).encode()
     header = len(data).to_bytes(8, "little")
     to.sendmsg([header], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
     to.sendall(data)
@@ -267,7 +268,7 @@ class Server:
             _fields(prepared(job["args"])[1], job["env"])
             return self._fork()
         except (OSError, ForkError) as error:  # no memory, or too many processes
-            self._source.send(json.dumps({"error": str(error)}).encode())
+            self._source.send(json_text({"error": str(error)}).encode())
             return False
 
     def _fork(self) -> bool:
@@ -288,7 +289,7 @@ class Server:
         while os.getppid() == parent:
             time.sleep(0.0005)
         try:
-            self._source.send(json.dumps({"pid": os.getpid()}).encode())
+            self._source.send(json_text({"pid": os.getpid()}).encode())
             self._source.close()
         except OSError:  # nobody waits any more
             os._exit(1)
@@ -319,8 +320,11 @@ class Server:
         _renew(command, job["env"], self._hangup)
         if preparation is not None:
             preparation.apply()
-        words = [word for word in command[1:] if word != "-u"]
-        self.run(words)
+        try:
+            self.run([word for word in command[1:] if word != "-u"])
+        except Exception:
+            tell_error()
+            raise SystemExit(1) from None
 
     def run(self, words: Sequence[str]) -> None:
         """Run ``-m MODULE ARGUMENT...``."""
@@ -352,6 +356,15 @@ class Server:
             raise SystemExit(0)
         remote.close()
         return Forks(here)
+
+
+def tell_error(*ours: str) -> None:
+    """Print the present exception as an interpreter does, without first frames of these files."""
+    kind, error, trace = sys.exc_info()
+    while trace and trace.tb_next and trace.tb_frame.f_code.co_filename in (__file__, *ours):
+        trace = trace.tb_next
+    assert kind is not None and error is not None
+    sys.excepthook(kind, error.with_traceback(trace), trace)
 
 
 def _renew(command: list[str], env: Mapping[str, str], hangup: Any) -> None:

