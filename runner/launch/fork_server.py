@@ -37,12 +37,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, TypedDict
 
 from runner.launch.prepared import Preparation
 from runner.system.parsing import json_text
-from runner.system.process import adopt_orphans, die_with_parent
+from runner.system.process import adopt_orphans, die_with_parent, stat_fields
 
 TORCHRUNS = ("torch.distributed.run", "runner.launch.agent")
 # torch._dynamo comes with the first wrapper of FSDP2 or of an optimizer.
@@ -83,6 +82,7 @@ class Forks:
 
     def __init__(self, own: socket.socket, *, wait_seconds: float = 30.0) -> None:
         self._socket = own
+        self._wait_seconds = wait_seconds
         own.settimeout(wait_seconds)
 
     @classmethod
@@ -113,7 +113,7 @@ class Forks:
             return False
         if answer != _READY:
             raise ForkError(answer.decode() or "it ended while it imported")
-        self._socket.settimeout(30.0)
+        self._socket.settimeout(self._wait_seconds)
         return True
 
     def fork(self, job: Job, files: Sequence[int]) -> int:
@@ -415,8 +415,7 @@ def _fields(args: Sequence[str], env: Mapping[str, str]) -> list[tuple[bytes, in
     Raises:
         ForkError: they are too long.
     """
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    first, last, env_first, env_last = map(int, fields[45:49])  # see proc(5)
+    first, last, env_first, env_last = map(int, stat_fields(os.getpid())[45:49])
     shown = [word for word in args if len(word) < _ARGUMENTS_BYTES]  # without a server's padding
     pairs = [f"{name}={value}" for name, value in env.items() if name != _PADDING]
     words, settings = (b"".join(os.fsencode(w) + b"\0" for w in texts) for texts in (shown, pairs))

@@ -105,11 +105,10 @@ class WarmStart:
         Raises:
             ForkError: it does not.
         """
-        self._environment = dict(env)
+        self._environment = _lasting(env)
         # Not with the attempt's mark: it outlives the attempt.
-        own = {name: value for name, value in variables().items() if _is_own(name)}
-        base = {name: value for name, value in env.items() if not _is_own(name)}
-        self._forks, self._process = Forks.start(self._modules, base | own)
+        own = variables().items() - _lasting(variables()).items()
+        self._forks, self._process = Forks.start(self._modules, {**self._environment, **dict(own)})
         limit = time.monotonic() + (self._limit_seconds or math.inf)
         while not self._forks.is_ready(_POLL_SECONDS):
             if is_asked_to_stop():
@@ -123,16 +122,16 @@ class WarmStart:
         Raises:
             ForkError: the environment is another than that in which the server imported.
         """
-        before = self._environment
-        changed = sorted(
-            name
-            for name in before.keys() | env.keys()
-            if before.get(name) != env.get(name) and not _is_own(name)
-        )
+        changed = {name for name, _ in self._environment.items() ^ _lasting(env).items()}
         if changed:
-            named = ", ".join(changed[:_MOST_NAMED])
+            named = ", ".join(sorted(changed)[:_MOST_NAMED])
             raise ForkError(f"the environment has changed ({named})")
 
 
-def _is_own(name: str) -> bool:
-    return name.startswith(_OWN) or name in _OWN_NAMES
+def _lasting(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that all attempts and ranks share."""
+    return {
+        name: value
+        for name, value in env.items()
+        if not (name.startswith(_OWN) or name in _OWN_NAMES)
+    }

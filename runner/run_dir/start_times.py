@@ -6,23 +6,18 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 from runner.distributed.env import RESTART
-
-# In their order. evidence: from the first sign of the end of the attempt before to its last
-# process's end. decision: whether to start again, and the pause before it. processes: the launcher,
-# up to rank 0's own process. opening: the lease, the data, what the run directory holds. What
-# follows in metrics.jsonl: checks, up to the begin of the first step, and that step.
-PHASES = (
-    *("evidence", "decision", "processes", "imports", "rendezvous", "opening", "model", "state"),
-    *("checks", "first_step"),
-)
-_STARTED = 21  # in /proc/PID/stat, counted from 0, see proc(5)
+from runner.system.process import started_at
 
 
 class StartTimes:
     """What one rank notes while it starts.
+
+    The phases, in their order. evidence: from the first sign of the end of the attempt before to
+    its last process's end. decision: whether to start again, and the pause. processes: the
+    launcher, up to this process. imports. rendezvous. opening: the lease, the data, what the run
+    directory holds. model. state: loading it. What follows is in metrics.jsonl.
 
     Args:
         restart: when the attempt before showed its end (``noticed``), when the last of its
@@ -60,10 +55,8 @@ class StartTimes:
 
 def process_began() -> float:
     """When this process was forked, in seconds since the epoch; the kernel counts in 10 ms."""
-    try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        ticks = int(fields[_STARTED - 2])
-    except (OSError, ValueError):
+    ticks = started_at(os.getpid())
+    if ticks is None:
         return time.time()
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
     return time.time() - age

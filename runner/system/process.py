@@ -65,19 +65,19 @@ def started_at(pid: int) -> str | None:
 
     Together with the pid it identifies a process for good: pids are reused.
     """
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return None if not fields or _has_ended(fields) else fields[_STARTED]
 
 
 def parent(pid: int) -> int | None:
     """The parent's process id, None when the process is gone; a zombie has one."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return int(fields[_PARENT]) if fields else None
 
 
 def is_in_kernel(pid: int) -> bool:
     """Whether a process sleeps where no signal reaches it (state D)."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return bool(fields) and fields[_STATE] == "D"
 
 
@@ -86,7 +86,7 @@ def exit_status(pid: int) -> int | None:
 
     None: it is alive, or gone.
     """
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     if not fields or not _has_ended(fields):
         return None
     return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE]))
@@ -218,7 +218,8 @@ def answer_hangup(handler: Callable[[int, FrameType | None], None], *, always: b
     signal.signal(signal.SIGHUP, handler if is_request else signal.SIG_IGN)
 
 
-def _stat(pid: int) -> list[str]:
+def stat_fields(pid: int) -> list[str]:
+    """What /proc/PID/stat has after the command's name, see proc(5); empty if it is gone."""
     try:
         # A process may have named itself in any bytes, brackets among them.
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
