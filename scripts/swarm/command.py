@@ -80,11 +80,11 @@ def refused_in(case: Case, start: int) -> str:
     """Words of the refusal that these settings meet at a start by design; "" for none."""
     if not layout_of(case, start)[0].startswith("zero"):
         return ""
+    if case.precision == "fp32":  # found before the optimizer is looked at
+        return "needs compute.precision=bf16"
     if case.optim == "muon":
         return "works on whole matrices"
-    if case.optim == "adafactor":
-        return "needs whole parameters"
-    return "needs compute.precision=bf16" if case.precision == "fp32" else ""
+    return "needs whole parameters" if case.optim == "adafactor" else ""
 
 
 def _model(case: Case) -> list[str]:
