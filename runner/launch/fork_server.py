@@ -40,6 +40,7 @@ from functools import partial
 from typing import Any, TypedDict
 
 from runner.launch.prepared import Preparation
+from runner.system.environment import changeable, variables
 from runner.system.parsing import json_text
 from runner.system.process import adopt_orphans, die_with_parent, stat_fields
 
@@ -171,7 +172,7 @@ class ForkedPopen(subprocess.Popen[Any]):
         cwd, env, *theirs = (rest[place] for place in (4, 5, 9, 12, 14))
         job = Job(
             args=[os.fspath(word) for word in args],
-            env=dict(os.environ if env is None else env),
+            env=dict(variables() if env is None else env),
             cwd=os.fspath(cwd or os.getcwd()),
             # Where torchrun binds a rank to a NUMA node, this thread is bound meanwhile.
             cpus=sorted(os.sched_getaffinity(0)),
@@ -314,8 +315,8 @@ class Server:
             os.close(file)
         os.chdir(job["cwd"])
         os.sched_setaffinity(0, job["cpus"])
-        os.environ.clear()
-        os.environ.update(job["env"])
+        changeable().clear()
+        changeable().update(job["env"])
         _show(command, job["env"])
         _renew(command, job["env"], self._hangup)
         if preparation is not None:
@@ -349,7 +350,7 @@ class Server:
         if os.fork() == 0:
             here.close()
             die_with_parent(parent)
-            _show([sys.executable, "-m", __name__], os.environ)
+            _show([sys.executable, "-m", __name__], variables())
             os.setsid()
             type(self)(remote, self._files).serve()
             # Forked from there: it must not go on here, in what torchrun does next.
@@ -451,10 +452,10 @@ def main(arguments: Sequence[str], kind: type[Server] = Server) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    del os.environ[_PADDING]
+    del changeable()[_PADDING]
     # The C library's own copies: the place where the kernel put the originals is written over.
-    os.environ.update(dict(os.environ))
-    _show([sys.executable, "-m", __name__], os.environ)
+    changeable().update(dict(variables()))
+    _show([sys.executable, "-m", __name__], variables())
     for name in (*IMPORTS, *arguments[:-1]):
         importlib.import_module(name)
     for name in _RUN:  # python -m runs them under another name

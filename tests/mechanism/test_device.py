@@ -139,6 +139,7 @@ def test_another_driver_or_gpu_is_warned_of_and_not_refused(
         ranks=SimpleNamespace(gather=lambda _: gathered, from_first=lambda value: value),
         console=SimpleNamespace(say=lines.append),
         place=place(), device=gpu, device_versions=versions, debug={},
+        times=SimpleNamespace(seconds=dict),
     )  # fmt: skip
     lease: Any = SimpleNamespace(number=1)
     resumed: Any = SimpleNamespace(step=0)

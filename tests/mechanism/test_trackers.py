@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -249,13 +250,23 @@ def test_one_that_connects_for_long_has_all_of_a_short_run(
 
 
 @pytest.mark.parametrize(
-    ("status", "in_time", "waits"),
-    [("done", True, [10.0, 60.0]), ("preempted", True, [10.0]), ("done", False, [1.0])],
+    ("status", "in_time", "left", "waits"),
+    [
+        ("done", True, math.inf, [10.0, 60.0]),
+        ("preempted", True, math.inf, [10.0]),
+        ("preempted", True, 0.2, [0.2]),
+        ("done", False, math.inf, [1.0]),
+    ],
 )
 def test_one_that_never_connects_is_said_to_have_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str, in_time: bool, waits: list[float]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    status: str,
+    in_time: bool,
+    left: float,
+    waits: list[float],
 ) -> None:
-    """A minute is waited for it, unless the process was asked to stop."""
+    """A minute is waited for it, unless the process was asked to stop: then what its grace has."""
     from tests.tracking import hanging
 
     waited: list[float] = []
@@ -267,18 +278,9 @@ def test_one_that_never_connects_is_said_to_have_nothing(
     )
     tracker = background(hanging, tmp_path)
     tracker.write(line(1))
-    words = tracker.finish(SUMMARY | {"status": status}, in_time=in_time)
+    words = tracker.finish(SUMMARY | {"status": status}, in_time=in_time, most_seconds=left)
     assert words == "it: the run was not sent; it was still being connected"
     assert waited == waits
-
-
-def test_none_is_waited_for_longer_than_is_left_of_the_grace(tmp_path: Path) -> None:
-    from tests.tracking import hanging
-
-    tracker, began = background(hanging, tmp_path), time.monotonic()
-    tracker.write(line(1))
-    words = tracker.finish(SUMMARY | {"status": "preempted"}, in_time=True, most_seconds=0.2)
-    assert "was not sent" in words and time.monotonic() - began < 5
 
 
 @pytest.mark.full
