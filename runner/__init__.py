@@ -2,7 +2,8 @@
 
 The command line is ``python -m runner`` (one process) or ``torchrun -m runner``.
 
-For a training loop of your own: :class:`Guard`, :class:`Ring`, :class:`Sampler`.
+For a training loop of your own: :class:`Guard`, :class:`Ring`, :class:`Sampler`. For any script:
+:func:`prove_resume`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from runner.embed.data.sampler import Sampler as Sampler
     from runner.embed.loop.guard import Guard as Guard
     from runner.embed.ring import Ring as Ring
+    from runner.prove.drive import prove_resume as prove_resume
     from runner.system.version import __version__ as __version__
 
 _PUBLIC = {
@@ -20,8 +22,9 @@ _PUBLIC = {
     "Ring": "runner.embed.ring",
     "Sampler": "runner.embed.data.sampler",
     "__version__": "runner.system.version",
+    "prove_resume": "runner.prove.drive",
 }
-__all__ = ["Guard", "Ring", "Sampler", "__version__"]
+__all__ = ["Guard", "Ring", "Sampler", "__version__", "prove_resume"]
 
 
 def __getattr__(name: str) -> Any:

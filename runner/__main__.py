@@ -36,6 +36,7 @@ COMMANDS = {
     "launch": "runner.command.launch:launch_command",
     "supervise": "runner.command.supervise:supervise_command",
     "run": "runner.command.supervise:run_command",
+    "prove-resume": "runner.command.prove_resume:prove_resume_command",
     "slurm": "runner.command.cluster:slurm_command",
     "slurm-job": "runner.command.cluster:slurm_job_command",
     "k8s": "runner.command.cluster:k8s_command",

@@ -25,6 +25,7 @@ Holdfast: a training runner that survives NaNs, loss spikes, bad data and crashe
   holdfast key=value ...             the same with one process (holdfast is python -m runner)
   holdfast launch key=value ...      torchrun on this node, well set, started again after a crash
   holdfast supervise -- COMMAND      the same for your own torchrun command; run: for any script
+  holdfast prove-resume -- COMMAND   does your script really resume? kills it, and compares
   holdfast slurm --nodes 4 key=value ...   the batch script, or its job; k8s: manifests
   holdfast check-model key=value ... what exactness asks of your model and data; preflight: more
   holdfast ring DIR|URL [--verify]   list and verify checkpoints

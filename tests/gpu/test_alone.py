@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from runner.checkpoint.state_digest import Summing
+from runner.checkpoint.tensor_sums import Summing
 from runner.health.checks import checksum
 from runner.model.loss import HeadLosses, sequence_losses
 from runner.train.agreed_step import HostNumbers

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from runner.checkpoint import state_digest as digests
 from runner.checkpoint.state_digest import state_digest
+from runner.checkpoint.tensor_sums import Summing
 from runner.config.schema import (
     ComputeConfig,
     OptimConfig,
@@ -481,7 +482,7 @@ def check_sums_of_state(engine: FsdpEngine) -> None:
     digests.WHOLE_BYTES, was = 0, digests.WHOLE_BYTES
     told = collect_digest(engine, Ranks(CPU), lambda: False)
     digests.WHOLE_BYTES = was
-    sums, summing = {}, digests.Summing()  # whose pads take a while to be drawn
+    sums, summing = {}, Summing()  # whose pads take a while to be drawn
     for shard in engine.shards():
         whole = engine.full(shard.name)
         sums[shard.name] = (shard.shape, summing.of(shard.name, 0, whole.view(-1)))

@@ -49,7 +49,8 @@ def test_every_public_method_has_types_and_words(name: str) -> None:
     thing = getattr(runner, name)
     members = [getattr(thing, key) for key in vars(thing) if not key.startswith("_")]
     calls = [one.fget if isinstance(one, property) else one for one in members]
-    for call in [thing.__init__, *filter(callable, calls)]:
+    begin = thing.__init__ if isinstance(thing, type) else thing
+    for call in [begin, *filter(callable, calls)]:
         told = inspect.signature(call)
         untyped = [p.name for p in told.parameters.values() if p.annotation is p.empty]
         assert untyped in ([], ["self"]), f"{call.__qualname__}: {untyped}"
@@ -58,6 +59,7 @@ def test_every_public_method_has_types_and_words(name: str) -> None:
 
 
 PAGES = {"Guard": "loop.md", "Ring": "ring.md", "Sampler": "sampler.md"}
+PAGES["prove_resume"] = "prove_resume.md"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -14,13 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.checkpoint import state_digest as digests
-from runner.checkpoint.state_digest import Summing, Sums, added, digest_of_sums, is_whole
+from runner.checkpoint import tensor_sums
+from runner.checkpoint.state_digest import digest_of_sums, is_whole
+from runner.checkpoint.tensor_sums import Summing, Sums, added
 from runner.session.summary import at_a_stop, collect_digest
 
 
 def sums_of(name: str, values: torch.Tensor, cuts: Sequence[int] = ()) -> Sums:
     edges = [0, *sorted(cuts), len(values)]
-    found: Sums = (0,) * digests.LANES
+    found: Sums = (0,) * tensor_sums.LANES
     for first, last in pairwise(edges):
         found = added(found, Summing().of(name, first, values[first:last]))
     return found
@@ -32,8 +34,8 @@ VALUES = torch.randn(1000, generator=torch.Generator().manual_seed(0))
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks in a small tensor, and several parts in a block."""
-    monkeypatch.setattr(digests, "BLOCK_ELEMENTS", 128)
-    monkeypatch.setattr(digests, "_CACHED_ELEMENTS", 48)
+    monkeypatch.setattr(tensor_sums, "BLOCK_ELEMENTS", 128)
+    monkeypatch.setattr(tensor_sums, "_CACHED_ELEMENTS", 48)
 
 
 @settings(deadline=None, max_examples=40)
@@ -77,7 +79,7 @@ def test_the_digest_is_of_names_shapes_sums_and_counts() -> None:
 
 def test_the_definition_stands() -> None:
     """Digests of runs that have ended are compared with it."""
-    digests.BLOCK_ELEMENTS, digests._CACHED_ELEMENTS = 1 << 20, 1 << 16
+    tensor_sums.BLOCK_ELEMENTS, tensor_sums._CACHED_ELEMENTS = 1 << 20, 1 << 16
     values = torch.arange(3, dtype=torch.float32)
     told = digest_of_sums({"param/a": ((3,), sums_of("param/a", values))}, {"a": 7})
     assert told == "v2:c122e9b41b05276ae27f8837f7db517721fa355942866a185c02fb86ff39fcaa"

@@ -1,0 +1,122 @@
+"""What differs between two steps, in the order in which one causes the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from runner.prove.record import Entry, Step
+
+# In causal order: what a step begins with, what it reads, what follows.
+STATE = ("weights", "frozen", "state", "options", "buffers", "scalers", "copies")
+READ = ("batches", "random")
+RESULT = ("losses", "gradients")
+COMPONENTS = (*STATE, *READ, *RESULT)
+# Whatever the arithmetic, these are the same bits.
+EXACT = ("options", "scalers", "batches", "random")
+
+
+def differing(
+    reference: Step, other: Step, *, tolerance: float = 0.0, ignored: Iterable[str] = ()
+) -> list[str]:
+    """The components that differ, in causal order.
+
+    Args:
+        tolerance: relative, of norms and losses; 0: bit for bit.
+        ignored: components that are not compared.
+    """
+    found = []
+    for name in COMPONENTS:
+        one, two = getattr(reference, name), getattr(other, name)
+        if name in ignored or (name == "frozen" and not (one and two)):
+            continue
+        if name in (*RESULT, "batches", "buffers") and not (
+            reference.gradients and other.gradients
+        ):
+            continue  # the state after the last step
+        if name == "random":
+            common = one.keys() & two.keys()
+            one, two = ({key: side[key] for key in common} for side in (one, two))
+        if name == "copies":
+            if any(best_copy(own, two, tolerance) != own for own in one.values()):
+                found.append(name)
+        elif not are_equal(one, two, 0.0 if name in EXACT else tolerance):
+            found.append(name)
+    return found
+
+
+def are_equal(one: Any, two: Any, tolerance: float) -> bool:
+    """Whether two values of a record are equal; entries by digest, or by norm and tolerance."""
+    if isinstance(one, Mapping):
+        return (
+            isinstance(two, Mapping)
+            and one.keys() == two.keys()
+            and all(are_equal(value, two[key], tolerance) for key, value in one.items())
+        )
+    if is_entry(one) and is_entry(two):
+        return same(one, two, tolerance)
+    if isinstance(one, Sequence) and not isinstance(one, str):
+        return len(one) == len(two) and all(
+            are_equal(a, b, tolerance) for a, b in zip(one, two, strict=True)
+        )
+    if isinstance(one, float) and isinstance(two, float):
+        return one == two or (one != one and two != two) or is_near(one, two, tolerance)
+    return bool(one == two)
+
+
+def is_entry(value: Any) -> bool:
+    """Whether it is the digest of a tensor, with its norm, or a number in its place."""
+    return isinstance(value, Sequence) and len(value) >= 2 and isinstance(value[0], str) and (
+        value[1] is None or isinstance(value[1], int | float)
+    )  # fmt: skip
+
+
+def same(one: Entry, two: Entry, tolerance: float = 0.0) -> bool:
+    """Whether two tensors are equal; by their norms if there is a tolerance."""
+    if one[0] == two[0] and (one[0] or one[1] == two[1]):
+        return True
+    if not tolerance:
+        return False
+    if one[1] is None or two[1] is None:
+        return True  # integers, which have no norm
+    return is_near(one[1], two[1], tolerance)
+
+
+def is_near(one: float, two: float, tolerance: float) -> bool:
+    """Whether two numbers agree but for a relative tolerance."""
+    return abs(one - two) <= tolerance * max(abs(one), abs(two))
+
+
+def best_copy(
+    own: Mapping[str, Entry], copies: Mapping[str, Mapping[str, Entry]], tolerance: float
+) -> Mapping[str, Entry] | None:
+    """``own`` if some copy equals it, else one with the same names; None without any.
+
+    The names of copies depend on the order in which they were found.
+    """
+    alike = [copy for copy in copies.values() if copy.keys() == own.keys()]
+    if any(are_equal(own, copy, tolerance) for copy in alike):
+        return own
+    return alike[0] if alike else None
+
+
+def distance(one: Step, two: Step) -> float:
+    """The mean relative difference of the weights' norms; infinite where names differ."""
+    pairs = [
+        (entry[1], two.weights[name][1])
+        for name, entry in one.weights.items()
+        if name in two.weights and entry[1] is not None and two.weights[name][1] is not None
+    ]
+    if not pairs:
+        return float("inf")
+    return sum(abs(a - b) / (max(abs(a), abs(b)) or 1.0) for a, b in pairs) / len(pairs)
+
+
+def spread(one: Step, two: Step) -> float:
+    """The largest relative difference of norms and losses that two steps have."""
+    pairs: list[tuple[Any, Any]] = list(zip(one.losses, two.losses, strict=False))
+    for name in ("weights", "gradients"):
+        mine, theirs = getattr(one, name), getattr(two, name)
+        pairs += [(e[1], theirs[k][1]) for k, e in mine.items() if e and theirs.get(k)]
+    numbers = [(a, b) for a, b in pairs if isinstance(a, float) and isinstance(b, float)]
+    return max((abs(a - b) / (max(abs(a), abs(b)) or 1.0) for a, b in numbers), default=0.0)

@@ -1,0 +1,389 @@
+"""Runs a script undisturbed, and again with kills; compares; says what differs first."""
+
+from __future__ import annotations
+
+import random
+import shlex
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from runner.prove.compare import differing, spread
+from runner.prove.judge import Judgement, judge, mean_loss
+from runner.prove.ranks import compare_ranks
+from runner.prove.record import Recorded, Save, Trajectory, checkpoints
+from runner.prove.scratch import Place, Scratch, listing, on_other_ranks
+from runner.prove.start import find_start
+from runner.prove.starts import Goal, Start, Undecided
+from runner.prove.verdict import Repeats, Verdict
+from runner.system.environment import variables
+from runner.system.error import ConfigError
+
+_WINDOWS = ((0.2, 0.45), (0.5, 0.75))  # of the steps: where the kills are drawn
+_LEAST_STEPS = 3
+_MARGIN = 4.0  # over the noise that was seen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to prove.
+
+    Args:
+        command: of the script.
+        steps: optimizer steps of a run.
+        kills: steps after which it is killed; empty: drawn from ``seed``.
+        number: the signal.
+        resume_with: arguments that are added from the second start on; ``{out}`` in them is the
+            output directory.
+        out_argument: the argument that names the output directory.
+        out: the output directory, if the script chooses it itself.
+        other_ranks: with how many processes it is resumed; 0: the same.
+        limit_seconds: how long a step, or the start, may take.
+        scratch: parent of the folder that takes all files; None: the system's.
+        keep: leave that folder there.
+    """
+
+    command: tuple[str, ...]
+    steps: int = 60
+    kills: tuple[int, ...] = ()
+    seed: int = 0
+    number: int = signal.SIGKILL
+    resume_with: str = ""
+    out_argument: str = ""
+    out: str = ""
+    other_ranks: int = 0
+    limit_seconds: float = 600.0
+    scratch: Path | None = None
+    keep: bool = False
+
+    def check(self) -> None:
+        """
+        Raises:
+            ConfigError: something is impossible.
+        """
+        if not self.command:
+            raise ConfigError(
+                "prove-resume: no command; write: prove-resume [options] -- python ..."
+            )
+        if self.steps < _LEAST_STEPS:
+            raise ConfigError(f"--steps {self.steps}: at least {_LEAST_STEPS}")
+        wrong = [kill for kill in self.kills if not 0 < kill < self.steps]
+        if wrong or list(self.kills) != sorted(set(self.kills)):
+            raise ConfigError(
+                f"--kill {','.join(map(str, self.kills))}: rising steps from 1 to {self.steps - 1}"
+            )
+        if self.other_ranks:
+            on_other_ranks(self.command, self.other_ranks)
+
+
+def prove_resume(
+    command: str | Sequence[str],
+    *,
+    steps: int = 60,
+    kills: Sequence[int] = (),
+    resume_with: str = "",
+    out_arg: str = "",
+    out: str = "",
+    other_ranks: int = 0,
+    environment: Mapping[str, str] | None = None,
+) -> Verdict:
+    """Prove or refute that a training script resumes; for a project's own tests.
+
+    >>> verdict = prove_resume("true", out="runs")
+    >>> verdict.code, verdict.reason[:43]
+    (2, 'The command ended without an optimizer step')
+
+    Args:
+        command: as a shell's line, or its words. It runs in a copy of the working directory.
+        steps: optimizer steps of a run.
+        kills: steps after which it is killed; default: two that are drawn.
+        resume_with: arguments that are added when it is started again; ``{out}`` in them is the
+            output directory.
+        out_arg: the argument of the command that names the output directory.
+        out: the output directory, where the script chooses it itself.
+        other_ranks: resume with this many processes, and compare samples and loss.
+        environment: variables for the command; default: this process's.
+
+    Returns:
+        ``is_equal``, ``first`` (what differs first, if anything does), ``reason`` (why it could
+        not be judged, else empty), ``text()`` for a person and ``code`` as the command line has it.
+
+    Raises:
+        ConfigError: an argument is impossible; nothing was started.
+    """
+    plan = Plan(
+        command=tuple(shlex.split(command) if isinstance(command, str) else command),
+        steps=steps,
+        kills=tuple(kills),
+        resume_with=resume_with,
+        out_argument=out_arg,
+        out=out,
+        other_ranks=other_ranks,
+    )
+    return prove(plan, environment=environment or variables(), home=Path.cwd())
+
+
+def prove(
+    plan: Plan,
+    *,
+    environment: Mapping[str, str],
+    home: Path,
+    say: Callable[[str], None] = lambda text: None,
+) -> Verdict:
+    """Prove or refute that the script resumes.
+
+    Args:
+        home: its working directory, which stays as it is.
+
+    Raises:
+        ConfigError: the plan is impossible; nothing was started.
+    """
+    plan.check()
+    try:
+        root = Path(tempfile.mkdtemp(prefix="holdfast-prove-", dir=plan.scratch))
+    except OSError as error:
+        raise ConfigError(
+            f"--scratch {plan.scratch}: cannot be written ({error.strerror}); choose another folder"
+        ) from None
+    scratch = Scratch(
+        root=root, command=plan.command, home=home, out_argument=plan.out_argument, out=plan.out
+    )
+    began = time.monotonic()
+    try:
+        scratch.check()
+        before = [listing(path) for path in scratch.untouched()]
+        verdict = _Proof(plan, scratch, environment, say).verdict()
+        if before != [listing(path) for path in scratch.untouched()]:
+            raise ConfigError(
+                f"{scratch.untouched()[0]} has changed meanwhile; was it this script?"
+            )
+        return replace(verdict, seconds=time.monotonic() - began)
+    finally:
+        if not plan.keep:
+            shutil.rmtree(root, ignore_errors=True)
+
+
+class _Proof:
+    """The starts of one proof."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        scratch: Scratch,
+        environment: Mapping[str, str],
+        say: Callable[[str], None],
+    ) -> None:
+        self._plan, self._scratch = plan, scratch
+        self._environment, self._say = environment, say
+        self._places: dict[str, Place] = {}
+        self._judgements: list[Judgement] = []
+        self._kills: list[int] = []
+
+    def verdict(self) -> Verdict:
+        """Run all of it; what cannot be judged is a verdict too."""
+        reference, repeats, reason = Trajectory(), Repeats(), ""
+        try:
+            reference = self._undisturbed("undisturbed")
+            saves = self._checkpoints(reference)
+            if self._plan.other_ranks:
+                self._on_other_ranks(reference, saves)
+            else:
+                repeats = self._killed(reference, saves)
+        except Undecided as error:
+            reason = str(error)
+        return Verdict(
+            command=self._plan.command,
+            reason=reason,
+            steps=reference.last,
+            ranks=reference.world_size,
+            kills=tuple(self._kills),
+            resumes=tuple(self._judgements),
+            repeats=repeats,
+            losses=_losses(reference),
+        )
+
+    def _start(self, run: str, name: str, goal: Goal, *, resumes: bool = False) -> Start:
+        """Start the script in the place of a run, which is made first."""
+        place = self._places.get(run) or self._scratch.place(run)
+        self._places[run] = place
+        command = place.command
+        if resumes:
+            words = shlex.split(self._plan.resume_with)
+            command += tuple(word.replace("{out}", str(place.out)) for word in words)
+            if self._plan.other_ranks:
+                command = on_other_ranks(command, self._plan.other_ranks)
+        start = Start(
+            place=replace(place, command=command),
+            folder=self._scratch.root / "records" / name.replace(" ", "-"),
+            environment=self._environment,
+            scratch=self._scratch,
+            limit_seconds=self._plan.limit_seconds,
+            goal=goal,
+            say=lambda text: self._say(f"{name}: {text}"),
+        )
+        try:
+            start.run()
+        except Undecided as error:
+            if not resumes:
+                raise
+            raise Undecided(f"When it was started again: {error}") from None
+        return start
+
+    def _undisturbed(self, name: str) -> Trajectory:
+        start = self._start(name, name, Goal(stop=lambda _: self._plan.steps, ends=True))
+        found = _trajectory(start.recorded)
+        if found.last < _LEAST_STEPS:
+            raise Undecided(
+                f"The script ended after {found.last} steps; at least {_LEAST_STEPS} are needed"
+            )
+        return found
+
+    def _checkpoints(self, reference: Trajectory) -> list[Save]:
+        last = reference.last
+        saves = [save for save in checkpoints(reference) if save.after < last]
+        if saves:
+            return saves
+        if not reference.saves:
+            raise Undecided(
+                f"No file was written before step {last}: save more often, or give a larger --steps"
+            )
+        largest = max(save.num_bytes for save in reference.saves)
+        raise Undecided(
+            f"No checkpoint was written before step {last}: at most {largest:,} bytes between two "
+            f"steps, and the weights have {reference.num_bytes:,}. Save more often, or give a "
+            "larger --steps"
+        )
+
+    def _killed(self, reference: Trajectory, saves: Sequence[Save]) -> Repeats:
+        """Kill and resume; stops at the first resume that is not equal."""
+        kills = self._plan.kills or choose_kills(saves, reference.last, self._plan.seed)
+        self._check_kills(kills, saves, reference.last)
+        goal = Goal(stop=lambda _: kills[0], number=self._plan.number)
+        chain = _trajectory(self._start("killed", "killed", goal).recorded)
+        repeats = self._repeats(reference, chain)
+        for number, kill in enumerate(kills):
+            self._kills.append(kill)
+            known = _overlaid(reference, chain, kill, repeats)
+            before = [save for save in saves if save.after < kill]
+            after = kills[number + 1] if number + 1 < len(kills) else reference.last
+            goal = Goal(
+                stop=lambda recorded, known=known, before=before, after=after: (  # type: ignore[misc]
+                    after - _began(known, recorded, before) + 1
+                ),
+                number=self._plan.number if after in kills else signal.SIGKILL,
+                ends=after not in kills,
+            )
+            resumed = self._start("killed", f"resumed {number + 1}", goal, resumes=True)
+            own = _trajectory(resumed.recorded)
+            judgement = judge(
+                known, own, before,
+                exact_until=None if repeats.exactly else kill, tolerance=repeats.tolerance,
+            )  # fmt: skip
+            self._judgements.append(judgement)
+            if not judgement.is_equal:
+                break
+            chain = _overlaid(chain, own.moved(judgement.start - 1), after, repeats)
+        return repeats
+
+    def _check_kills(self, kills: Sequence[int], saves: Sequence[Save], last: int) -> None:
+        if kills[-1] >= last:
+            raise Undecided(
+                f"The script ended after {last} steps, and is to be killed after {kills[-1]}"
+            )
+        if kills[0] <= saves[0].after:
+            raise Undecided(
+                f"No checkpoint was written before step {kills[0]}, at which the script is to be "
+                f"killed: the first one came after step {saves[0].after}"
+            )
+
+    def _repeats(self, reference: Trajectory, again: Trajectory) -> Repeats:
+        """Whether the script repeats its own bits; if not, it is run once more for its noise."""
+        first = _first_difference(reference, again)
+        if not first:
+            return Repeats()
+        again = self._undisturbed("undisturbed again")
+        common = range(1, min(reference.last, again.last) + 1)
+        pairs = [
+            (reference.steps[s][r], again.steps[s][r]) for s in common for r in reference.steps[s]
+        ]
+        noise = max(spread(one, two) for one, two in pairs)
+        losses = [(mean_loss(reference.steps[s]), mean_loss(again.steps[s])) for s in common]
+        return Repeats(
+            exactly=False,
+            since=_first_difference(reference, again) or first,
+            noise=noise,
+            loss_noise=max((abs(a - b) for a, b in losses if a is not None and b is not None),
+                           default=0.0),
+            reads_the_same=all(one.batches == two.batches for one, two in pairs),
+            tolerance=_MARGIN * noise,
+        )  # fmt: skip
+
+    def _on_other_ranks(self, reference: Trajectory, saves: Sequence[Save]) -> None:
+        kill = (self._plan.kills or choose_kills(saves, reference.last, self._plan.seed))[0]
+        self._check_kills([kill], saves, reference.last)
+        self._start("killed", "killed", Goal(stop=lambda _: kill, number=self._plan.number))
+        self._kills.append(kill)
+        newest = max(save.after for save in saves if save.after < kill)
+        goal = Goal(stop=lambda _: reference.last - newest, ends=True)
+        resumed = self._start("killed", "resumed 1", goal, resumes=True)
+        self._judgements.append(compare_ranks(reference, _trajectory(resumed.recorded), newest))
+
+
+def choose_kills(saves: Sequence[Save], steps: int, seed: int) -> tuple[int, ...]:
+    """Two steps, drawn with a seed, each after a checkpoint and within :data:`_WINDOWS`.
+
+    The script is killed at least one step after a checkpoint was written, before the next one.
+    """
+    draw = random.Random(seed)
+    possible = [step for step in range(saves[0].after + 1, steps)]
+    kills: list[int] = []
+    for first, last in _WINDOWS:
+        window = [step for step in possible if first * steps <= step <= last * steps]
+        if window:
+            kills.append(draw.choice(window))
+    return tuple(kills) or (draw.choice(possible),)
+
+
+def _trajectory(recorded: Recorded) -> Trajectory:
+    try:
+        return recorded.trajectory()
+    except ValueError as error:
+        raise Undecided(
+            f"{error}: several trainings at once cannot be told apart; run one of them"
+        ) from None
+
+
+def _began(known: Trajectory, recorded: Recorded, saves: Sequence[Save]) -> int:
+    return find_start(known, _trajectory(recorded).steps.get(1, {}), saves)
+
+
+def _overlaid(under: Trajectory, over: Trajectory, until: int, repeats: Repeats) -> Trajectory:
+    """The steps of ``under``, up to ``until`` replaced by those of ``over``.
+
+    What a killed script itself did is what its resume must repeat, even if the undisturbed run
+    differs. If that read other data, its later steps say nothing.
+    """
+    steps = dict(under.steps) if repeats.reads_the_same else {}
+    steps |= {s: ranks for s, ranks in over.steps.items() if s <= min(until, over.last)}
+    return replace(under, steps=steps)
+
+
+def _first_difference(reference: Trajectory, again: Trajectory) -> int:
+    """The first step that is not the same, 0 without one."""
+    for step in range(1, min(reference.last, again.last) + 1):
+        ranks = reference.steps[step]
+        if ranks.keys() != again.steps[step].keys():
+            return step
+        if any(
+            differing(ranks[r], again.steps[step][r], ignored=("copies", "random")) for r in ranks
+        ):
+            return step
+    return 0
+
+
+def _losses(reference: Trajectory) -> tuple[float | None, ...]:
+    return tuple(mean_loss(reference.steps[s]) for s in range(1, reference.last + 1))

@@ -1,0 +1,133 @@
+"""Finds what a script keeps beside the optimizer: copies of the weights, scalers, schedules."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+_PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_forward_module.")
+_OWN_REFERENCES = 3  # to a container: ours, the local name, the argument of getrefcount
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter without what wrappers put into it."""
+    for prefix in _PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+class Copy:
+    """A second set of tensors of the weights' names or shapes, such as an EMA.
+
+    Args:
+        holder: a weak reference to a module, or a dictionary or list of tensors.
+    """
+
+    def __init__(self, label: str, holder: Any) -> None:
+        self.label = label
+        self._holder = holder
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name; empty when nobody else holds it any more."""
+        holder = self._holder
+        if isinstance(holder, weakref.ref):
+            module = holder()
+            return {} if module is None else _state(module)
+        if holder is None or sys.getrefcount(holder) < _OWN_REFERENCES + 1:
+            self._holder = None
+            return {}
+        items = holder.items() if isinstance(holder, dict) else enumerate(holder)
+        return {plain_name(str(key)): t for key, t in items if isinstance(t, torch.Tensor)}
+
+
+class Found:
+    """What a look at all objects of the process has found so far."""
+
+    def __init__(self) -> None:
+        self.copies: list[Copy] = []
+        self.scalers: list[Any] = []  # weak references, as are those of the schedules
+        self.schedules: list[Any] = []
+        self._seen: set[int] = set()
+
+    def look(self, weights: Mapping[str, torch.Tensor], others: Iterable[torch.Tensor]) -> None:
+        """Look again.
+
+        Args:
+            weights: the trained parameters by name.
+            others: tensors that are no copies: gradients, the optimizer's state.
+        """
+        known = {id(tensor) for tensor in weights.values()} | {id(t) for t in others}
+        shapes = [tuple(tensor.shape) for tensor in weights.values()]
+        modules: list[Any] = []
+        scaler, schedule = torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler
+        for thing in gc.get_objects():
+            kind = type(thing)
+            if id(thing) in self._seen:
+                continue
+            if kind is dict:
+                if len(thing) >= len(weights) > 1 and _are_copies_by_name(thing, weights, known):
+                    self._add(f"dictionary of {len(thing)} tensors", thing)
+            elif kind is list or kind is tuple:
+                if len(thing) == len(shapes) > 1 and _are_copies(thing, shapes, known):
+                    self._add(f"list of {len(thing)} tensors", thing)
+            elif issubclass(kind, torch.nn.Module):
+                modules.append(thing)
+            elif issubclass(kind, scaler):
+                self.scalers.append(self._weak(thing))
+            elif issubclass(kind, schedule):
+                self.schedules.append(self._weak(thing))
+        self._look_at(modules, weights, known)
+
+    def _look_at(self, modules: list[Any], weights: Mapping[str, Any], known: set[int]) -> None:
+        inner: set[int] = set()
+        sized = [(sum(1 for _ in module.modules()), module) for module in modules]
+        for _, module in sorted(sized, key=lambda pair: -pair[0]):
+            own = {plain_name(name): p for name, p in module.named_parameters()}
+            is_copy = len(weights) > 0 and weights.keys() <= own.keys()
+            if not is_copy or id(module) in inner or known & {id(p) for p in own.values()}:
+                continue
+            inner |= {id(part) for part in module.modules()}
+            if id(module) not in self._seen:
+                self._weak(module)
+                self.copies.append(Copy(type(module).__name__, weakref.ref(module)))
+
+    def _add(self, label: str, thing: Any) -> None:
+        self._seen.add(id(thing))
+        self.copies.append(Copy(label, thing))
+
+    def _weak(self, thing: Any) -> Any:
+        self._seen.add(id(thing))
+        return weakref.ref(thing)
+
+
+def _state(module: Any) -> dict[str, torch.Tensor]:
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {plain_name(name): tensor for name, tensor in named}
+
+
+def _are_copies_by_name(
+    thing: dict[Any, Any], weights: Mapping[str, torch.Tensor], known: set[int]
+) -> bool:
+    if not all(type(key) is str for key in thing):
+        return False
+    own = {plain_name(key): value for key, value in thing.items()}
+    if not weights.keys() <= own.keys():
+        return False
+    chosen = [own[name] for name in weights]
+    return _are_copies(chosen, [tuple(tensor.shape) for tensor in weights.values()], known)
+
+
+def _are_copies(things: Any, shapes: list[tuple[int, ...]], known: set[int]) -> bool:
+    return all(
+        isinstance(thing, torch.Tensor)
+        and tuple(thing.shape) == shape
+        and id(thing) not in known
+        and thing.is_floating_point()
+        and not thing.requires_grad
+        for thing, shape in zip(things, shapes)  # noqa: B905  (of any Python)
+    )

@@ -1,0 +1,309 @@
+"""Says what differs first between an undisturbed run and one that was killed and resumed.
+
+Pure: from two records to findings. A finding has one of :data:`KINDS`, and a sentence for a person.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from runner.prove.compare import COMPONENTS, are_equal, differing, spread
+from runner.prove.data import look_at_data
+from runner.prove.record import Save, Step, Trajectory
+from runner.prove.start import find_start
+from runner.prove.tensors import Difference, look_at_tensors
+
+# In tests/prove_resume nearly each has a planted defect; docs/prove_resume.md explains them.
+_KINDS = """
+not_resumed older_checkpoint weights weights_rounded frozen optimizer_state optimizer_steps
+param_groups rank learning_rate options buffers scaler ema data_restarted data_skipped data_repeated
+data_epoch data_order data_augmented data_rank data_other random rounding gradients
+"""
+KINDS = frozenset(_KINDS.split())
+ROUNDING = 1e-4  # relative; a first gradient that differs by less was summed in another order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What differs: since which step, on which rank, of what names (the first few)."""
+
+    kind: str
+    step: int
+    rank: int
+    names: tuple[str, ...]
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """One resume: where it went on, what differs first, what else differs at that step."""
+
+    start: int
+    last: int  # the last step that was compared
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...] = ()
+    loss_difference: float | None = None  # the largest, over the steps after the first finding
+    since: tuple[tuple[str, int], ...] = ()  # components that differ, and from which step on
+
+    @property
+    def is_equal(self) -> bool:
+        return all(finding.kind == "rounding" for finding in self.findings)
+
+
+def judge(
+    reference: Trajectory,
+    resumed: Trajectory,
+    saves: Sequence[Save],
+    *,
+    exact_until: int | None = None,
+    tolerance: float = 0.0,
+) -> Judgement:
+    """Compare one resumed start of a script with the undisturbed run.
+
+    Args:
+        resumed: its steps are numbered from 1.
+        saves: the checkpoints that were there, in order.
+        exact_until: the last step up to which the reference repeats bit for bit; None: all.
+        tolerance: relative, for later steps of a script that does not repeat its own bits.
+    """
+    reference = without_snapshots(reference)
+    start = find_start(reference, resumed.steps.get(1, {}), saves)
+    moved = resumed.moved(start - 1)
+    findings = list(_whole(reference, moved, start, saves))
+    notes: list[str] = []
+    random_since: tuple[int, tuple[str, ...]] | None = None
+    last = start - 1
+    for step in sorted(moved.steps):
+        if reference.steps.get(step, {}).keys() != moved.steps[step].keys():
+            continue
+        allowed = tolerance if exact_until is None or step > exact_until else 0.0
+        found = _differing(reference, moved, step, allowed, is_first=step - start < 2)
+        if step <= moved.last:
+            last = step
+        if "random" in found and random_since is None:
+            random_since = step, _generators(reference, moved, step)
+        if not set(found) - {"random"}:
+            continue
+        first = _explained(reference, moved, step, found, random_since)
+        findings += first
+        if [one.kind for one in first] != ["rounding"]:
+            break
+        tolerance, exact_until = max(tolerance, ROUNDING * 100), step
+    if not findings and random_since is not None:
+        notes.append(
+            f"The random state ({', '.join(random_since[1])}) differs from step {random_since[0]}, "
+            "and nothing that was compared depends on it."
+        )
+    last = max(last, min(moved.last, reference.last))
+    loss = loss_difference(reference, moved, findings[0].step) if findings else None
+    return Judgement(
+        start=start,
+        last=last,
+        findings=tuple(findings),
+        notes=tuple(notes),
+        loss_difference=loss,
+        since=_since(reference, moved),
+    )
+
+
+def _since(reference: Trajectory, moved: Trajectory) -> tuple[tuple[str, int], ...]:
+    """The first step, bit for bit, of each component that differs; in the order of steps."""
+    first: dict[str, int] = {}
+    start = min(moved.steps, default=0)
+    for step in sorted(moved.steps.keys() & reference.steps.keys()):
+        for name in _differing(reference, moved, step, 0.0, is_first=step - start < 2):
+            first.setdefault(name, step)
+    return tuple(first.items())
+
+
+def without_snapshots(reference: Trajectory) -> Trajectory:
+    """The same without copies of the weights that do not change in most steps.
+
+    Frozen weights, which are recorded with the first step, are those of every step.
+    """
+    first = reference.steps.get(1, {})
+    moving: set[str] = set()
+    ranks = [reference.steps[step].get(0, Step()) for step in sorted(reference.steps)]
+    for label in {label for step in ranks for label in step.copies}:
+        held = [step.copies[label] for step in ranks if label in step.copies]
+        changes = sum(a != b for a, b in pairwise(held))
+        if changes * 2 >= len(held) - 1 > 0:
+            moving.add(label)
+    steps = {
+        number: {
+            rank: replace(
+                step,
+                copies={k: v for k, v in step.copies.items() if k in moving},
+                frozen=step.frozen or first.get(rank, Step()).frozen,
+            )
+            for rank, step in ranks_.items()
+        }
+        for number, ranks_ in reference.steps.items()
+    }
+    return replace(reference, steps=steps)
+
+
+def _whole(
+    reference: Trajectory, moved: Trajectory, start: int, saves: Sequence[Save]
+) -> Sequence[Finding]:
+    """Whether the script went on where it should."""
+    if not saves:
+        return []
+    newest = saves[-1].after
+    earlier = saves[-2].after if len(saves) > 1 else 0
+    if start == 1:
+        words = f"The resumed script starts anew, at step 1, though step {newest} was saved"
+        return [_finding("not_resumed", 1, words + ": it loads no checkpoint.")]
+    if start - 1 <= earlier:
+        words = f"The resumed script goes on after step {start - 1}, though step {newest} was saved"
+        return [_finding("older_checkpoint", start, words + ": it loads an older checkpoint.")]
+    return []
+
+
+def _differing(
+    reference: Trajectory, moved: Trajectory, step: int, tolerance: float, *, is_first: bool
+) -> list[str]:
+    """The components that differ on any rank, in causal order."""
+    expected, got = reference.steps[step], moved.steps[step]
+    if expected.keys() != got.keys():
+        return []
+    # A copy may be found only once it was made, which may be in a first step.
+    lacks_copies = is_first and any(not got[r].copies and expected[r].copies for r in got)
+    ignored = ("copies",) if lacks_copies else ()
+    found = [
+        name
+        for rank in got
+        for name in differing(expected[rank], got[rank], tolerance=tolerance, ignored=ignored)
+    ]
+    if _is_midway(expected, got):
+        found = [name for name in found if name not in ("batches", "losses", "random")]
+    # Nor do they explain a gradient for which there is another reason.
+    is_alone = "gradients" in found and set(found) <= {"buffers", "gradients", "losses"}
+    if not is_alone and _are_broadcast(expected, got):
+        found = [name for name in found if name != "buffers"]
+    return [name for name in COMPONENTS if name in found]
+
+
+def _are_broadcast(expected: Mapping[int, Step], got: Mapping[int, Step]) -> bool:
+    """Whether every rank's buffers are its own or rank 0's, which DDP broadcasts before a step."""
+    first = expected.get(0, Step()).buffers
+    return all(
+        are_equal(step.buffers, expected[rank].buffers, 0.0) or are_equal(step.buffers, first, 0.0)
+        for rank, step in got.items()
+    )
+
+
+def _is_midway(expected: Mapping[int, Step], got: Mapping[int, Step]) -> bool:
+    """Whether a step was taken up between its batches, so that it reads only the last of them."""
+    return all(
+        0 < len(got[rank].batches) < len(step.batches)
+        and step.batches[-len(got[rank].batches) :] == got[rank].batches
+        for rank, step in expected.items()
+    )
+
+
+def _explained(
+    reference: Trajectory,
+    moved: Trajectory,
+    step: int,
+    found: Sequence[str],
+    random_since: tuple[int, tuple[str, ...]] | None,
+) -> list[Finding]:
+    """A finding for each component that no other one at this step explains."""
+    findings = [
+        _of_tensors(difference, step)
+        for name in found
+        if name not in ("batches", "random", "losses", "gradients")
+        and (difference := look_at_tensors(reference, moved.steps[step], step, name))
+    ]
+    random_finding = _of_random(random_since) if random_since else None
+    if "batches" in found:
+        data = look_at_data(reference, moved, step, random_differs=random_since is not None)
+        if data.kind == "random" and random_finding:
+            words = f" Step {step} reads {data.words}: its data is drawn from that state."
+            return [*findings, replace(random_finding, sentence=random_finding.sentence + words)]
+        words = f"Data: step {step} reads {data.words}."
+        findings.append(_finding(f"data_{data.kind}", step, words, rank=data.rank or 0))
+    elif not findings and random_finding:
+        words = (
+            f" Data, weights and optimizer are equal; the loss and the gradient of step {step} "
+            "differ: dropout and the like are not repeated."
+        )
+        findings.append(replace(random_finding, sentence=random_finding.sentence + words))
+    elif random_finding and random_since and random_since[0] == step:
+        findings.append(random_finding)
+    return findings or [_of_result(reference, moved, step)]
+
+
+def _of_tensors(difference: Difference, step: int) -> Finding:
+    return Finding(
+        kind=difference.kind,
+        step=step,
+        rank=difference.rank,
+        names=difference.names[:8],
+        sentence=difference.sentence.replace("{step}", str(step)),
+    )
+
+
+def _of_random(since: tuple[int, tuple[str, ...]]) -> Finding:
+    step, names = since
+    words = f"The random state ({', '.join(names)}) differs from step {step}."
+    return replace(_finding("random", step, words), names=names)
+
+
+def _of_result(reference: Trajectory, moved: Trajectory, step: int) -> Finding:
+    """The same state and data give another gradient."""
+    if _is_midway(reference.steps[step], moved.steps[step]):
+        words = (
+            f"Step {step} was taken up between its batches, and the gradients of the first ones "
+        )
+        return _finding("gradients", step, words + "are lost: the checkpoint lacks them.")
+    pairs = [(reference.steps[step][r], moved.steps[step][r]) for r in moved.steps[step]]
+    size = max(spread(one, two) for one, two in pairs)
+    if size <= ROUNDING:
+        return _finding(
+            "rounding",
+            step,
+            f"Every state and batch is equal, but the gradient of step {step} differs in its last "
+            f"digits ({size:.1e}): sums are taken in another order, as when DDP has rebuilt its "
+            "buckets after its first step. No state is lost.",
+        )
+    return _finding(
+        "gradients",
+        step,
+        f"Weights, optimizer, data and random state of step {step} are equal, but its loss or "
+        f"gradient is not (by {size:.1e}): the forward pass depends on something that is not "
+        "saved, such as a counter in a module.",
+    )
+
+
+def _finding(kind: str, step: int, sentence: str, *, rank: int = 0) -> Finding:
+    return Finding(kind=kind, step=step, rank=rank, names=(), sentence=sentence)
+
+
+def _generators(reference: Trajectory, moved: Trajectory, step: int) -> tuple[str, ...]:
+    names = {
+        name
+        for rank, one in moved.steps[step].items()
+        for name, state in one.random.items()
+        if reference.steps[step][rank].random.get(name, state) != state
+    }
+    return tuple(sorted(names))
+
+
+def loss_difference(reference: Trajectory, moved: Trajectory, since: int) -> float | None:
+    """The largest difference of the ranks' mean losses from a step on; None without losses."""
+    differences = []
+    for step in range(since, min(moved.last, reference.last) + 1):
+        one, two = mean_loss(reference.steps[step]), mean_loss(moved.steps.get(step, {}))
+        if one is not None and two is not None:
+            differences.append(abs(one - two))
+    return max(differences, default=None)
+
+
+def mean_loss(ranks: Mapping[int, Step]) -> float | None:
+    """Over the ranks; None where no loss was seen."""
+    losses = [step.loss for step in ranks.values() if step.loss is not None]
+    return sum(losses) / len(losses) if losses else None

@@ -1,0 +1,223 @@
+"""What the processes of a run recorded: by step and rank, as plain values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+Entry: TypeAlias = Sequence[Any]  # digest, norm or None, narrowest type where it was asked for
+Batch: TypeAlias = tuple[str, ...]  # a digest for each sample of a micro-batch
+
+
+@dataclass(slots=True, kw_only=True)
+class Step:
+    """What one rank's step began with and read; tensors by name.
+
+    ``gradients`` is empty for the state after the last step.
+    """
+
+    weights: dict[str, Entry] = field(default_factory=dict)
+    frozen: dict[str, Entry] = field(default_factory=dict)
+    state: dict[str, Mapping[str, Entry]] = field(default_factory=dict)
+    options: dict[str, Mapping[str, Any]] = field(default_factory=dict)  # by parameter
+    gradients: dict[str, Entry | None] = field(default_factory=dict)
+    buffers: dict[str, Entry] = field(default_factory=dict)
+    copies: dict[str, Mapping[str, Entry]] = field(default_factory=dict)
+    scalers: list[Mapping[str, Any]] = field(default_factory=list)
+    random: dict[str, str] = field(default_factory=dict)
+    batches: list[Batch] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+    @property
+    def loss(self) -> float | None:
+        """The mean of what its backward passes began with."""
+        return sum(self.losses) / len(self.losses) if self.losses else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """Files that were written between two steps: after which, how many bytes, which."""
+
+    after: int
+    num_bytes: int
+    names: tuple[str, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Trajectory:
+    """The steps of one start of a script, numbered from 1, or of the whole run."""
+
+    steps: dict[int, dict[int, Step]] = field(default_factory=dict)  # by step and rank
+    world_size: int = 1
+    saves: list[Save] = field(default_factory=list)
+    num_bytes: int = 0  # of the weights that the ranks train
+    has_workers: bool = False
+    kinds: tuple[str, ...] = ()  # of optimizers
+
+    @property
+    def last(self) -> int:
+        """The last step that every rank has done."""
+        done = [s for s, ranks in self.steps.items() if all(r.gradients for r in ranks.values())]
+        return max((s for s in done if len(self.steps[s]) == self.world_size), default=0)
+
+    def moved(self, by: int) -> Trajectory:
+        """The same with other numbers of steps."""
+        steps = {number + by: ranks for number, ranks in self.steps.items()}
+        saves = [replace(save, after=save.after + by) for save in self.saves]
+        return replace(self, steps=steps, saves=saves)
+
+
+class Process:
+    """One process's file, read as it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._read = path, 0
+        self.lines: list[dict[str, Any]] = []
+        self.stopped = False
+
+    def poll(self) -> None:
+        """Read what was added; a line that is not whole waits."""
+        with self._path.open("rb") as file:
+            file.seek(self._read)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read += len(whole)
+        for line in map(json.loads, whole.splitlines()):
+            if "stopped" in line:
+                self.stopped = True
+            else:
+                self.lines.append(line)
+
+    @property
+    def done(self) -> int:
+        """Steps that it has done."""
+        return max((int(line["step"]) for line in self.lines if "end" not in line), default=0)
+
+
+class Recorded:
+    """The files of one start of the script."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._processes: dict[Path, Process] = {}
+
+    def poll(self) -> None:
+        """Read what was added."""
+        for path in sorted(self._folder.glob("steps-*.jsonl")):
+            self._processes.setdefault(path, Process(path)).poll()
+
+    @property
+    def ranks(self) -> list[Process]:
+        """The processes that have done a step."""
+        return [process for process in self._processes.values() if process.lines]
+
+    @property
+    def done(self) -> int:
+        """Steps that every rank has done; 0 until all have begun."""
+        if not self.are_all_there:
+            return 0
+        return min(process.done for process in self.ranks)
+
+    @property
+    def are_all_there(self) -> bool:
+        """Whether every rank has done a step."""
+        return bool(self.ranks) and len(self.ranks) >= int(self.ranks[0].lines[0]["world_size"])
+
+    @property
+    def have_stopped(self) -> bool:
+        """Whether every rank stands still."""
+        return self.are_all_there and all(process.stopped for process in self.ranks)
+
+    def error(self) -> str:
+        """What went wrong with the recording; empty if nothing."""
+        return "\n".join(path.read_text() for path in sorted(self._folder.glob("error-*.txt")))
+
+    def trajectory(self) -> Trajectory:
+        """All that is recorded.
+
+        Raises:
+            ValueError: two processes were the same rank.
+        """
+        found = Trajectory()
+        owners: dict[int, Any] = {}
+        for process in self.ranks:
+            first = process.lines[0]
+            rank = int(first["rank"])
+            if owners.setdefault(rank, first["pid"]) != first["pid"]:
+                raise ValueError(f"two processes trained as rank {rank}")
+            found.world_size = max(found.world_size, int(first["world_size"]))
+            found.has_workers |= bool(first["workers"])
+            _add(found, rank, process.lines)
+        found.saves = _saves(self.ranks)
+        _drop_half(found)
+        return found
+
+
+def _add(found: Trajectory, rank: int, lines: Sequence[Mapping[str, Any]]) -> None:
+    groups: dict[int, list[list[str]]] = {}
+    for line in lines:
+        number, step = int(line["optimizer"]), int(line["step"])
+        if number not in groups:
+            if "names" not in line:
+                continue  # an optimizer that began after the first step
+            prefix = f"optimizer {number + 1}: " if number else ""
+            groups[number] = [[prefix + name for name in names] for names in line["names"]]
+            found.num_bytes += int(line["num_bytes"])
+            found.kinds = tuple(dict.fromkeys([*found.kinds, str(line["kind"])]))
+        target = found.steps.setdefault(step, {}).setdefault(rank, Step())
+        _merge(target, line, groups[number])
+
+
+def _drop_half(found: Trajectory) -> None:
+    """Leave out the last step if only the first of several optimizers has stepped in it."""
+    sizes = {s: min(len(r.gradients) for r in ranks.values()) for s, ranks in found.steps.items()}
+    last = max((step for step, size in sizes.items() if size), default=0)
+    if last and sizes[last] < max(sizes.values()):
+        del found.steps[last]
+
+
+def _merge(step: Step, line: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> None:
+    names = [name for group in groups for name in group]
+    step.weights.update(zip(names, line["weights"], strict=True))
+    step.state.update(zip(names, line["state"], strict=True))
+    for group, options in zip(groups, line["options"], strict=True):
+        step.options.update(dict.fromkeys(group, options))
+    step.gradients.update(zip(names, line.get("gradients", []), strict=False))
+    step.copies.update(line["copies"])
+    step.frozen.update(line.get("frozen", {}))
+    step.scalers = line["scalers"]
+    step.random = step.random or line.get("random", {})
+    step.buffers.update(line.get("buffers", {}))
+    step.batches += [tuple(rows) for rows in line.get("batches", [])]
+    step.losses += line.get("losses", [])
+
+
+def _saves(processes: Sequence[Process]) -> list[Save]:
+    by_step: dict[int, dict[str, int]] = {}
+    for process in processes:
+        for line in process.lines:
+            files = by_step.setdefault(int(line["step"]) - 1, {})
+            files.update({str(name): int(size) for name, size in line.get("written", [])})
+    return [
+        Save(after=step, num_bytes=sum(files.values()), names=tuple(files))
+        for step, files in sorted(by_step.items())
+        if files
+    ]
+
+
+def checkpoints(trajectory: Trajectory) -> list[Save]:
+    """The saves that are large enough for the weights; those in a row are one, of the last step.
+
+    A save counts from half the bytes of the weights that are trained: those may be saved in BF16.
+    """
+    large = [s for s in trajectory.saves if s.after > 0 and s.num_bytes * 2 >= trajectory.num_bytes]
+    is_each_step = len(large) > trajectory.last // 2
+    merged: list[Save] = []
+    for save in large:
+        if merged and not is_each_step and save.after == merged[-1].after + 1:
+            merged.pop()
+        merged.append(save)
+    return merged

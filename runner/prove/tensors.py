@@ -1,0 +1,259 @@
+"""What is wrong with state that differs: lost, zero, rounded, older, swapped, another rank's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runner.prove.compare import best_copy, same
+from runner.prove.record import Entry, Step, Trajectory
+
+Tensors = Mapping[str, Entry]
+_STEP_KEYS = ("step", "steps", "num_steps")
+_MOST = 0.5  # share of what differs that has to fit an explanation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """``{step}`` in the sentence stands for the step."""
+
+    kind: str
+    rank: int
+    names: tuple[str, ...]
+    sentence: str
+
+
+def look_at_tensors(
+    reference: Trajectory, got: Mapping[int, Step], step: int, name: str
+) -> Difference | None:
+    """Explain a component of :data:`runner.prove.compare.STATE` that differs on some rank."""
+    expected = reference.steps[step]
+    if name == "options":
+        return _options(reference, got, step)
+    if name == "scalers":
+        return _scalers(expected, got)
+    view = _VIEWS[name]
+    for rank in sorted(got):
+        mine, theirs = view(expected[rank]), view(got[rank])
+        if name == "copies":
+            mine, theirs = _copies(expected[rank], got[rank])
+        wrong = [key for key in mine if key not in theirs or not same(mine[key], theirs[key])]
+        extra = [key for key in theirs if key not in mine]
+        if wrong or extra:
+            others = {r: view(s) for r, s in expected.items() if r != rank}
+            past = {s: view(ranks[rank]) for s, ranks in reference.steps.items() if rank in ranks}
+            case = _Case(name, rank, mine, theirs, wrong or extra, others, past)
+            return case.explain()
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """One rank's tensors that differ.
+
+    Args:
+        others: the same of the other ranks.
+        past: the same of this rank at all steps of the undisturbed run.
+    """
+
+    component: str
+    rank: int
+    expected: Tensors
+    got: Tensors
+    wrong: Sequence[str]
+    others: Mapping[int, Tensors]
+    past: Mapping[int, Tensors]
+
+    def explain(self) -> Difference:
+        """The first explanation that fits most of what differs."""
+        what = f"{_WORDS[self.component]}: {self._names()}"
+        kind = self._kind()
+        if self.component == "state" and all(_key(key) in _STEP_KEYS for key in self.wrong):
+            one = self.wrong[0]
+            value = _shown(self.got.get(one))
+            words = f"{value}, was {_shown(self.expected.get(one))}"
+            rest = ". The step counts are not restored; the bias correction of Adam starts anew."
+            return self._say("optimizer_steps", f"{what} {words}{rest}")
+        if self._most(lambda key: key not in self.got):
+            return self._say(
+                kind, f"{what} missing after the resume (step {{step}}).{self._cause()}"
+            )
+        if self._most(self._is_zero):
+            return self._say(kind, f"{what} zero after the resume (step {{step}}).{self._cause()}")
+        for rank, tensors in self.others.items():
+            if self._most(lambda key, held=tensors: self._is_held(key, held)):
+                words = f"those of rank {rank} on rank {self.rank} (step {{step}})"
+                return self._say("rank", f"{what} {words}: the rank loads another rank's file.")
+        if self.component in ("state", "weights") and self._most(self._is_anothers):
+            words = "those of other parameters: the order of parameters or groups has changed"
+            return self._say("param_groups", f"{what} {words}.")
+        for step, tensors in sorted(self.past.items(), reverse=True):
+            if self._most(lambda key, held=tensors: self._is_held(key, held)):
+                return self._say(*self._older(step, what))
+        precision = self._rounded()
+        if precision:
+            kind = "weights_rounded" if self.component == "weights" else kind
+            words = f"rounded to {precision}: the checkpoint holds them in it"
+            return self._say(kind, f"{what} {words}.")
+        return self._say(kind, f"{what} different from step {{step}} on.{self._cause()}")
+
+    def _say(self, kind: str, sentence: str) -> Difference:
+        return Difference(kind=kind, rank=self.rank, names=tuple(self.wrong), sentence=sentence)
+
+    def _kind(self) -> str:
+        return {"state": "optimizer_state", "copies": "ema"}.get(self.component, self.component)
+
+    def _names(self) -> str:
+        """``exp_avg of all 148 parameters is``, ``2 of 12 tensors (a, b) are``."""
+        if self.component == "state":
+            keys = list(dict.fromkeys(_key(key) for key in self.wrong))
+            parameters = {key.rpartition("/")[0] for key in self.wrong}
+            total = len({key.rpartition("/")[0] for key in {**self.expected, **self.got}})
+            count = f"all {total}" if len(parameters) == total else f"{len(parameters)} of {total}"
+            verb = "is" if len(keys) == 1 else "are"
+            return f"{', '.join(keys[:4])} of {count} parameters {verb}"
+        total = len({**self.expected, **self.got})
+        if len(self.wrong) == total:
+            return f"all {total} tensors are"
+        shown = ", ".join(self.wrong[:3]) + (", ..." if len(self.wrong) > 3 else "")
+        return f"{len(self.wrong)} of {total} tensors ({shown}) are"
+
+    def _cause(self) -> str:
+        return {
+            "state": " Weights are loaded, the optimizer's state is not.",
+            "buffers": " The checkpoint lacks them, or they are not loaded.",
+            "copies": " The averaged weights (EMA) are not saved, or not loaded.",
+            "weights": " They are those of no step of the undisturbed run.",
+        }.get(self.component, "")
+
+    def _older(self, step: int, what: str) -> tuple[str, str]:
+        if self.component == "copies":
+            return "ema", f"{what} those of step {step}: an older file is loaded."
+        if step == 1:
+            return self._kind(), f"{what} those of step 1: what was saved is not loaded."
+        words = f"those after step {step - 1}: an older checkpoint is loaded."
+        if self.component == "buffers":
+            return "buffers", f"{what} {words}"
+        return "older_checkpoint", f"{what} {words}"
+
+    def _most(self, fits: Callable[[str], bool]) -> bool:
+        return sum(map(fits, self.wrong)) > _MOST * len(self.wrong)
+
+    def _is_zero(self, key: str) -> bool:
+        entry, expected = self.got.get(key), self.expected.get(key)
+        return bool(entry and expected and entry[1] == 0 and expected[1])
+
+    def _is_held(self, key: str, tensors: Tensors) -> bool:
+        return key in self.got and key in tensors and same(self.got[key], tensors[key])
+
+    def _is_anothers(self, key: str) -> bool:
+        """Whether it equals the tensor of another parameter; numbers and zeros tell nothing."""
+        entry = self.got.get(key)
+        if not entry or not entry[0] or not entry[1] or _key(key) in _STEP_KEYS:
+            return False
+        named = self.component == "state"
+        return any(
+            same(entry, other)
+            for name, other in self.expected.items()
+            if name != key and (not named or _key(name) == _key(key))
+        )
+
+    def _rounded(self) -> str:
+        """The type to which most were rounded."""
+        types = Counter(str(self.got[key][2]) for key in self.wrong if len(self.got[key]) > 2)
+        types.pop("", None)
+        name, count = types.most_common(1)[0] if types else ("", 0)
+        return name if count > _MOST * len(self.wrong) else ""
+
+
+def _key(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _shown(entry: Entry | None) -> str:
+    return "missing" if entry is None else f"{entry[1]:g}" if entry[1] is not None else "other"
+
+
+def _state(step: Step) -> Tensors:
+    return {f"{name}/{key}": e for name, one in step.state.items() for key, e in one.items()}
+
+
+def _copies_of(step: Step) -> Tensors:
+    return {name: entry for copy in step.copies.values() for name, entry in copy.items()}
+
+
+def _copies(expected: Step, got: Step) -> tuple[Tensors, Tensors]:
+    """The first copy that differs, and what is there in its place."""
+    for own in expected.copies.values():
+        other = best_copy(own, got.copies, 0.0)
+        if other != own:
+            return own, other or {}
+    return {}, {}
+
+
+_VIEWS: dict[str, Callable[[Step], Tensors]] = {
+    "weights": lambda step: step.weights,
+    "frozen": lambda step: step.frozen,
+    "buffers": lambda step: step.buffers,
+    "state": _state,
+    "copies": _copies_of,
+}
+_WORDS = {
+    "weights": "Weights",
+    "frozen": "Frozen weights",
+    "buffers": "Buffers",
+    "state": "Optimizer",
+    "copies": "A copy of the weights (EMA)",
+}
+
+
+def _options(reference: Trajectory, got: Mapping[int, Step], step: int) -> Difference | None:
+    expected = reference.steps[step]
+    for rank in sorted(got):
+        mine, theirs = expected[rank].options, got[rank].options
+        wrong = [name for name in mine if theirs.get(name) != mine[name]]
+        if not wrong:
+            continue
+        names = tuple(wrong)
+        if len(_distinct(mine)) > 1 and _distinct(mine) == _distinct(theirs):
+            words = f"Parameter groups are swapped: {len(wrong)} of {len(mine)} parameters have"
+            sentence = f"{words} the options of another group."
+            return Difference(kind="param_groups", rank=rank, names=names, sentence=sentence)
+        one = wrong[0]
+        before, now = mine[one], theirs.get(one, {})
+        keys = [key for key in before if now.get(key) != before[key]]
+        if keys and set(keys) <= {"lr", "initial_lr"}:
+            words = f"Learning rate {_number(now.get(keys[0]))}, was {_number(before[keys[0]])}"
+            first = reference.steps.get(1, {}).get(rank, Step()).options.get(one, {})
+            anew = first.get("lr") == now.get("lr")
+            tail = ": the schedule starts anew." if anew else ": the schedule is not restored."
+            sentence = f"{words} (step {{step}}, {len(wrong)} of {len(mine)} parameters){tail}"
+            return Difference(kind="learning_rate", rank=rank, names=names, sentence=sentence)
+        changes = ", ".join(f"{k} {_number(now.get(k))}, was {_number(before[k])}" for k in keys)
+        sentence = f"Options of {len(wrong)} parameters differ from step {{step}} on: {changes}."
+        return Difference(kind="options", rank=rank, names=names, sentence=sentence)
+    return None
+
+
+def _distinct(options: Mapping[str, Any]) -> list[str]:
+    return sorted({repr(sorted(one.items())) for one in options.values()})
+
+
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _scalers(expected: Mapping[int, Step], got: Mapping[int, Step]) -> Difference | None:
+    for rank in sorted(got):
+        mine, theirs = expected[rank].scalers, got[rank].scalers
+        if mine != theirs:
+            before, now = (dict(side[0]) if side else {} for side in (mine, theirs))
+            keys = [key for key in before if now.get(key) != before[key]]
+            changes = ", ".join(
+                f"{k} {_number(now.get(k))}, was {_number(before[k])}" for k in keys
+            )
+            sentence = f"GradScaler: {changes or 'missing'} (step {{step}}): it is not restored."
+            return Difference(kind="scaler", rank=rank, names=tuple(keys), sentence=sentence)
+    return None

@@ -1,0 +1,146 @@
+"""Proves every script with a planted defect, and every sound one; prints what was named first.
+
+    python -m tests.prove_resume.table [--only TEXT] [--out FILE] [--real]
+
+``--real`` starts each process anew, as a user's are; else they are forked from one that has torch
+imported, which takes a tenth of the time. A case that differs from what was planted is a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from runner.prove.drive import Plan, prove
+from runner.prove.verdict import Verdict
+from tests.prove_resume.cases import KILLS, PLANTED, SCRIPTS, SOUND_CASES, STEPS, Case
+
+
+def named(verdict: Verdict) -> str:
+    """The kind of the first finding, ``equal`` or ``undecided``."""
+    if verdict.first:
+        return verdict.first.kind
+    return "equal" if verdict.is_equal else "undecided"
+
+
+@contextlib.contextmanager
+def zygote(*, frameworks: bool = True) -> Iterator[str]:
+    """The address of a process that forks starts."""
+    with tempfile.TemporaryDirectory(prefix="prove-") as folder:
+        address = str(Path(folder) / "zygote")
+        command = [sys.executable, "-m", "tests.prove_resume.zygote", address]
+        command += ["frameworks"] if frameworks else []
+        with subprocess.Popen(command) as process:
+            try:
+                while not os.path.exists(address):
+                    if process.poll() is not None:
+                        raise RuntimeError("the zygote has ended")
+                    time.sleep(0.05)
+                yield address
+            finally:
+                process.kill()
+
+
+def command_of(case: Case, address: str = "") -> tuple[str, ...]:
+    """As a user types it, or forked from a zygote."""
+    command = case.command(Path("out"))
+    if not address or case.script == "launches_itself":
+        return tuple(command)
+    place = command.index(str(SCRIPTS / f"{case.script}.py"))
+    return forked(address, case.ranks, command[place:])
+
+
+def forked(address: str, ranks: int, words: Sequence[str]) -> tuple[str, ...]:
+    """The command of a script that a zygote forks."""
+    client = str(Path(__file__).with_name("zygote.py"))
+    return (sys.executable, client, address, str(ranks), *words)
+
+
+def verdict_of(case: Case, home: Path, address: str = "", **settings: Any) -> Verdict:
+    """Prove one case in an empty working directory."""
+    # A gradient scaler leaves steps out, so that the script does fewer.
+    kills = () if case.variant == "scaler" else KILLS
+    plan = Plan(
+        command=command_of(case, address), steps=STEPS, out_argument="out", limit_seconds=120,
+        **{"kills": kills, **settings},
+    )  # fmt: skip
+    return prove(plan, environment=os.environ | case.environment, home=home)
+
+
+def row_of(case: Case, verdict: Verdict) -> dict[str, Any]:
+    """A line of the record."""
+    kind = named(verdict)
+    return {
+        "case": str(case),
+        "right": kind in case.named,
+        "named": kind,
+        "start": verdict.resumes[-1].start if verdict.resumes else None,
+        "since": dict(verdict.resumes[-1].since) if verdict.resumes else {},
+        "seconds": round(verdict.seconds, 1),
+        "text": verdict.text().splitlines()[: 2 if verdict.first or verdict.reason else 1],
+    }
+
+
+def run(cases: Sequence[Case], address: str, out: Path | None) -> list[Mapping[str, Any]]:
+    """Prove each; prints and appends as it goes."""
+    rows = []
+    for case in cases:
+        with tempfile.TemporaryDirectory(prefix="prove-home-") as home:
+            row = row_of(case, verdict_of(case, Path(home), address))
+        rows.append(row)
+        mark = "  " if row["right"] else "NO"
+        line = f"{mark} {row['case']:42} {row['named']:18} {row['seconds']:6.1f} s"
+        print(f"{line}  {row['text'][0]}", flush=True)
+        if out:
+            with out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+    return rows
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The two numbers that count."""
+    sound = [row for row in rows if row["case"].endswith("-sound")]
+    planted = [row for row in rows if row not in sound]
+    right = sum(row["right"] for row in planted)
+    alarms = sum(not row["right"] for row in sound)
+    return (
+        f"{right} of {len(planted)} planted defects named first, "
+        f"{alarms} false alarms in {len(sound)} sound scripts"
+    )
+
+
+def main() -> int:
+    """Prove the chosen cases; 1 if any is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", action="append", default=[], help="a part of the case's name")
+    parser.add_argument("--out", type=Path, help="append a JSON line a case")
+    parser.add_argument("--real", action="store_true", help="start every process anew")
+    parser.add_argument("--summary", type=Path, help="only sum up such a file")
+    arguments = parser.parse_args()
+    if arguments.summary:
+        lines = arguments.summary.read_text().splitlines()
+        print(summary([*{(row := json.loads(line))["case"]: row for line in lines}.values()]))
+        return 0
+    chosen = [
+        case
+        for case in (*PLANTED, *SOUND_CASES)
+        if not arguments.only or any(text in str(case) for text in arguments.only)
+    ]
+    with contextlib.ExitStack() as stack:
+        address = "" if arguments.real else stack.enter_context(zygote())
+        rows = run(chosen, address, arguments.out)
+    print(summary(rows))
+    return 0 if all(row["right"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
