@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -109,7 +110,7 @@ def distance(one: Step, two: Step) -> float:
     ]
     if not pairs:
         return float("inf")
-    return sum(abs(a - b) / (max(abs(a), abs(b)) or 1.0) for a, b in pairs) / len(pairs)
+    return math.fsum(abs(a - b) / (max(abs(a), abs(b)) or 1.0) for a, b in pairs) / len(pairs)
 
 
 def spread(one: Step, two: Step) -> float:

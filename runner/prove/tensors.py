@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from runner.prove.compare import best_copy, same
@@ -83,14 +84,14 @@ class _Case:
         if self._most(self._is_zero):
             return self._say(kind, f"{what} zero after the resume (step {{step}}).{self._cause()}")
         for rank, tensors in self.others.items():
-            if self._most(lambda key, held=tensors: self._is_held(key, held)):
+            if self._most(partial(self._is_held, tensors=tensors)):
                 words = f"those of rank {rank} on rank {self.rank} (step {{step}})"
                 return self._say("rank", f"{what} {words}: the rank loads another rank's file.")
         if self.component in ("state", "weights") and self._most(self._is_anothers):
             words = "those of other parameters: the order of parameters or groups has changed"
             return self._say("param_groups", f"{what} {words}.")
         for step, tensors in sorted(self.past.items(), reverse=True):
-            if self._most(lambda key, held=tensors: self._is_held(key, held)):
+            if self._most(partial(self._is_held, tensors=tensors)):
                 return self._say(*self._older(step, what))
         precision = self._rounded()
         if precision:

@@ -162,8 +162,9 @@ def test_a_folder_that_cannot_be_copied_needs_a_word(tmp_path: Path) -> None:
 
 def test_the_command_line(tmp_path: Path) -> None:
     """Every process begins as a user's does; the script hides a ``sitecustomize`` of its own."""
-    hidden = tmp_path / "path"
+    hidden, home = tmp_path / "path", tmp_path / "home"
     hidden.mkdir()
+    home.mkdir()
     (hidden / "sitecustomize.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
     environment = os.environ | {"DEFECT": "lr_reset"}
     environment["PYTHONPATH"] = f"{ROOT}:{hidden}"
@@ -171,10 +172,10 @@ def test_the_command_line(tmp_path: Path) -> None:
         *("-m", "runner", "prove-resume", "--steps", "20", "--out-arg", "out"),
         *("--json", "v.json"),
         *("--", sys.executable, str(SCRIPTS / "plain.py"), "--out", "runs", "--save-every", "4"),
-        cwd=tmp_path, env=environment,
+        cwd=home, env=environment,
     )  # fmt: skip
-    assert done.returncode == 1, done.stderr
-    told = json.loads((tmp_path / "v.json").read_text())
+    assert done.returncode == 1, done.stdout + done.stderr
+    told = json.loads((home / "v.json").read_text())
     assert told["verdict"] == "differs" and told["first"]["kind"] == "learning_rate"
     assert done.stdout.startswith("Learning rate ") and "To mend it" in done.stdout
-    assert (tmp_path / "ran").exists() and not (tmp_path / "runs").exists()
+    assert (tmp_path / "ran").exists() and not (home / "runs").exists()

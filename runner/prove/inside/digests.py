@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,7 +25,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         held = held._values() if held.layout is torch.sparse_coo else held.values()
     if held.is_complex():
         held = torch.view_as_real(held)
-    return held.contiguous().reshape(-1)
+    flat: torch.Tensor = held.contiguous().reshape(-1)
+    return flat
 
 
 class Digests:
@@ -105,7 +106,7 @@ def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
         if type(value) in (torch.Tensor, torch.nn.Parameter) and value.device.type != "meta":
             yield value
         elif hasattr(value, "device_mesh"):
-            yield value._local_tensor
+            yield cast("Any", value)._local_tensor
     elif isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
         yield torch.from_numpy(np.ascontiguousarray(value))
     elif depth:

@@ -91,9 +91,10 @@ class Found:
             is_copy = len(weights) > 0 and weights.keys() <= own.keys()
             if not is_copy or id(module) in inner or known & {id(p) for p in own.values()}:
                 continue
-            inner |= {id(part) for part in module.modules()}
+            parts = {id(part) for part in module.modules()}
+            inner |= parts
             if id(module) not in self._seen:
-                self._weak(module)
+                self._seen |= parts  # what it wraps is no further copy, also in a later look
                 self.copies.append(Copy(type(module).__name__, weakref.ref(module)))
 
     def _add(self, label: str, thing: Any) -> None:

@@ -235,7 +235,7 @@ class _Calls:
                     self.watch()
 
         self._watched = watched_call
-        torch.Tensor.backward = watched_backward  # type: ignore[method-assign]
+        torch.Tensor.backward = watched_backward  # type: ignore[method-assign, assignment]
 
     def watch(self) -> None:
         """Note the next module that is called for training."""
@@ -252,7 +252,7 @@ def _announce_saves() -> None:
             sys.audit("open", os.fspath(file), "w", os.O_WRONLY)
         return plain_save(value, file, *args, **kwargs)
 
-    torch.save = watched_save
+    torch.save = watched_save  # type: ignore[assignment]
 
 
 def install(folder: str) -> None:

@@ -91,7 +91,7 @@ class _AfterTorch:
                 execute(module)
                 del spec.loader.exec_module  # its class's own again
                 if self in sys.meta_path:
-                    sys.meta_path.remove(self)  # type: ignore[arg-type]
+                    sys.meta_path.remove(self)
                     _begin()
 
             spec.loader.exec_module = execute_and_begin
@@ -100,5 +100,5 @@ class _AfterTorch:
 
 if os.environ.get("HOLDFAST_PROVE_DIR"):
     _keep_away()
-    sys.meta_path.insert(0, _AfterTorch())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _AfterTorch())
 _run_the_hidden_one()
