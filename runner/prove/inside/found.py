@@ -107,7 +107,9 @@ class Found:
 
 
 def _state(module: Any) -> dict[str, torch.Tensor]:
-    named = [*module.named_parameters(), *module.named_buffers()]
+    # Counters, but no running statistics: those of a copy follow the model's on each rank.
+    counters = [(name, b) for name, b in module.named_buffers() if b.numel() == 1]
+    named = [*module.named_parameters(), *counters]
     return {plain_name(name): tensor for name, tensor in named}
 
 
