@@ -23,8 +23,6 @@ from runner.system.error import ConfigError
 from runner.system.parsing import json_text
 
 _log = logging.getLogger(__name__)
-_SIGNALS = {"KILL": signal.SIGKILL, "TERM": signal.SIGTERM, "INT": signal.SIGINT,
-            "USR1": signal.SIGUSR1}  # fmt: skip
 
 
 def prove_resume_command(arguments: Sequence[str]) -> int:
@@ -35,14 +33,13 @@ def prove_resume_command(arguments: Sequence[str]) -> int:
         steps=options.steps,
         kills=_kills(options.kill),
         seed=options.seed,
-        number=_SIGNALS[options.signal],
+        number=signal.Signals[f"SIG{options.signal}"],
         resume_with=options.resume_with,
         out_argument=options.out_arg,
         out=options.out,
         other_ranks=options.other_ranks,
         limit_seconds=options.timeout,
         scratch=options.scratch,
-        keep=options.keep,
     )
     signal.signal(signal.SIGTERM, _leave)
     verdict = prove(
@@ -63,7 +60,7 @@ def _options() -> Parser:
     parser.add_argument("--kill", default="", metavar="STEPS", help=words)
     parser.option("--seed", 0, "of the kills", metavar="N")
     words = "that ends it; default KILL, to all ranks at once"
-    parser.add_argument("--signal", default="KILL", choices=_SIGNALS, help=words)
+    parser.add_argument("--signal", default="KILL", choices=("KILL", "TERM"), help=words)
     words = "added to the command when it is started again; {out} is the output directory"
     parser.add_argument("--resume-with", default="", metavar="WORDS", help=words)
     words = "the argument of the command that names its output directory"
@@ -75,7 +72,6 @@ def _options() -> Parser:
     parser.option("--timeout", 600.0, "for a step, or the start", metavar="SECONDS")
     words = "parent of the scratch folder; default: the system's"
     parser.add_argument("--scratch", type=Path, metavar="DIR", help=words)
-    parser.flag("--keep", "leave the scratch folder there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict to it as well")
     return parser
 

@@ -12,9 +12,12 @@ from runner.prove.record import Entry, Step
 STATE = ("weights", "frozen", "state", "options", "buffers", "scalers", "copies")
 READ = ("batches", "random")
 RESULT = ("losses", "gradients")
-COMPONENTS = (*STATE, *READ, *RESULT)
+QUIET = ("random", "schedules")  # these alone may differ without an effect
+COMPONENTS = (*STATE, *READ, "schedules", *RESULT)
 # Whatever the arithmetic, these are the same bits.
-EXACT = ("options", "scalers", "batches", "random")
+EXACT = ("options", "scalers", "schedules", *READ)
+# Of these a process may know more after some steps: modules are found when they are called.
+IN_COMMON = ("frozen", "buffers", "random")
 
 
 def differing(
@@ -27,15 +30,12 @@ def differing(
         ignored: components that are not compared.
     """
     found = []
+    is_last = not (reference.gradients and other.gradients)  # the state after the last step
     for name in COMPONENTS:
         one, two = getattr(reference, name), getattr(other, name)
-        if name in ignored or (name == "frozen" and not (one and two)):
+        if name in ignored or (is_last and name in (*READ, *RESULT, "buffers")):
             continue
-        if name in (*RESULT, "batches", "buffers") and not (
-            reference.gradients and other.gradients
-        ):
-            continue  # the state after the last step
-        if name == "random":
+        if name in IN_COMMON:
             common = one.keys() & two.keys()
             one, two = ({key: side[key] for key in common} for side in (one, two))
         if name == "copies":

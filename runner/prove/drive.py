@@ -10,18 +10,20 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from runner.prove.compare import differing, spread
+from runner.prove.compare import QUIET, differing, spread
 from runner.prove.judge import Judgement, judge, mean_loss
 from runner.prove.ranks import compare_ranks
 from runner.prove.record import Recorded, Save, Trajectory, checkpoints
-from runner.prove.scratch import Place, Scratch, listing, on_other_ranks
+from runner.prove.scratch import Place, Scratch, on_other_ranks
 from runner.prove.start import find_start
 from runner.prove.starts import Goal, Start, Undecided
 from runner.prove.verdict import Repeats, Verdict
 from runner.system.environment import variables
 from runner.system.error import ConfigError
+from runner.system.listing import marks
 
 _WINDOWS = ((0.2, 0.45), (0.5, 0.75))  # of the steps: where the kills are drawn
 _LEAST_STEPS = 3
@@ -44,7 +46,6 @@ class Plan:
         other_ranks: with how many processes it is resumed; 0: the same.
         limit_seconds: how long a step, or the start, may take.
         scratch: parent of the folder that takes all files; None: the system's.
-        keep: leave that folder there.
     """
 
     command: tuple[str, ...]
@@ -58,7 +59,6 @@ class Plan:
     other_ranks: int = 0
     limit_seconds: float = 600.0
     scratch: Path | None = None
-    keep: bool = False
 
     def check(self) -> None:
         """
@@ -155,16 +155,15 @@ def prove(
     began = time.monotonic()
     try:
         scratch.check()
-        before = [listing(path) for path in scratch.untouched()]
+        before = [dict(marks(path)) for path in scratch.untouched()]
         verdict = _Proof(plan, scratch, environment, say).verdict()
-        if before != [listing(path) for path in scratch.untouched()]:
+        if before != [dict(marks(path)) for path in scratch.untouched()]:
             raise ConfigError(
                 f"{scratch.untouched()[0]} has changed meanwhile; was it this script?"
             )
         return replace(verdict, seconds=time.monotonic() - began)
     finally:
-        if not plan.keep:
-            shutil.rmtree(root, ignore_errors=True)
+        shutil.rmtree(root, ignore_errors=True)
 
 
 class _Proof:
@@ -265,19 +264,20 @@ class _Proof:
         goal = Goal(stop=lambda _: kills[0], number=self._plan.number)
         chain = _trajectory(self._start("killed", "killed", goal).recorded)
         repeats = self._repeats(reference, chain)
-        for number, kill in enumerate(kills):
+        for number, (kill, after) in enumerate(
+            zip(kills, (*kills[1:], reference.last), strict=True)
+        ):
             self._kills.append(kill)
             known = _overlaid(reference, chain, kill, repeats)
-            before = [save for save in saves if save.after < kill]
-            after = kills[number + 1] if number + 1 < len(kills) else reference.last
+            before = [save for save in checkpoints(chain) if save.after < kill]
+            if not before:
+                raise Undecided(f"Before it was killed after step {kill}, the script saved nothing")
             goal = Goal(
-                stop=lambda recorded, known=known, before=before, after=after: (  # type: ignore[misc]
-                    after - _began(known, recorded, before) + 1
-                ),
+                stop=partial(_steps_to, after, known, before),
                 number=self._plan.number if after in kills else signal.SIGKILL,
                 ends=after not in kills,
             )
-            resumed = self._start("killed", f"resumed {number + 1}", goal, resumes=True)
+            resumed = self._start("killed", f"resumed {number}", goal, resumes=True)
             own = _trajectory(resumed.recorded)
             judgement = judge(
                 known, own, before,
@@ -305,22 +305,21 @@ class _Proof:
         first = _first_difference(reference, again)
         if not first:
             return Repeats()
-        again = self._undisturbed("undisturbed again")
-        common = range(1, min(reference.last, again.last) + 1)
-        pairs = [
-            (reference.steps[s][r], again.steps[s][r]) for s in common for r in reference.steps[s]
-        ]
-        noise = max(spread(one, two) for one, two in pairs)
-        losses = [(mean_loss(reference.steps[s]), mean_loss(again.steps[s])) for s in common]
+        once_more = self._undisturbed("undisturbed again")
+        noises = [_noise(reference, other) for other in (again, once_more)]
+        noise = max(noise for noise, _ in noises)
         return Repeats(
             exactly=False,
-            since=_first_difference(reference, again) or first,
+            since=first,
             noise=noise,
-            loss_noise=max((abs(a - b) for a, b in losses if a is not None and b is not None),
-                           default=0.0),
-            reads_the_same=all(one.batches == two.batches for one, two in pairs),
+            loss_noise=max(loss for _, loss in noises),
+            reads_the_same=all(
+                step.batches == once_more.steps[number][rank].batches
+                for number in range(1, min(reference.last, once_more.last) + 1)
+                for rank, step in reference.steps[number].items()
+            ),
             tolerance=_MARGIN * noise,
-        )  # fmt: skip
+        )
 
     def _on_other_ranks(self, reference: Trajectory, saves: Sequence[Save]) -> None:
         kill = (self._plan.kills or choose_kills(saves, reference.last, self._plan.seed))[0]
@@ -357,8 +356,9 @@ def _trajectory(recorded: Recorded) -> Trajectory:
         ) from None
 
 
-def _began(known: Trajectory, recorded: Recorded, saves: Sequence[Save]) -> int:
-    return find_start(known, _trajectory(recorded).steps.get(1, {}), saves)
+def _steps_to(last: int, known: Trajectory, saves: Sequence[Save], recorded: Recorded) -> int:
+    """How many steps a resumed start does to the last one."""
+    return last - find_start(known, _trajectory(recorded).steps.get(1, {}), saves) + 1
 
 
 def _overlaid(under: Trajectory, over: Trajectory, until: int, repeats: Repeats) -> Trajectory:
@@ -369,7 +369,18 @@ def _overlaid(under: Trajectory, over: Trajectory, until: int, repeats: Repeats)
     """
     steps = dict(under.steps) if repeats.reads_the_same else {}
     steps |= {s: ranks for s, ranks in over.steps.items() if s <= min(until, over.last)}
-    return replace(under, steps=steps)
+    saves = [save for save in under.saves if save.after < min(over.steps, default=1)] + over.saves
+    return replace(under, steps=steps, saves=saves)
+
+
+def _noise(one: Trajectory, two: Trajectory) -> tuple[float, float]:
+    """The largest differences of two runs: relative, of norms and losses; absolute, of losses."""
+    steps = range(1, min(one.last, two.last) + 1)
+    pairs = [(one.steps[s], two.steps[s]) for s in steps]
+    relative = [spread(a[rank], b[rank]) for a, b in pairs for rank in a.keys() & b.keys()]
+    losses = [(mean_loss(a), mean_loss(b)) for a, b in pairs]
+    differences = [abs(a - b) for a, b in losses if a is not None and b is not None]
+    return max(relative, default=0.0), max(differences, default=0.0)
 
 
 def _first_difference(reference: Trajectory, again: Trajectory) -> int:
@@ -379,7 +390,7 @@ def _first_difference(reference: Trajectory, again: Trajectory) -> int:
         if ranks.keys() != again.steps[step].keys():
             return step
         if any(
-            differing(ranks[r], again.steps[step][r], ignored=("copies", "random")) for r in ranks
+            differing(ranks[r], again.steps[step][r], ignored=("copies", *QUIET)) for r in ranks
         ):
             return step
     return 0

@@ -5,11 +5,11 @@ Pure: from two records to findings. A finding has one of :data:`KINDS`, and a se
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from runner.prove.compare import COMPONENTS, are_equal, differing, spread
+from runner.prove.compare import COMPONENTS, QUIET, READ, STATE, are_equal, differing, spread
 from runner.prove.data import look_at_data
 from runner.prove.record import Save, Step, Trajectory
 from runner.prove.start import find_start
@@ -71,9 +71,9 @@ def judge(
     reference = without_snapshots(reference)
     start = find_start(reference, resumed.steps.get(1, {}), saves)
     moved = resumed.moved(start - 1)
-    findings = list(_whole(reference, moved, start, saves))
-    notes: list[str] = []
-    random_since: tuple[int, tuple[str, ...]] | None = None
+    _choose_calls(reference.steps.get(start, {}), moved.steps.get(start, {}))
+    findings = _whole(start, saves)
+    quiet: dict[str, int] = {}  # since which step it differs
     last = start - 1
     for step in sorted(moved.steps):
         if reference.steps.get(step, {}).keys() != moved.steps[step].keys():
@@ -82,30 +82,51 @@ def judge(
         found = _differing(reference, moved, step, allowed, is_first=step - start < 2)
         if step <= moved.last:
             last = step
-        if "random" in found and random_since is None:
-            random_since = step, _generators(reference, moved, step)
-        if not set(found) - {"random"}:
+            quiet = {name: quiet.get(name, step) for name in QUIET if name in found}
+        if not set(found) - {*QUIET}:
             continue
-        first = _explained(reference, moved, step, found, random_since)
+        first = _explained(reference, moved, step, found, quiet.get("random"))
         findings += first
         if [one.kind for one in first] != ["rounding"]:
             break
         tolerance, exact_until = max(tolerance, ROUNDING * 100), step
-    if not findings and random_since is not None:
-        notes.append(
-            f"The random state ({', '.join(random_since[1])}) differs from step {random_since[0]}, "
-            "and nothing that was compared depends on it."
-        )
-    last = max(last, min(moved.last, reference.last))
-    loss = loss_difference(reference, moved, findings[0].step) if findings else None
     return Judgement(
         start=start,
-        last=last,
+        last=max(last, min(moved.last, reference.last)),
         findings=tuple(findings),
-        notes=tuple(notes),
-        loss_difference=loss,
+        notes=() if findings else tuple(_notes(reference, moved, quiet)),
+        loss_difference=(loss_difference(reference, moved, findings[0].step) if findings else None),
         since=_since(reference, moved),
     )
+
+
+def _choose_calls(expected: Mapping[int, Step], got: Mapping[int, Step]) -> None:
+    """Replace a first call in vain, before a process learns, by the one that read what it should.
+
+    Scripts call a model with zeros once, to see its shapes.
+    """
+    for rank, step in got.items():
+        batches = expected.get(rank, Step()).batches[:1]
+        for call in step.later:
+            if [tuple(call["batch"])] == batches != step.batches[:1]:
+                step.batches[:1] = batches
+                step.random, step.buffers = call["random"], call["buffers"]
+
+
+def _notes(reference: Trajectory, moved: Trajectory, quiet: Mapping[str, int]) -> Iterator[str]:
+    """What differs and has no effect so far."""
+    if step := quiet.get("random"):
+        names = ", ".join(_generators(reference, moved, step))
+        yield (
+            f"The random state ({names}) differs from step {step}, and nothing that was compared "
+            "depends on it."
+        )
+    if step := quiet.get("schedules"):
+        one, two = (found.steps[step][0].schedules for found in (reference, moved))
+        yield (
+            f"The learning rate schedule counts {two} at step {step}, was {one}; the rates are "
+            "equal so far."
+        )
 
 
 def _since(reference: Trajectory, moved: Trajectory) -> tuple[tuple[str, int], ...]:
@@ -145,18 +166,19 @@ def without_snapshots(reference: Trajectory) -> Trajectory:
     return replace(reference, steps=steps)
 
 
-def _whole(
-    reference: Trajectory, moved: Trajectory, start: int, saves: Sequence[Save]
-) -> Sequence[Finding]:
+def _whole(start: int, saves: Sequence[Save]) -> list[Finding]:
     """Whether the script went on where it should."""
     if not saves:
         return []
     newest = saves[-1].after
-    earlier = saves[-2].after if len(saves) > 1 else 0
     if start == 1:
         words = f"The resumed script starts anew, at step 1, though step {newest} was saved"
         return [_finding("not_resumed", 1, words + ": it loads no checkpoint.")]
-    if start - 1 <= earlier:
+    # What else is saved, such as the best weights, is nothing to resume from.
+    loaded = next((save for save in saves if save.after == start - 1), None)
+    alike = [save for save in saves if loaded is None or save.is_like(loaded)]
+    if len(alike) > 1 and start - 1 <= alike[-2].after:
+        newest = alike[-1].after
         words = f"The resumed script goes on after step {start - 1}, though step {newest} was saved"
         return [_finding("older_checkpoint", start, words + ": it loads an older checkpoint.")]
     return []
@@ -178,7 +200,7 @@ def _differing(
         for name in differing(expected[rank], got[rank], tolerance=tolerance, ignored=ignored)
     ]
     if _is_midway(expected, got):
-        found = [name for name in found if name not in ("batches", "losses", "random")]
+        found = [name for name in found if name not in (*READ, "losses")]
     # Nor do they explain a gradient for which there is another reason.
     is_alone = "gradients" in found and set(found) <= {"buffers", "gradients", "losses"}
     if not is_alone and _are_broadcast(expected, got):
@@ -209,31 +231,31 @@ def _explained(
     moved: Trajectory,
     step: int,
     found: Sequence[str],
-    random_since: tuple[int, tuple[str, ...]] | None,
+    random_since: int | None,
 ) -> list[Finding]:
     """A finding for each component that no other one at this step explains."""
     findings = [
         _of_tensors(difference, step)
         for name in found
-        if name not in ("batches", "random", "losses", "gradients")
+        if name in STATE
         and (difference := look_at_tensors(reference, moved.steps[step], step, name))
     ]
-    random_finding = _of_random(random_since) if random_since else None
+    of_random = _of_random(reference, moved, random_since) if random_since else None
     if "batches" in found:
-        data = look_at_data(reference, moved, step, random_differs=random_since is not None)
-        if data.kind == "random" and random_finding:
+        data = look_at_data(reference, moved, step, random_differs=of_random is not None)
+        if data.kind == "random" and of_random:
             words = f" Step {step} reads {data.words}: its data is drawn from that state."
-            return [*findings, replace(random_finding, sentence=random_finding.sentence + words)]
+            return [*findings, replace(of_random, sentence=of_random.sentence + words)]
         words = f"Data: step {step} reads {data.words}."
         findings.append(_finding(f"data_{data.kind}", step, words, rank=data.rank or 0))
-    elif not findings and random_finding:
+    elif not findings and of_random:
         words = (
             f" Data, weights and optimizer are equal; the loss and the gradient of step {step} "
             "differ: dropout and the like are not repeated."
         )
-        findings.append(replace(random_finding, sentence=random_finding.sentence + words))
-    elif random_finding and random_since and random_since[0] == step:
-        findings.append(random_finding)
+        findings.append(replace(of_random, sentence=of_random.sentence + words))
+    elif of_random and random_since == step:
+        findings.append(of_random)
     return findings or [_of_result(reference, moved, step)]
 
 
@@ -247,10 +269,10 @@ def _of_tensors(difference: Difference, step: int) -> Finding:
     )
 
 
-def _of_random(since: tuple[int, tuple[str, ...]]) -> Finding:
-    step, names = since
-    words = f"The random state ({', '.join(names)}) differs from step {step}."
-    return replace(_finding("random", step, words), names=names)
+def _of_random(reference: Trajectory, moved: Trajectory, since: int) -> Finding:
+    names = _generators(reference, moved, since)
+    words = f"The random state ({', '.join(names)}) differs from step {since}."
+    return replace(_finding("random", since, words), names=names)
 
 
 def _of_result(reference: Trajectory, moved: Trajectory, step: int) -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +31,9 @@ class Step:
     random: dict[str, str] = field(default_factory=dict)
     batches: list[Batch] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    schedules: list[Any] = field(default_factory=list)  # their counters
+    # Further calls before the first backward pass of a process: batch, random, buffers.
+    later: list[Mapping[str, Any]] = field(default_factory=list)
 
     @property
     def loss(self) -> float | None:
@@ -39,11 +43,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
-    """Files that were written between two steps: after which, how many bytes, which."""
+    """Files that were written between two steps: after which, how many bytes, largest first."""
 
     after: int
     num_bytes: int
     names: tuple[str, ...]
+
+    def is_like(self, other: Save) -> bool:
+        """Whether it has the other's largest file, but for the numbers in its name."""
+        return _pattern(other.names[0]) in map(_pattern, self.names)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,7 +63,6 @@ class Trajectory:
     saves: list[Save] = field(default_factory=list)
     num_bytes: int = 0  # of the weights that the ranks train
     has_workers: bool = False
-    kinds: tuple[str, ...] = ()  # of optimizers
 
     @property
     def last(self) -> int:
@@ -158,17 +165,19 @@ class Recorded:
 
 def _add(found: Trajectory, rank: int, lines: Sequence[Mapping[str, Any]]) -> None:
     groups: dict[int, list[list[str]]] = {}
+    trained: set[str] = set()
     for line in lines:
         number, step = int(line["optimizer"]), int(line["step"])
-        if number not in groups:
-            if "names" not in line:
-                continue  # an optimizer that began after the first step
+        if "names" in line:
             prefix = f"optimizer {number + 1}: " if number else ""
             groups[number] = [[prefix + name for name in names] for names in line["names"]]
+            trained.update(*line["names"])
             found.num_bytes += int(line["num_bytes"])
-            found.kinds = tuple(dict.fromkeys([*found.kinds, str(line["kind"])]))
         target = found.steps.setdefault(step, {}).setdefault(rank, Step())
         _merge(target, line, groups[number])
+    for ranks in found.steps.values():  # one optimizer's are frozen while another one steps
+        own = ranks.get(rank, Step())
+        own.frozen = {name: entry for name, entry in own.frozen.items() if name not in trained}
 
 
 def _drop_half(found: Trajectory) -> None:
@@ -193,6 +202,8 @@ def _merge(step: Step, line: Mapping[str, Any], groups: Sequence[Sequence[str]])
     step.buffers.update(line.get("buffers", {}))
     step.batches += [tuple(rows) for rows in line.get("batches", [])]
     step.losses += line.get("losses", [])
+    step.schedules = line["schedules"]
+    step.later += line.get("later", [])
 
 
 def _saves(processes: Sequence[Process]) -> list[Save]:
@@ -202,10 +213,18 @@ def _saves(processes: Sequence[Process]) -> list[Save]:
             files = by_step.setdefault(int(line["step"]) - 1, {})
             files.update({str(name): int(size) for name, size in line.get("written", [])})
     return [
-        Save(after=step, num_bytes=sum(files.values()), names=tuple(files))
+        Save(
+            after=step,
+            num_bytes=sum(files.values()),
+            names=tuple(sorted(files, key=files.__getitem__, reverse=True)),
+        )
         for step, files in sorted(by_step.items())
         if files
     ]
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
 
 
 def checkpoints(trajectory: Trajectory) -> list[Save]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from runner.system.error import ConfigError
+from runner.system.listing import marks
 from runner.system.units import format_bytes
 
 COPY_BYTES = 64 << 20  # an entry of the working directory that has more is linked, not copied
@@ -82,7 +84,7 @@ class Scratch:
         if entry.name in _NEVER_WRITTEN or (entry / "pyvenv.cfg").exists():
             return False
         is_link = entry.is_symlink() and entry.is_dir()
-        return is_link or size_of(entry, COPY_BYTES) > COPY_BYTES
+        return is_link or is_large(entry)
 
     def untouched(self) -> list[Path]:
         """The user's own output, which the script must not even read."""
@@ -134,7 +136,7 @@ class Scratch:
             ):
                 continue
             linked = entry.is_symlink() or entry.name in _NEVER_WRITTEN
-            if linked or size_of(entry, COPY_BYTES) > COPY_BYTES:
+            if linked or is_large(entry):
                 (target / entry.name).symlink_to(entry.resolve())
             elif entry.is_dir():
                 shutil.copytree(entry, target / entry.name, symlinks=True)
@@ -146,29 +148,11 @@ def _entries(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir() or path.is_file())
 
 
-def size_of(path: Path, limit: int) -> int:
-    """Bytes of a file or of the files below a folder; stops counting above ``limit``."""
+def is_large(path: Path) -> bool:
+    """Whether a file, or the files below a folder, have more than :data:`COPY_BYTES`."""
     if not path.is_dir():
-        return path.stat().st_size
-    total = 0
-    for folder, _, files in os.walk(path):
-        for name in files:
-            file = Path(folder, name)
-            total += file.stat(follow_symlinks=False).st_size
-        if total > limit:
-            break
-    return total
-
-
-def listing(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """Size, time of change and inode of each file below a folder; empty if there is none."""
-    return {str(path): mark for path, mark in _marks(folder)}
-
-
-def _marks(folder: Path) -> Iterator[tuple[Path, tuple[int, int, int]]]:
-    for path in folder.rglob("*") if folder.is_dir() else ():
-        about = path.stat(follow_symlinks=False)
-        yield path, (about.st_size, about.st_mtime_ns, about.st_ino)
+        return path.stat().st_size > COPY_BYTES
+    return any(total > COPY_BYTES for total in accumulate(mark[0] for _, mark in marks(path)))
 
 
 def _found(command: Sequence[str], name: str) -> tuple[int, str]:

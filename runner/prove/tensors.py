@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from runner.prove.compare import best_copy, same
+from runner.prove.compare import IN_COMMON, best_copy, same
 from runner.prove.record import Entry, Step, Trajectory
 
 Tensors = Mapping[str, Entry]
@@ -40,6 +40,9 @@ def look_at_tensors(
         mine, theirs = view(expected[rank]), view(got[rank])
         if name == "copies":
             mine, theirs = _copies(expected[rank], got[rank])
+        if name in IN_COMMON:
+            mine = {key: entry for key, entry in mine.items() if key in theirs}
+            theirs = {key: theirs[key] for key in mine}
         wrong = [key for key in mine if key not in theirs or not same(mine[key], theirs[key])]
         extra = [key for key in theirs if key not in mine]
         if wrong or extra:

@@ -404,6 +404,67 @@ def test_frozen_weights_are_compared_with_those_of_the_start() -> None:
     assert first.kind == "frozen" and "1 of 1" not in first.sentence, first.sentence
 
 
+def test_weights_that_are_trained_later_are_not_lost_frozen_ones() -> None:
+    """Layers are thawed after the first step; or one optimizer's are frozen while another steps."""
+    reference, other = trajectory(), resumed()
+    for rank in range(RANKS):
+        reference.steps[1][rank].frozen = {"base": entry("base"), "top": entry("top")}
+        other.steps[1][rank].frozen = {"base": entry("base")}
+    assert judge(reference, other, SAVES).is_equal
+
+
+def test_modules_that_are_found_when_they_are_called() -> None:
+    other = resumed()
+    for step in other.steps[1].values():
+        step.buffers = {}
+    assert judge(trajectory(), other, SAVES).is_equal
+
+
+def test_the_best_weights_are_nothing_to_resume_from() -> None:
+    """They are written more often than checkpoints, and are as large as the weights."""
+    saves = [
+        Save(after=5, num_bytes=300, names=("last-5.pt", "best.pt")),
+        Save(after=SAVED, num_bytes=300, names=("last-10.pt", "best.pt")),
+        Save(after=12, num_bytes=100, names=("best.pt",)),
+    ]
+    assert judge(trajectory(), resumed(), saves).is_equal
+    older = judge(trajectory(), resumed(first=6), saves).findings
+    assert [one.kind for one in older] == ["older_checkpoint"]
+    assert "though step 10 was saved" in older[0].sentence
+
+
+def test_a_module_that_is_called_in_vain_before_the_first_step() -> None:
+    other = resumed()
+    for step in other.steps[1].values():
+        right = {"batch": [*step.batches[0]], "random": step.random, "buffers": step.buffers}
+        step.later = [right]
+        step.batches, step.random, step.buffers = [("zeros",)], {"torch": "?"}, {"mean": entry("?")}
+    judgement = judge(trajectory(), other, SAVES)
+    assert judgement.is_equal and not judgement.notes
+
+
+def test_a_random_state_that_comes_right_explains_nothing_later() -> None:
+    other = resumed()
+    for number, ranks in other.steps.items():
+        for step in ranks.values():
+            if number == 1:
+                step.random = {**step.random, "torch": "not yet"}
+            if number > 3:
+                spoiled(step, number + SAVED, START + 3)
+    first = judge(trajectory(), other, SAVES).findings[0]
+    assert (first.kind, first.step) == ("gradients", START + 3)
+
+
+def test_a_schedule_that_starts_anew_before_it_shows_is_a_note() -> None:
+    reference, other = trajectory(), resumed()
+    for found, first in ((reference, 1), (other, 1)):
+        for number, ranks in found.steps.items():
+            for step in ranks.values():
+                step.schedules = [number - first]
+    judgement = judge(reference, other, SAVES)
+    assert judgement.is_equal and "counts [0] at step 11, was [10]" in judgement.notes[0]
+
+
 def test_other_ranks_read_the_same_samples_or_not() -> None:
     reference = trajectory()
     single = {}

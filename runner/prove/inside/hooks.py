@@ -1,8 +1,8 @@
-"""Hooks into torch: the first module that is called, the loss, the optimizer's step.
+"""Hooks into torch: the modules that a script calls, the loss, the optimizer's step.
 
-``Module.__call__`` is replaced only until a module is called: inner modules, and what
-``torch.compile`` traces, run torch's own. Each process of a rank appends to a file of its own and
-stands still where ``prove-resume`` wants to kill it.
+``Module.__call__`` is replaced only outside of a module and of a backward pass: inner modules, and
+what ``torch.compile`` traces, run torch's own. Each process of a rank appends to a file of its own
+and stands still where ``prove-resume`` wants to kill it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import signal
 import sys
 import time
 import traceback
-import weakref
 from collections.abc import Callable
 from multiprocessing import process as multiprocessing_process
 from typing import Any
 
 import torch
 
+from ...system.listing import Mark, marks
 from .digests import Digests, tensors_in
-from .state import StepState, Written, random_states
+from .state import Roots, StepState, random_states
 
 _POLL_SECONDS = 0.01
 
@@ -38,90 +38,95 @@ class Recorder:
         self._folder = folder
         self._supervisor = int(os.environ["HOLDFAST_PROVE_PID"])
         self._digests = Digests()
-        self._roots: list[Any] = []  # weak references to modules that were called first
-        self._steps: dict[int, StepState] = {}  # by the optimizer's id
-        self._order: list[int] = []
+        self._roots = Roots()
+        # By optimizer and its first parameter: DeepSpeed steps one group at a time.
+        self._steps: dict[tuple[int, int], StepState] = {}
         self._file: Any = None
         self._pid = 0
         self._count = 0  # steps of the first optimizer
         self._control: dict[str, Any] | None = None
-        self._written: Written | None = None
+        self._files: dict[str, Mark] | None = None
         self._broken = False
+        self._has_learned = False  # whether there was a backward pass
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._batches: list[Any] = []
+        self._reads_next = True  # whether what a module is called with is a batch
+        self._calls: list[dict[str, Any]] = []
+        self._later: list[dict[str, Any]] = []
         self._losses: list[torch.Tensor] = []
-        self._random: dict[str, str] | None = None
-        self._buffers: dict[str, Any] = {}
-
-    def roots(self) -> list[Any]:
-        """The modules that were called first, as far as they live."""
-        return [module for ref in self._roots if (module := ref()) is not None]
 
     @torch.no_grad()
     def note_call(self, module: Any, args: Any, kwargs: Any) -> None:
-        """A module is called for training: note its batch, and the state before it."""
-        if all(root is not module for root in self.roots()):
-            self._roots.append(weakref.ref(module))
-        if self._random is None:
-            self._random = random_states()
-            buffers = {name: b for root in self.roots() for name, b in root.named_buffers()}
-            self._buffers = dict(zip(buffers, self._digests.of(list(buffers.values()))))  # noqa: B905
-        self._batches.append(self._digests.rows(list(tensors_in([args, kwargs]))))
+        """A module is called with gradients: note its batch, and the state before it.
+
+        The batch is that of the first call since the last backward pass. Before the first one of
+        a process a module may be called in vain, so that the later calls are noted as well.
+        """
+        if not any(module.training or p.requires_grad for p in module.parameters()):
+            return  # an augmentation, a loss, a teacher
+        self._roots.add(module)
+        if not self._reads_next and self._has_learned:
+            return
+        call: dict[str, Any] = {"rows": self._digests.rows(list(tensors_in([args, kwargs])))}
+        if not self._calls or not self._has_learned:
+            buffers = dict(self._roots.named("buffers"))
+            entries = self._digests.of(list(buffers.values()))
+            call |= {"random": random_states(), "buffers": dict(zip(buffers, entries))}  # noqa: B905
+        (self._calls if self._reads_next else self._later).append(call)
+        self._reads_next = False
 
     def note_loss(self, loss: torch.Tensor) -> None:
         """A backward pass begins."""
+        self._reads_next = self._has_learned = True
         self._losses.append(loss.detach().clone())
 
     @torch.no_grad()
     def before_step(self, optimizer: Any) -> None:
         """Take what the step begins with."""
-        if id(optimizer) not in self._steps:
-            self._steps[id(optimizer)] = StepState(optimizer, self._digests)
-            self._order.append(id(optimizer))
-        if self._written is None:
-            self._written = Written(self._output_folder())
-        state = self._steps[id(optimizer)]
-        self._line = {"written": self._written.look(), **state.before(self.roots())}
+        if self._is_idle(optimizer):
+            return
+        state = self._steps.setdefault(_key(optimizer), StepState(optimizer, self._digests))
+        state.groups = optimizer.param_groups
+        self._line = {"written": self._look_for_files(), **state.before(self._roots)}
 
     @torch.no_grad()
     def after_step(self, optimizer: Any) -> None:
         """Write the step's line, and stand still where that is wanted."""
-        state, number = self._steps[id(optimizer)], self._order.index(id(optimizer))
+        if self._is_idle(optimizer):
+            return
+        key = _key(optimizer)
+        state, number = self._steps[key], list(self._steps).index(key)
         self._count += number == 0
         line: dict[str, Any] = {"step": self._count, "optimizer": number, **self._line}
-        batches = [rows for rows in self._batches if rows is not None]
-        line["batches"] = [[f"{row & (1 << 64) - 1:x}" for row in b.tolist()] for b in batches]
+        calls = [_plain(call) for call in self._calls]
+        line["batches"] = [call["batch"] for call in calls if call["batch"]]
+        line["random"] = calls[0]["random"] if calls else random_states()
+        line["buffers"] = calls[0]["buffers"] if calls else {}
+        line["later"] = [_plain(call) for call in self._later]
         line["losses"] = [float(loss.float()) for loss in self._losses]
         line["gradients"] = state.gradients()
-        line["random"] = self._random or random_states()
-        line["buffers"] = self._buffers
-        if self._count == 1:
-            line.update(self._about(state))
+        if state.is_first:
+            line |= state.about(self._roots) | {
+                "workers": len(multiprocessing_process._children),  # type: ignore[attr-defined]
+                "rank": rank(),
+                "world_size": world_size(),
+                "pid": os.getpid(),
+            }
         self._write(line)
         self._begin_step()
         if number == 0:
             self._obey()
 
-    def _about(self, state: StepState) -> dict[str, Any]:
-        from .state import named_parameters
-
-        return {
-            "names": named_parameters(state.optimizer, self.roots()),
-            "frozen": state.frozen(self.roots()),
-            "num_bytes": state.num_bytes(),
-            "kind": type(state.optimizer).__name__,
-            "workers": len(multiprocessing_process._children),  # type: ignore[attr-defined]
-            "rank": rank(),
-            "world_size": world_size(),
-            "pid": os.getpid(),
-        }
+    def _is_idle(self, optimizer: Any) -> bool:
+        """Whether it makes its empty state only, as for torch.distributed.checkpoint's loading."""
+        is_at_rest = all(not group.get("lr", 1) for group in optimizer.param_groups)
+        return is_at_rest and not self._calls and not self._losses
 
     def end_line(self) -> None:
         """Write the state after the last step."""
-        for number, key in enumerate(self._order):
-            line = self._steps[key].before(self.roots())
+        for number, state in enumerate(self._steps.values()):
+            line = state.before(self._roots)
             self._write({"step": self._count + 1, "optimizer": number, "end": True, **line})
 
     def _obey(self) -> None:
@@ -155,9 +160,15 @@ class Recorder:
         except PermissionError:
             pass
 
-    def _output_folder(self) -> str:
-        is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-        return os.environ.get("HOLDFAST_PROVE_OUT", "") if is_first else ""
+    def _look_for_files(self) -> list[list[Any]]:
+        """[path below the output folder, bytes] of each file that is new, or has changed."""
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            return []
+        folder = os.environ["HOLDFAST_PROVE_OUT"]
+        before, self._files = self._files, dict(marks(folder))
+        known = self._files if before is None else before
+        changed = [path for path, mark in self._files.items() if known.get(path) != mark]
+        return [[os.path.relpath(path, folder), self._files[path][0]] for path in changed]
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._pid != os.getpid():
@@ -177,6 +188,18 @@ class Recorder:
             self._broken = True
             with open(os.path.join(self._folder, f"error-{os.getpid()}.txt"), "a") as file:
                 file.write(traceback.format_exc())
+
+
+def _plain(call: dict[str, Any]) -> dict[str, Any]:
+    """A call with a number for each sample."""
+    rows = call.pop("rows")
+    numbers = [] if rows is None else rows.tolist()
+    return {**call, "batch": [f"{row & (1 << 64) - 1:x}" for row in numbers]}
+
+
+def _key(optimizer: Any) -> tuple[int, int]:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return id(optimizer), id(parameters[0]) if parameters else 0
 
 
 def rank() -> int:
@@ -213,19 +236,19 @@ class _Calls:
             if torch.compiler.is_compiling():
                 return plain_call(module, *args, **kwargs)
             self._module.__call__ = plain_call  # type: ignore[method-assign]
-            is_training = module.training and torch.is_grad_enabled()
-            if is_training:
+            if torch.is_grad_enabled():
                 recorder.safely(recorder.note_call, module, args, kwargs)
             try:
                 return plain_call(module, *args, **kwargs)
             finally:
-                if not is_training:
-                    self.watch()
+                self.watch()
 
         def watched_backward(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             nonlocal depth
-            if depth == 0 and tensor.numel() == 1:
-                recorder.safely(recorder.note_loss, tensor)
+            if depth == 0:
+                self._module.__call__ = plain_call  # type: ignore[method-assign]
+                if tensor.numel() == 1:
+                    recorder.safely(recorder.note_loss, tensor)
             depth += 1
             try:
                 return plain_backward(tensor, *args, **kwargs)
@@ -238,7 +261,7 @@ class _Calls:
         torch.Tensor.backward = watched_backward  # type: ignore[method-assign, assignment]
 
     def watch(self) -> None:
-        """Note the next module that is called for training."""
+        """Note the next module that is called."""
         self._module.__call__ = self._watched  # type: ignore[method-assign]
 
 
@@ -265,7 +288,6 @@ def install(folder: str) -> None:
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
         recorder.safely(recorder.after_step, optimizer)
-        calls.watch()
 
     _announce_saves()
     calls.watch()

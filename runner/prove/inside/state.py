@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import random
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,25 +17,26 @@ from .found import Found, plain_name
 _LOOKS = 3  # steps of a process before which its objects are looked at
 
 
-def named_parameters(optimizer: Any, roots: list[Any]) -> list[list[str]]:
-    """The names of the parameters of each group; by number where no module has them."""
-    names: dict[int, str] = {}
-    for root in roots:
-        for name, parameter in root.named_parameters():
-            names.setdefault(id(parameter), plain_name(name))
-    return [
-        [names.get(id(p), f"group {g}, parameter {n}") for n, p in enumerate(group["params"])]
-        for g, group in enumerate(optimizer.param_groups)
-    ]
+class Roots:
+    """The modules that the script itself calls with gradients, as far as they live."""
 
+    def __init__(self) -> None:
+        self._modules: list[Any] = []  # weak references, whose places are the modules' numbers
 
-def options_of(optimizer: Any) -> list[dict[str, Any]]:
-    """The options of each group as plain values."""
-    groups = [
-        {key: plain(value) for key, value in group.items() if key not in ("params", "param_names")}
-        for group in optimizer.param_groups
-    ]
-    return groups
+    def add(self, module: Any) -> None:
+        """Add one that is called."""
+        if all(ref() is not module for ref in self._modules):
+            self._modules.append(weakref.ref(module))
+
+    def named(self, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of all ``parameters`` or ``buffers``; each has one name."""
+        seen: set[int] = set()
+        for number, ref in enumerate(self._modules):
+            module = ref()
+            for name, tensor in getattr(module, f"named_{kind}")() if module is not None else ():
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield (f"module {number + 1}: " if number else "") + plain_name(name), tensor
 
 
 def plain(value: Any) -> Any:
@@ -79,29 +80,47 @@ class StepState:
 
     def __init__(self, optimizer: Any, digests: Digests) -> None:
         self.optimizer, self._digests = optimizer, digests
+        self.groups = optimizer.param_groups  # of the step in hand, see the recorder
         self.found = Found()
         self._num_before = 0
 
-    def before(self, roots: list[Any]) -> dict[str, Any]:
+    @property
+    def is_first(self) -> bool:
+        """Whether the step in hand is the first of this process."""
+        return self._num_before == 1
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self.groups for p in group["params"]]
+
+    def _names(self, roots: Roots) -> list[list[str]]:
+        """Of the parameters of each group; by number where no module has them."""
+        names = {id(parameter): name for name, parameter in roots.named("parameters")}
+        return [
+            [names.get(id(p), f"group {g}, parameter {n}") for n, p in enumerate(group["params"])]
+            for g, group in enumerate(self.groups)
+        ]
+
+    def before(self, roots: Roots) -> dict[str, Any]:
         """What the step begins with: weights, state, options, scalers, copies; keyed by place."""
         self._num_before += 1
-        groups = self.optimizer.param_groups
-        parameters = [p for group in groups for p in group["params"]]
+        parameters = self._parameters()
         state = [dict(flat_state(self.optimizer.state.get(p, {}))) for p in parameters]
         tensors = [v for one in state for v in one.values() if isinstance(v, torch.Tensor)]
-        is_first = self._num_before == 1
         if self._num_before <= _LOOKS:
-            names = [name for names in named_parameters(self.optimizer, roots) for name in names]
+            names = [name for names in self._names(roots) for name in names]
             grads = [p.grad for p in parameters if p.grad is not None]
             weights = dict(zip(names, parameters))  # noqa: B905
             self.found.look(weights, [*tensors, *grads])
-        entries = iter(self._digests.of([*parameters, *tensors], precision=is_first))
+        entries = iter(self._digests.of([*parameters, *tensors], precision=self.is_first))
         line: dict[str, Any] = {"weights": [next(entries) for _ in parameters]}
         line["state"] = [
             {k: next(entries) if isinstance(v, torch.Tensor) else ["", v] for k, v in one.items()}
             for one in state
         ]
-        line["options"] = options_of(self.optimizer)
+        line["options"] = [
+            {k: plain(v) for k, v in group.items() if k not in ("params", "param_names")}
+            for group in self.groups
+        ]
         line["copies"] = {}
         for number, copy in enumerate(self.found.copies):
             if held := copy.tensors():
@@ -109,34 +128,30 @@ class StepState:
                 own = self._digests.of(list(held.values()))
                 line["copies"][label] = dict(zip(held, own))  # noqa: B905
         line["scalers"] = [_scaler(ref()) for ref in self.found.scalers if ref() is not None]
-        line["schedules"] = [
-            plain(getattr(ref(), "last_epoch", None))
-            for ref in self.found.schedules
-            if ref() is not None
-        ]
+        schedules = [ref() for ref in self.found.schedules]
+        line["schedules"] = [plain(s.last_epoch) for s in schedules if s is not None]
         return line
 
-    def frozen(self, roots: list[Any]) -> dict[str, list[Any]]:
-        """Parameters of the modules that this optimizer does not train."""
-        own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+    def about(self, roots: Roots) -> dict[str, Any]:
+        """What is recorded once: names, the weights' bytes, and parameters that nobody trains."""
+        own = {id(p) for p in self._parameters()}
         left = {
-            plain_name(name): p
-            for root in roots
-            for name, p in root.named_parameters()
+            name: p
+            for name, p in roots.named("parameters")
             if id(p) not in own and not p.requires_grad
         }
-        return dict(zip(left, self._digests.of(list(left.values()), precision=True)))  # noqa: B905
+        entries = self._digests.of(list(left.values()), precision=True)
+        return {
+            "names": self._names(roots),
+            "frozen": dict(zip(left, entries)),  # noqa: B905
+            "num_bytes": sum(p.numel() * p.element_size() for p in self._parameters()),
+        }
 
     def gradients(self) -> list[Any]:
         """Of each parameter; None where it has none."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        entries = iter(self._digests.of([p.grad for p in parameters if p.grad is not None]))
-        return [None if p.grad is None else next(entries) for p in parameters]
-
-    def num_bytes(self) -> int:
-        """Of the weights that this rank trains."""
-        groups = self.optimizer.param_groups
-        return sum(p.numel() * p.element_size() for group in groups for p in group["params"])
+        grads = [p.grad for p in self._parameters()]
+        entries = iter(self._digests.of([grad for grad in grads if grad is not None]))
+        return [None if grad is None else next(entries) for grad in grads]
 
 
 def _scaler(scaler: Any) -> dict[str, Any]:
@@ -146,33 +161,3 @@ def _scaler(scaler: Any) -> dict[str, Any]:
     tracker = scaler._growth_tracker
     count = tracker if tracker is not None else scaler._init_growth_tracker
     return {"scale": plain(scale), "growth_tracker": plain(count)}
-
-
-class Written:
-    """Tells which files of a folder are new or have changed since the last look."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-        self._known: dict[str, tuple[int, int, int]] = {}
-        self.look()
-
-    def look(self) -> list[list[Any]]:
-        """[path below the folder, bytes] of each."""
-        changed: list[list[Any]] = []
-        waiting = [self._folder] if self._folder else []
-        while waiting:
-            try:
-                with os.scandir(waiting.pop()) as entries:
-                    for entry in entries:
-                        if entry.is_dir(follow_symlinks=False):
-                            waiting.append(entry.path)
-                        elif entry.is_file(follow_symlinks=False):
-                            about = entry.stat(follow_symlinks=False)
-                            mark = (about.st_mtime_ns, about.st_size, about.st_ino)
-                            if self._known.get(entry.path) != mark:
-                                self._known[entry.path] = mark
-                                name = os.path.relpath(entry.path, self._folder)
-                                changed.append([name, about.st_size])
-            except OSError:  # removed meanwhile
-                continue
-        return changed
