@@ -47,6 +47,7 @@ class Recorder:
         self._control: dict[str, Any] | None = None
         self._files: dict[str, Mark] | None = None
         self._broken = False
+        self._line: dict[str, Any] | None = None
         self._has_learned = False  # whether there was a backward pass
         self._begin_step()
 
@@ -84,6 +85,7 @@ class Recorder:
     @torch.no_grad()
     def before_step(self, optimizer: Any) -> None:
         """Take what the step begins with."""
+        self._line = None
         if self._is_idle(optimizer):
             return
         state = self._steps.setdefault(_key(optimizer), StepState(optimizer, self._digests))
@@ -93,7 +95,7 @@ class Recorder:
     @torch.no_grad()
     def after_step(self, optimizer: Any) -> None:
         """Write the step's line, and stand still where that is wanted."""
-        if self._is_idle(optimizer):
+        if self._line is None:
             return
         key = _key(optimizer)
         state, number = self._steps[key], list(self._steps).index(key)

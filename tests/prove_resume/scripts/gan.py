@@ -1,4 +1,7 @@
-"""Two networks, two optimizers: each iteration updates the critic, then the generator."""
+"""Two networks, two optimizers: each iteration updates the critic, then the generator.
+
+VARIANT critics: the critic three times, with the generator frozen meanwhile, which has BatchNorm.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,18 @@ from typing import Any
 
 import parts
 import torch
-from parts import BATCH, DEFECT, SEED
+from parts import BATCH, DEFECT, SEED, VARIANT
 from torch import nn
 
 DEFECTS = {"moments", "rng", "weights_bf16"}  # of the generator alone, but for the random state
+VARIANTS = {"critics"}
 
 
 class Gan:
     def __init__(self) -> None:
         parts.seed_everything(SEED)
-        self.generator = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8))
+        norm = [nn.BatchNorm1d(16)] if VARIANT == "critics" else []
+        self.generator = nn.Sequential(nn.Linear(4, 16), *norm, nn.ReLU(), nn.Linear(16, 8))
         self.critic = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 1))
         self.of_generator = torch.optim.Adam(self.generator.parameters(), lr=2e-3, betas=(0.5, 0.9))
         self.of_critic = torch.optim.RMSprop(self.critic.parameters(), lr=1e-3)
@@ -32,7 +37,9 @@ class Gan:
     def load(self, state: dict[str, Any]) -> None:
         generator = state["generator"]
         if DEFECT == "weights_bf16":
-            generator = {name: tensor.bfloat16() for name, tensor in generator.items()}
+            generator = {
+                n: t.bfloat16() if t.is_floating_point() else t for n, t in generator.items()
+            }
         self.generator.load_state_dict(generator)
         self.critic.load_state_dict(state["critic"])
         if DEFECT != "moments":
@@ -43,12 +50,17 @@ class Gan:
             parts.set_random_state(state["random"])
 
     def update(self) -> torch.Tensor:
-        real = self.samples[torch.randint(0, len(self.samples), (BATCH,))]
-        made = self.generator(torch.randn(BATCH, 4))
-        criticism = self.critic(made.detach()).mean() - self.critic(real).mean()
-        self.of_critic.zero_grad()
-        criticism.backward()
-        self.of_critic.step()
+        self.generator.requires_grad_(VARIANT != "critics")
+        for _ in range(3 if VARIANT == "critics" else 1):
+            real = self.samples[torch.randint(0, len(self.samples), (BATCH,))]
+            made = self.generator(torch.randn(BATCH, 4))
+            criticism = self.critic(made.detach()).mean() - self.critic(real).mean()
+            self.of_critic.zero_grad()
+            criticism.backward()
+            self.of_critic.step()
+        if VARIANT == "critics":
+            self.generator.requires_grad_(True)
+            made = self.generator(torch.randn(BATCH, 4))
         self.of_generator.zero_grad()
         loss = -self.critic(made).mean()
         loss.backward()
@@ -58,7 +70,7 @@ class Gan:
 
 
 def main() -> None:
-    arguments = parts.settings(defects=DEFECTS)
+    arguments = parts.settings(defects=DEFECTS, variants=VARIANTS)
     gan = Gan()
     path = parts.newest(arguments.out, "gan-*.pt")
     if path is not None:

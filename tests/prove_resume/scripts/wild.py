@@ -7,6 +7,7 @@ queue     negatives in a buffer that the forward pass fills
 closure   LBFGS, which asks for the loss several times a step
 midway    checkpoints between two batches of one step, with the gradients so far
 annealed  a dropout rate that the loop lowers
+towers    an augmentation and two networks, called one after the other, once with zeros
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import nn
 
 DEFECTS = {
     "rng", "moments", "lr_reset", "options_lost", "masters_lost", "base_reseeded", "queue_lost",
-    "gradients_lost", "dropout_rate_lost",
+    "gradients_lost", "dropout_rate_lost", "batchnorm",
 }  # fmt: skip
 
 
@@ -227,9 +228,34 @@ class Annealed(Nano):
             self.rate = state["rate"]
 
 
+class Jitter(nn.Module):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs + 0.1 * torch.randn_like(inputs)
+
+
+class Towers(Nano):
+    def make_model(self) -> nn.Module:
+        encoder = parts.Net(norm=nn.LayerNorm)
+        head = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+        self.jitter = Jitter()
+        assert encoder(torch.zeros(1, 8)).shape == (1, 4)
+        return nn.ModuleList([encoder, head])
+
+    def loss(self) -> torch.Tensor:
+        inputs, labels = self.batch()
+        encoder, head = self.model
+        return nn.functional.cross_entropy(head(encoder(self.jitter(inputs))), labels)
+
+    def load(self, state: dict[str, Any]) -> None:
+        if DEFECT == "batchnorm":
+            fresh = {n: t for n, t in self.model.state_dict().items() if "running" in n}
+            state = state | {"model": state["model"] | fresh}
+        super().load(state)
+
+
 VARIANTS: dict[str, type[Nano]] = {
     "nano": Nano, "masters": Masters, "adapter": Adapter, "queue": Queue, "closure": Closure,
-    "midway": Midway, "annealed": Annealed,
+    "midway": Midway, "annealed": Annealed, "towers": Towers,
 }  # fmt: skip
 
 
