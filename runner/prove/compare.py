@@ -1,12 +1,13 @@
-"""What differs between two steps, in the order in which one causes the other."""
+"""Compares steps: what differs, in the order in which one causes the other; which are equal."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from runner.prove.record import Entry, Step
+from runner.prove.record import Entry, Save, Step, Trajectory
 
 # In causal order: what a step begins with, what it reads, what follows.
 STATE = ("weights", "frozen", "state", "options", "buffers", "scalers", "copies")
@@ -18,6 +19,33 @@ COMPONENTS = (*STATE, *READ, "schedules", *RESULT)
 EXACT = ("options", "scalers", "schedules", *READ)
 # Of these a process may know more after some steps: modules are found when they are called.
 IN_COMMON = ("frozen", "buffers", "random")
+
+
+# In tests/prove_resume nearly each has a planted defect; docs/prove_resume.md explains them.
+_KINDS = """
+not_resumed older_checkpoint weights weights_rounded frozen optimizer_state optimizer_steps
+param_groups rank learning_rate options buffers scaler ema data_restarted data_skipped data_repeated
+data_epoch data_order data_augmented data_rank data_other random rounding gradients
+"""
+KINDS = frozenset(_KINDS.split())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What differs: since which step, on which rank, of what names (the first few)."""
+
+    kind: str
+    step: int
+    rank: int
+    names: tuple[str, ...]
+    sentence: str
+
+
+def finding(
+    kind: str, step: int, sentence: str, *, rank: int = 0, names: Sequence[str] = ()
+) -> Finding:
+    """A finding with its first names."""
+    return Finding(kind=kind, step=step, rank=rank, names=tuple(names[:8]), sentence=sentence)
 
 
 def differing(
@@ -121,3 +149,71 @@ def spread(one: Step, two: Step) -> float:
         pairs += [(e[1], theirs[k][1]) for k, e in mine.items() if e and theirs.get(k)]
     numbers = [(a, b) for a, b in pairs if isinstance(a, float) and isinstance(b, float)]
     return max((abs(a - b) / (max(abs(a), abs(b)) or 1.0) for a, b in numbers), default=0.0)
+
+
+def loss_difference(reference: Trajectory, moved: Trajectory, since: int) -> float | None:
+    """The largest difference of the ranks' mean losses from a step on; None without losses."""
+    differences = []
+    for step in range(since, min(moved.last, reference.last) + 1):
+        one, two = mean_loss(reference.steps[step]), mean_loss(moved.steps.get(step, {}))
+        if one is not None and two is not None:
+            differences.append(abs(one - two))
+    return max(differences, default=None)
+
+
+def mean_loss(ranks: Mapping[int, Step]) -> float | None:
+    """Over the ranks; None where no loss was seen."""
+    losses = [step.loss for step in ranks.values() if step.loss is not None]
+    return sum(losses) / len(losses) if losses else None
+
+
+# -- at which step a resumed script went on
+
+# What a component that equals a step's says for it; the rest counts one.
+_VOTES = {"weights": 3, "state": 3}
+_VOTING = ("weights", "state", "options", "batches", "random", "copies", "scalers")
+
+
+def find_start(reference: Trajectory, first: Mapping[int, Step], saves: Sequence[Save]) -> int:
+    """The step of the reference that a resumed script began with.
+
+    Weights or optimizer state that are those of the newest checkpoint decide. Else each component
+    votes for the steps that it equals, and weights that equal none for the step nearest to them.
+
+    Args:
+        first: what its first step began with and read, by rank.
+        saves: the checkpoints before it, in order.
+    """
+    newest = saves[-1].after + 1 if saves else 0
+    expected = reference.steps.get(newest)
+    if expected and any(_equal(expected, first, name) for name in ("weights", "state")):
+        return newest
+    scores = {step: _score(ranks, first) for step, ranks in reference.steps.items()}
+    by_weights = [s for s, ranks in reference.steps.items() if _equal(ranks, first, "weights")]
+    if by_weights or max(scores.values(), default=0) >= max(_VOTES.values()):
+        return max(scores, key=lambda step: (scores[step], -abs(step - newest)))
+    if not expected:
+        return _nearest(reference, first)
+    beginning = reference.steps.get(1, {})
+    return newest if _distance(expected, first) <= _distance(beginning, first) else 1
+
+
+def _score(ranks: Mapping[int, Step], first: Mapping[int, Step]) -> int:
+    return sum(_VOTES.get(name, 1) for name in _VOTING if _equal(ranks, first, name))
+
+
+def _equal(ranks: Mapping[int, Step], first: Mapping[int, Step], name: str) -> bool:
+    """Whether a component is there and equal on all ranks."""
+    value: Callable[[Step], object] = lambda step: getattr(step, name)  # noqa: E731
+    return ranks.keys() == first.keys() and all(
+        bool(value(ranks[r])) and are_equal(value(ranks[r]), value(first[r]), 0.0) for r in ranks
+    )
+
+
+def _nearest(reference: Trajectory, first: Mapping[int, Step]) -> int:
+    return min(reference.steps, key=lambda step: _distance(reference.steps[step], first), default=1)
+
+
+def _distance(ranks: Mapping[int, Step], first: Mapping[int, Step]) -> float:
+    common = ranks.keys() & first.keys()
+    return max((distance(ranks[r], first[r]) for r in common), default=float("inf"))

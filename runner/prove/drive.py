@@ -13,12 +13,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from runner.prove.compare import QUIET, differing, spread
-from runner.prove.judge import Judgement, judge, mean_loss
-from runner.prove.ranks import compare_ranks
+from runner.prove.compare import QUIET, differing, find_start, mean_loss, spread
+from runner.prove.judge import Judgement, compare_ranks, judge
 from runner.prove.record import Recorded, Save, Trajectory, checkpoints
 from runner.prove.scratch import Place, Scratch, on_other_ranks
-from runner.prove.start import find_start
 from runner.prove.starts import Goal, Start, Undecided
 from runner.prove.verdict import Repeats, Verdict
 from runner.system.environment import variables
@@ -202,7 +200,6 @@ class _Proof:
             kills=tuple(self._kills),
             resumes=tuple(self._judgements),
             repeats=repeats,
-            losses=_losses(reference),
         )
 
     def _start(self, run: str, name: str, goal: Goal, *, resumes: bool = False) -> Start:
@@ -394,7 +391,3 @@ def _first_difference(reference: Trajectory, again: Trajectory) -> int:
         ):
             return step
     return 0
-
-
-def _losses(reference: Trajectory) -> tuple[float | None, ...]:
-    return tuple(mean_loss(reference.steps[s]) for s in range(1, reference.last + 1))

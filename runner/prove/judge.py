@@ -1,39 +1,35 @@
 """Says what differs first between an undisturbed run and one that was killed and resumed.
 
-Pure: from two records to findings. A finding has one of :data:`KINDS`, and a sentence for a person.
+Pure: from two records to findings.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from runner.prove.compare import COMPONENTS, QUIET, READ, STATE, are_equal, differing, spread
+from runner.prove.compare import (
+    COMPONENTS,
+    QUIET,
+    READ,
+    STATE,
+    Finding,
+    are_equal,
+    differing,
+    find_start,
+    finding,
+    is_near,
+    loss_difference,
+    mean_loss,
+    spread,
+)
 from runner.prove.data import look_at_data
 from runner.prove.record import Save, Step, Trajectory
-from runner.prove.start import find_start
-from runner.prove.tensors import Difference, look_at_tensors
+from runner.prove.tensors import look_at_state
 
-# In tests/prove_resume nearly each has a planted defect; docs/prove_resume.md explains them.
-_KINDS = """
-not_resumed older_checkpoint weights weights_rounded frozen optimizer_state optimizer_steps
-param_groups rank learning_rate options buffers scaler ema data_restarted data_skipped data_repeated
-data_epoch data_order data_augmented data_rank data_other random rounding gradients
-"""
-KINDS = frozenset(_KINDS.split())
 ROUNDING = 1e-4  # relative; a first gradient that differs by less was summed in another order
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """What differs: since which step, on which rank, of what names (the first few)."""
-
-    kind: str
-    step: int
-    rank: int
-    names: tuple[str, ...]
-    sentence: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,14 +169,14 @@ def _whole(start: int, saves: Sequence[Save]) -> list[Finding]:
     newest = saves[-1].after
     if start == 1:
         words = f"The resumed script starts anew, at step 1, though step {newest} was saved"
-        return [_finding("not_resumed", 1, words + ": it loads no checkpoint.")]
+        return [finding("not_resumed", 1, words + ": it loads no checkpoint.")]
     # What else is saved, such as the best weights, is nothing to resume from.
     loaded = next((save for save in saves if save.after == start - 1), None)
     alike = [save for save in saves if loaded is None or save.is_like(loaded)]
     if len(alike) > 1 and start - 1 <= alike[-2].after:
         newest = alike[-1].after
         words = f"The resumed script goes on after step {start - 1}, though step {newest} was saved"
-        return [_finding("older_checkpoint", start, words + ": it loads an older checkpoint.")]
+        return [finding("older_checkpoint", start, words + ": it loads an older checkpoint.")]
     return []
 
 
@@ -234,12 +230,9 @@ def _explained(
     random_since: int | None,
 ) -> list[Finding]:
     """A finding for each component that no other one at this step explains."""
-    findings = [
-        _of_tensors(difference, step)
-        for name in found
-        if name in STATE
-        and (difference := look_at_tensors(reference, moved.steps[step], step, name))
-    ]
+    got = moved.steps[step]
+    state = [look_at_state(reference, got, step, name) for name in found if name in STATE]
+    findings = [one for one in state if one]
     of_random = _of_random(reference, moved, random_since) if random_since else None
     if "batches" in found:
         data = look_at_data(reference, moved, step, random_differs=of_random is not None)
@@ -247,7 +240,7 @@ def _explained(
             words = f" Step {step} reads {data.words}: its data is drawn from that state."
             return [*findings, replace(of_random, sentence=of_random.sentence + words)]
         words = f"Data: step {step} reads {data.words}."
-        findings.append(_finding(f"data_{data.kind}", step, words, rank=data.rank or 0))
+        findings.append(finding(f"data_{data.kind}", step, words, rank=data.rank or 0))
     elif not findings and of_random:
         words = (
             f" Data, weights and optimizer are equal; the loss and the gradient of step {step} "
@@ -259,20 +252,10 @@ def _explained(
     return findings or [_of_result(reference, moved, step)]
 
 
-def _of_tensors(difference: Difference, step: int) -> Finding:
-    return Finding(
-        kind=difference.kind,
-        step=step,
-        rank=difference.rank,
-        names=difference.names[:8],
-        sentence=difference.sentence.replace("{step}", str(step)),
-    )
-
-
 def _of_random(reference: Trajectory, moved: Trajectory, since: int) -> Finding:
     names = _generators(reference, moved, since)
     words = f"The random state ({', '.join(names)}) differs from step {since}."
-    return replace(_finding("random", since, words), names=names)
+    return finding("random", since, words, names=names)
 
 
 def _of_result(reference: Trajectory, moved: Trajectory, step: int) -> Finding:
@@ -281,28 +264,24 @@ def _of_result(reference: Trajectory, moved: Trajectory, step: int) -> Finding:
         words = (
             f"Step {step} was taken up between its batches, and the gradients of the first ones "
         )
-        return _finding("gradients", step, words + "are lost: the checkpoint lacks them.")
+        return finding("gradients", step, words + "are lost: the checkpoint lacks them.")
     pairs = [(reference.steps[step][r], moved.steps[step][r]) for r in moved.steps[step]]
     size = max(spread(one, two) for one, two in pairs)
     if size <= ROUNDING:
-        return _finding(
+        return finding(
             "rounding",
             step,
             f"Every state and batch is equal, but the gradient of step {step} differs in its last "
             f"digits ({size:.1e}): sums are taken in another order, as when DDP has rebuilt its "
             "buckets after its first step. No state is lost.",
         )
-    return _finding(
+    return finding(
         "gradients",
         step,
         f"Weights, optimizer, data and random state of step {step} are equal, but its loss or "
         f"gradient is not (by {size:.1e}): the forward pass depends on something that is not "
         "saved, such as a counter in a module.",
     )
-
-
-def _finding(kind: str, step: int, sentence: str, *, rank: int = 0) -> Finding:
-    return Finding(kind=kind, step=step, rank=rank, names=(), sentence=sentence)
 
 
 def _generators(reference: Trajectory, moved: Trajectory, step: int) -> tuple[str, ...]:
@@ -315,17 +294,46 @@ def _generators(reference: Trajectory, moved: Trajectory, step: int) -> tuple[st
     return tuple(sorted(names))
 
 
-def loss_difference(reference: Trajectory, moved: Trajectory, since: int) -> float | None:
-    """The largest difference of the ranks' mean losses from a step on; None without losses."""
-    differences = []
-    for step in range(since, min(moved.last, reference.last) + 1):
-        one, two = mean_loss(reference.steps[step]), mean_loss(moved.steps.get(step, {}))
-        if one is not None and two is not None:
-            differences.append(abs(one - two))
-    return max(differences, default=None)
+# -- on another number of ranks
+
+_LOSS = 0.01  # relative; sums over other ranks are rounded otherwise, BF16 in its third digit
 
 
-def mean_loss(ranks: Mapping[int, Step]) -> float | None:
-    """Over the ranks; None where no loss was seen."""
-    losses = [step.loss for step in ranks.values() if step.loss is not None]
-    return sum(losses) / len(losses) if losses else None
+def compare_ranks(reference: Trajectory, resumed: Trajectory, saved: int) -> Judgement:
+    """
+    Args:
+        resumed: numbered from 1; its first step follows the newest checkpoint.
+        saved: the step after which that was written.
+    """
+    moved = resumed.moved(saved)
+    findings: list[Finding] = []
+    last = min(moved.last, reference.last)
+    for step in range(saved + 1, last + 1):
+        sentence, kind = "", "data_other"
+        expected, got = samples(reference.steps[step]), samples(moved.steps[step])
+        if got != expected:
+            lost, more = (expected - got).total(), (got - expected).total()
+            sentence = (
+                f"On {resumed.world_size} ranks step {step} reads other samples than on "
+                f"{reference.world_size}: {lost} of {expected.total()} are missing, {more} are new."
+            )
+        else:
+            one, two = mean_loss(reference.steps[step]), mean_loss(moved.steps[step])
+            if one is not None and two is not None and not is_near(one, two, _LOSS):
+                kind = "gradients"
+                sentence = f"The loss of step {step} is {two:.6g}, was {one:.6g}, on equal samples."
+        if sentence:
+            findings.append(finding(kind, step, sentence))
+            break
+    since = findings[0].step if findings else saved + 1
+    return Judgement(
+        start=saved + 1,
+        last=last,
+        findings=tuple(findings),
+        loss_difference=loss_difference(reference, moved, since),
+    )
+
+
+def samples(ranks: Mapping[int, Step]) -> Counter[str]:
+    """How often each sample is in the batches of all ranks."""
+    return Counter(row for step in ranks.values() for batch in step.batches for row in batch)

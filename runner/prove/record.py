@@ -22,7 +22,7 @@ class Step:
 
     weights: dict[str, Entry] = field(default_factory=dict)
     frozen: dict[str, Entry] = field(default_factory=dict)
-    state: dict[str, Mapping[str, Entry]] = field(default_factory=dict)
+    state: dict[str, Entry] = field(default_factory=dict)  # NAME/KEY, such as w/exp_avg
     options: dict[str, Mapping[str, Any]] = field(default_factory=dict)  # by parameter
     gradients: dict[str, Entry | None] = field(default_factory=dict)
     buffers: dict[str, Entry] = field(default_factory=dict)
@@ -164,20 +164,23 @@ class Recorded:
 
 
 def _add(found: Trajectory, rank: int, lines: Sequence[Mapping[str, Any]]) -> None:
-    groups: dict[int, list[list[str]]] = {}
-    trained: set[str] = set()
     for line in lines:
-        number, step = int(line["optimizer"]), int(line["step"])
-        if "names" in line:
-            prefix = f"optimizer {number + 1}: " if number else ""
-            groups[number] = [[prefix + name for name in names] for names in line["names"]]
-            trained.update(*line["names"])
-            found.num_bytes += int(line["num_bytes"])
-        target = found.steps.setdefault(step, {}).setdefault(rank, Step())
-        _merge(target, line, groups[number])
-    for ranks in found.steps.values():  # one optimizer's are frozen while another one steps
-        own = ranks.get(rank, Step())
-        own.frozen = {name: entry for name, entry in own.frozen.items() if name not in trained}
+        found.num_bytes += int(line.get("num_bytes", 0))
+        step = found.steps.setdefault(int(line["step"]), {}).setdefault(rank, Step())
+        read = dict(line) | {
+            "options": {name: own for names, own in line["options"] for name in names},
+            "batches": [tuple(rows) for rows in line.get("batches", [])],
+        }
+        for name in Step.__slots__:
+            own, more = getattr(step, name), read.get(name)
+            if more and isinstance(own, dict):
+                own.update({key: value for key, value in more.items() if key not in own})
+            elif more:
+                own += more
+    steps = [ranks[rank] for ranks in found.steps.values() if rank in ranks]
+    trained = {re.sub(r"^optimizer \d+: ", "", name) for step in steps for name in step.weights}
+    for step in steps:  # one optimizer's are frozen while another one steps
+        step.frozen = {name: entry for name, entry in step.frozen.items() if name not in trained}
 
 
 def _drop_half(found: Trajectory) -> None:
@@ -186,24 +189,6 @@ def _drop_half(found: Trajectory) -> None:
     last = max((step for step, size in sizes.items() if size), default=0)
     if last and sizes[last] < max(sizes.values()):
         del found.steps[last]
-
-
-def _merge(step: Step, line: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> None:
-    names = [name for group in groups for name in group]
-    step.weights.update(zip(names, line["weights"], strict=True))
-    step.state.update(zip(names, line["state"], strict=True))
-    for group, options in zip(groups, line["options"], strict=True):
-        step.options.update(dict.fromkeys(group, options))
-    step.gradients.update(zip(names, line.get("gradients", []), strict=False))
-    step.copies.update(line["copies"])
-    step.frozen.update(line.get("frozen", {}))
-    step.scalers = line["scalers"]
-    step.random = step.random or line.get("random", {})
-    step.buffers.update(line.get("buffers", {}))
-    step.batches += [tuple(rows) for rows in line.get("batches", [])]
-    step.losses += line.get("losses", [])
-    step.schedules = line["schedules"]
-    step.later += line.get("later", [])
 
 
 def _saves(processes: Sequence[Process]) -> list[Save]:

@@ -4,53 +4,59 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from runner.prove.compare import IN_COMMON, best_copy, same
+from runner.prove.compare import IN_COMMON, Finding, best_copy, finding, same
 from runner.prove.record import Entry, Step, Trajectory
 
 Tensors = Mapping[str, Entry]
+Settings = Mapping[str, Mapping[str, Any]]
 _STEP_KEYS = ("step", "steps", "num_steps")
 _MOST = 0.5  # share of what differs that has to fit an explanation
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """``{step}`` in the sentence stands for the step."""
-
-    kind: str
-    rank: int
-    names: tuple[str, ...]
-    sentence: str
-
-
-def look_at_tensors(
+def look_at_state(
     reference: Trajectory, got: Mapping[int, Step], step: int, name: str
-) -> Difference | None:
+) -> Finding | None:
     """Explain a component of :data:`runner.prove.compare.STATE` that differs on some rank."""
-    expected = reference.steps[step]
-    if name == "options":
-        return _options(reference, got, step)
-    if name == "scalers":
-        return _scalers(expected, got)
-    view = _VIEWS[name]
     for rank in sorted(got):
-        mine, theirs = view(expected[rank]), view(got[rank])
-        if name == "copies":
-            mine, theirs = _copies(expected[rank], got[rank])
-        if name in IN_COMMON:
-            mine = {key: entry for key, entry in mine.items() if key in theirs}
-            theirs = {key: theirs[key] for key in mine}
-        wrong = [key for key in mine if key not in theirs or not same(mine[key], theirs[key])]
-        extra = [key for key in theirs if key not in mine]
-        if wrong or extra:
-            others = {r: view(s) for r, s in expected.items() if r != rank}
-            past = {s: view(ranks[rank]) for s, ranks in reference.steps.items() if rank in ranks}
-            case = _Case(name, rank, mine, theirs, wrong or extra, others, past)
-            return case.explain()
+        before, now = reference.steps[step][rank], got[rank]
+        if name == "options":
+            first = reference.steps.get(1, {}).get(rank, Step())
+            found = _options(first.options, before.options, now.options, step)
+        elif name == "scalers":
+            found = _scalers(before.scalers, now.scalers, step)
+        else:
+            found = _tensors(reference, before, now, _Place(name, step, rank))
+        if found:
+            return replace(found, rank=rank)
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    component: str
+    step: int
+    rank: int
+
+
+def _tensors(reference: Trajectory, before: Step, now: Step, place: _Place) -> Finding | None:
+    view = _VIEWS[place.component]
+    mine, theirs = view(before), view(now)
+    if place.component == "copies":
+        mine, theirs = _copies(before, now)
+    if place.component in IN_COMMON:
+        mine = {key: entry for key, entry in mine.items() if key in theirs}
+        theirs = {key: theirs[key] for key in mine}
+    wrong = [key for key in mine if key not in theirs or not same(mine[key], theirs[key])]
+    wrong = wrong or [key for key in theirs if key not in mine]
+    if not wrong:
+        return None
+    others = {r: view(s) for r, s in reference.steps[place.step].items() if r != place.rank}
+    past = {s: view(r[place.rank]) for s, r in reference.steps.items() if place.rank in r}
+    return _Case(place, mine, theirs, wrong, others, past).explain()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +68,18 @@ class _Case:
         past: the same of this rank at all steps of the undisturbed run.
     """
 
-    component: str
-    rank: int
+    place: _Place
     expected: Tensors
     got: Tensors
     wrong: Sequence[str]
     others: Mapping[int, Tensors]
     past: Mapping[int, Tensors]
 
-    def explain(self) -> Difference:
+    @property
+    def component(self) -> str:
+        return self.place.component
+
+    def explain(self) -> Finding:
         """The first explanation that fits most of what differs."""
         what = f"{_WORDS[self.component]}: {self._names()}"
         kind = self._kind()
@@ -81,14 +90,12 @@ class _Case:
             rest = ". The step counts are not restored; the bias correction of Adam starts anew."
             return self._say("optimizer_steps", f"{what} {words}{rest}")
         if self._most(lambda key: key not in self.got):
-            return self._say(
-                kind, f"{what} missing after the resume (step {{step}}).{self._cause()}"
-            )
+            return self._say(kind, f"{what} missing after the resume{self._cause()}")
         if self._most(self._is_zero):
-            return self._say(kind, f"{what} zero after the resume (step {{step}}).{self._cause()}")
+            return self._say(kind, f"{what} zero after the resume{self._cause()}")
         for rank, tensors in self.others.items():
             if self._most(partial(self._is_held, tensors=tensors)):
-                words = f"those of rank {rank} on rank {self.rank} (step {{step}})"
+                words = f"those of rank {rank} on rank {self.place.rank} (step {self.place.step})"
                 return self._say("rank", f"{what} {words}: the rank loads another rank's file.")
         if self.component in ("state", "weights") and self._most(self._is_anothers):
             words = "those of other parameters: the order of parameters or groups has changed"
@@ -101,10 +108,10 @@ class _Case:
             kind = "weights_rounded" if self.component == "weights" else kind
             words = f"rounded to {precision}: the checkpoint holds them in it"
             return self._say(kind, f"{what} {words}.")
-        return self._say(kind, f"{what} different from step {{step}} on.{self._cause()}")
+        return self._say(kind, f"{what} different{self._cause()}")
 
-    def _say(self, kind: str, sentence: str) -> Difference:
-        return Difference(kind=kind, rank=self.rank, names=tuple(self.wrong), sentence=sentence)
+    def _say(self, kind: str, sentence: str) -> Finding:
+        return finding(kind, self.place.step, sentence, names=self.wrong)
 
     def _kind(self) -> str:
         return {"state": "optimizer_state", "copies": "ema"}.get(self.component, self.component)
@@ -125,12 +132,13 @@ class _Case:
         return f"{len(self.wrong)} of {total} tensors ({shown}) are"
 
     def _cause(self) -> str:
-        return {
+        why = {
             "state": " Weights are loaded, the optimizer's state is not.",
             "buffers": " The checkpoint lacks them, or they are not loaded.",
             "copies": " The averaged weights (EMA) are not saved, or not loaded.",
             "weights": " They are those of no step of the undisturbed run.",
-        }.get(self.component, "")
+        }
+        return f" (step {self.place.step}).{why.get(self.component, '')}"
 
     def _older(self, step: int, what: str) -> tuple[str, str]:
         if self.component == "copies":
@@ -180,10 +188,6 @@ def _shown(entry: Entry | None) -> str:
     return "missing" if entry is None else f"{entry[1]:g}" if entry[1] is not None else "other"
 
 
-def _state(step: Step) -> Tensors:
-    return {f"{name}/{key}": e for name, one in step.state.items() for key, e in one.items()}
-
-
 def _copies_of(step: Step) -> Tensors:
     return {name: entry for copy in step.copies.values() for name, entry in copy.items()}
 
@@ -201,7 +205,7 @@ _VIEWS: dict[str, Callable[[Step], Tensors]] = {
     "weights": lambda step: step.weights,
     "frozen": lambda step: step.frozen,
     "buffers": lambda step: step.buffers,
-    "state": _state,
+    "state": lambda step: step.state,
     "copies": _copies_of,
 }
 _WORDS = {
@@ -213,32 +217,34 @@ _WORDS = {
 }
 
 
-def _options(reference: Trajectory, got: Mapping[int, Step], step: int) -> Difference | None:
-    expected = reference.steps[step]
-    for rank in sorted(got):
-        mine, theirs = expected[rank].options, got[rank].options
-        wrong = [name for name in mine if theirs.get(name) != mine[name]]
-        if not wrong:
-            continue
-        names = tuple(wrong)
-        if len(_distinct(mine)) > 1 and _distinct(mine) == _distinct(theirs):
-            words = f"Parameter groups are swapped: {len(wrong)} of {len(mine)} parameters have"
-            sentence = f"{words} the options of another group."
-            return Difference(kind="param_groups", rank=rank, names=names, sentence=sentence)
-        one = wrong[0]
-        before, now = mine[one], theirs.get(one, {})
-        keys = [key for key in before if now.get(key) != before[key]]
-        if keys and set(keys) <= {"lr", "initial_lr"}:
-            words = f"Learning rate {_number(now.get(keys[0]))}, was {_number(before[keys[0]])}"
-            first = reference.steps.get(1, {}).get(rank, Step()).options.get(one, {})
-            anew = first.get("lr") == now.get("lr")
-            tail = ": the schedule starts anew." if anew else ": the schedule is not restored."
-            sentence = f"{words} (step {{step}}, {len(wrong)} of {len(mine)} parameters){tail}"
-            return Difference(kind="learning_rate", rank=rank, names=names, sentence=sentence)
-        changes = ", ".join(f"{k} {_number(now.get(k))}, was {_number(before[k])}" for k in keys)
-        sentence = f"Options of {len(wrong)} parameters differ from step {{step}} on: {changes}."
-        return Difference(kind="options", rank=rank, names=names, sentence=sentence)
-    return None
+def _options(first: Settings, mine: Settings, theirs: Settings, step: int) -> Finding | None:
+    """
+    Args:
+        first: the options of the undisturbed run's first step.
+    """
+    wrong = [name for name in mine if theirs.get(name) != mine[name]]
+    if not wrong:
+        return None
+    count = f"{len(wrong)} of {len(mine)} parameters"
+    if len(_distinct(mine)) > 1 and _distinct(mine) == _distinct(theirs):
+        words = f"Parameter groups are swapped: {count} have the options of another group"
+        return finding("param_groups", step, f"{words} (step {step}).", names=wrong)
+    before, now = mine[wrong[0]], theirs.get(wrong[0], {})
+    keys, changes = _changes(before, now)
+    if keys and set(keys) <= {"lr", "initial_lr"}:
+        is_anew = first.get(wrong[0], {}).get("lr") == now.get("lr")
+        why = "the schedule starts anew" if is_anew else "the schedule is not restored"
+        words = f"Learning rate {changes.partition(' ')[2]} (step {step}, {count}): {why}."
+        return finding("learning_rate", step, words, names=wrong)
+    words = f"Options of {count} differ from step {step} on: {changes}."
+    return finding("options", step, words, names=wrong)
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], str]:
+    """The keys whose values differ; ``lr 0.1, was 0.2, eps ...``."""
+    keys = [key for key in before if now.get(key) != before[key]]
+    pairs = [f"{k} {_number(now.get(k))}, was {_number(before[k])}" for k in keys]
+    return keys, ", ".join(pairs)
 
 
 def _distinct(options: Mapping[str, Any]) -> list[str]:
@@ -249,15 +255,11 @@ def _number(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _scalers(expected: Mapping[int, Step], got: Mapping[int, Step]) -> Difference | None:
-    for rank in sorted(got):
-        mine, theirs = expected[rank].scalers, got[rank].scalers
-        if mine != theirs:
-            before, now = (dict(side[0]) if side else {} for side in (mine, theirs))
-            keys = [key for key in before if now.get(key) != before[key]]
-            changes = ", ".join(
-                f"{k} {_number(now.get(k))}, was {_number(before[k])}" for k in keys
-            )
-            sentence = f"GradScaler: {changes or 'missing'} (step {{step}}): it is not restored."
-            return Difference(kind="scaler", rank=rank, names=tuple(keys), sentence=sentence)
-    return None
+def _scalers(
+    mine: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]], step: int
+) -> Finding | None:
+    if mine == theirs:
+        return None
+    keys, changes = _changes(mine[0] if mine else {}, theirs[0] if theirs else {})
+    words = f"GradScaler: {changes or 'missing'} (step {step}): it is not restored."
+    return finding("scaler", step, words, names=keys)

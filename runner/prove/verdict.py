@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from runner.prove.judge import Finding, Judgement
+from runner.prove.compare import Finding
+from runner.prove.judge import Judgement
 from runner.system.error import EXIT_CONFIG, EXIT_CRASH, EXIT_DONE
 from runner.system.units import duration
 
@@ -94,7 +95,6 @@ class Verdict:
         steps: of the undisturbed run.
         kills: after which steps it was killed.
         resumes: one for each kill until the first that is not equal.
-        losses: of the undisturbed run's steps, the mean of the ranks.
     """
 
     command: tuple[str, ...] = ()
@@ -104,7 +104,6 @@ class Verdict:
     kills: tuple[int, ...] = ()
     resumes: tuple[Judgement, ...] = ()
     repeats: Repeats = Repeats()
-    losses: tuple[float | None, ...] = ()
     seconds: float = 0.0
 
     @property

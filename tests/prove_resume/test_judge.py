@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from runner.prove.compare import KINDS
 from runner.prove.drive import choose_kills
-from runner.prove.judge import KINDS, Judgement, judge
-from runner.prove.ranks import compare_ranks
+from runner.prove.judge import Judgement, compare_ranks, judge
 from runner.prove.record import Save, Step, Trajectory, checkpoints
 from runner.prove.verdict import Repeats, Verdict
 
@@ -39,12 +39,13 @@ def step_of(number: int, rank: int) -> Step:
     return Step(
         weights={n: entry("w", n, number, norm=number + 1.0) for n in names},
         state={
-            n: {
+            f"{n}/{key}": of
+            for n in names
+            for key, of in {
                 "step": entry("step", number, norm=number - 1.0),
                 "exp_avg": entry("m", n, number, norm=2.0),
                 "exp_avg_sq": entry("v", n, number, norm=3.0),
-            }
-            for n in names
+            }.items()
         },
         options={n: {"lr": rate * (2 if n == "left" else 1), "eps": 1e-8} for n in names},
         gradients={n: entry("g", n, number, rank) for n in names},
@@ -106,25 +107,27 @@ def read(of: Callable[[int], int], since: int = START) -> Callable[[Ranks, int],
 
 
 def zero_moments(step: Step, number: int) -> None:
-    for state in step.state.values():
-        state["exp_avg"] = entry("zero", norm=0.0)  # type: ignore[index]
+    for name in step.weights:
+        step.state[f"{name}/exp_avg"] = entry("zero", norm=0.0)
     spoiled(step, number)
 
 
 def no_state(step: Step, number: int) -> None:
     if number == START:
-        step.state = {name: {} for name in step.state}
+        step.state = {}
     spoiled(step, number)
 
 
 def counts_anew(step: Step, number: int) -> None:
-    for state in step.state.values():
-        state["step"] = entry("step", 0, norm=float(number - START))  # type: ignore[index]
+    for name in step.weights:
+        step.state[f"{name}/step"] = entry("step", 0, norm=float(number - START))
     spoiled(step, number)
 
 
 def swapped_state(step: Step, number: int) -> None:
-    step.state["left"], step.state["right"] = step.state["right"], step.state["left"]
+    for key in ("step", "exp_avg", "exp_avg_sq"):
+        left, right = f"left/{key}", f"right/{key}"
+        step.state[left], step.state[right] = step.state[right], step.state[left]
     spoiled(step, number)
 
 
@@ -320,7 +323,7 @@ def test_another_ranks_state_is_told() -> None:
     reference = trajectory()
     for ranks in reference.steps.values():
         for rank, step in ranks.items():
-            step.state = {n: {"exp_avg": entry("m", n, rank, norm=2.0)} for n in step.state}
+            step.state = {f"{n}/exp_avg": entry("m", n, rank, norm=2.0) for n in "abc"}
     other = replace(
         reference, steps={n - SAVED: r for n, r in reference.steps.items() if n > SAVED}
     )

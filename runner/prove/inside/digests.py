@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -52,6 +52,12 @@ class Digests:
                 entry.append(("bfloat16", "float16", "")[int(next(narrow))])
             entries.append(entry)
         return entries
+
+    def named(
+        self, tensors: Mapping[str, torch.Tensor], *, precision: bool = False
+    ) -> dict[str, list[Any]]:
+        """:meth:`of`, by name."""
+        return dict(zip(tensors, self.of([*tensors.values()], precision=precision)))  # noqa: B905
 
     def rows(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """INT64 [rows]: one number for each sample of a batch; the device is not waited for.

@@ -71,9 +71,8 @@ class Recorder:
             return
         call: dict[str, Any] = {"rows": self._digests.rows(list(tensors_in([args, kwargs])))}
         if not self._calls or not self._has_learned:
-            buffers = dict(self._roots.named("buffers"))
-            entries = self._digests.of(list(buffers.values()))
-            call |= {"random": random_states(), "buffers": dict(zip(buffers, entries))}  # noqa: B905
+            buffers = self._digests.named(dict(self._roots.named("buffers")))
+            call |= {"random": random_states(), "buffers": buffers}
         (self._calls if self._reads_next else self._later).append(call)
         self._reads_next = False
 
@@ -88,9 +87,11 @@ class Recorder:
         self._line = None
         if self._is_idle(optimizer):
             return
-        state = self._steps.setdefault(_key(optimizer), StepState(optimizer, self._digests))
-        state.groups = optimizer.param_groups
-        self._line = {"written": self._look_for_files(), **state.before(self._roots)}
+        key = _key(optimizer)
+        if key not in self._steps:
+            self._steps[key] = StepState(optimizer, self._digests, len(self._steps))
+        state = self._steps[key]
+        self._line = {"written": self._look_for_files(), **state.begin(self._roots)}
 
     @torch.no_grad()
     def after_step(self, optimizer: Any) -> None:
@@ -128,7 +129,7 @@ class Recorder:
     def end_line(self) -> None:
         """Write the state after the last step."""
         for number, state in enumerate(self._steps.values()):
-            line = state.before(self._roots)
+            line = state.before()
             self._write({"step": self._count + 1, "optimizer": number, "end": True, **line})
 
     def _obey(self) -> None:

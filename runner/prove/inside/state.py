@@ -14,6 +14,7 @@ import torch
 from .digests import Digests, short
 from .found import Found, plain_name
 
+_NO_OPTIONS = ("params", "param_names")
 _LOOKS = 3  # steps of a process before which its objects are looked at
 
 
@@ -76,12 +77,17 @@ def flat_state(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class StepState:
-    """Takes the digests of one optimizer's step."""
+    """Takes the digests of one optimizer's step, by the names of its parameters.
 
-    def __init__(self, optimizer: Any, digests: Digests) -> None:
-        self.optimizer, self._digests = optimizer, digests
-        self.groups = optimizer.param_groups  # of the step in hand, see the recorder
-        self.found = Found()
+    Args:
+        number: of the optimizer, from 0; the names of later ones' parameters say it.
+    """
+
+    def __init__(self, optimizer: Any, digests: Digests, number: int) -> None:
+        self._optimizer, self._digests = optimizer, digests
+        self._prefix = f"optimizer {number + 1}: " if number else ""
+        self._names: list[list[str]] = []
+        self._found = Found()
         self._num_before = 0
 
     @property
@@ -89,69 +95,73 @@ class StepState:
         """Whether the step in hand is the first of this process."""
         return self._num_before == 1
 
-    def _parameters(self) -> list[torch.Tensor]:
-        return [p for group in self.groups for p in group["params"]]
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        pairs = zip(self._names, self._groups)  # noqa: B905
+        return {n: p for names, group in pairs for n, p in zip(names, group["params"])}  # noqa: B905
 
-    def _names(self, roots: Roots) -> list[list[str]]:
-        """Of the parameters of each group; by number where no module has them."""
-        names = {id(parameter): name for name, parameter in roots.named("parameters")}
-        return [
-            [names.get(id(p), f"group {g}, parameter {n}") for n, p in enumerate(group["params"])]
-            for g, group in enumerate(self.groups)
-        ]
+    def begin(self, roots: Roots) -> dict[str, Any]:
+        """:meth:`before`, with the optimizer's groups as they are now."""
+        self._groups = self._optimizer.param_groups
+        if [len(names) for names in self._names] != [len(g["params"]) for g in self._groups]:
+            known = {id(parameter): name for name, parameter in roots.named("parameters")}
+            self._names = [
+                [
+                    self._prefix + known.get(id(p), f"group {g}, parameter {n}")
+                    for n, p in enumerate(group["params"])
+                ]
+                for g, group in enumerate(self._groups)
+            ]
+        return self.before()
 
-    def before(self, roots: Roots) -> dict[str, Any]:
-        """What the step begins with: weights, state, options, scalers, copies; keyed by place."""
+    def before(self) -> dict[str, Any]:
+        """What the step begins with: weights, state, options, scalers, copies."""
         self._num_before += 1
         parameters = self._parameters()
-        state = [dict(flat_state(self.optimizer.state.get(p, {}))) for p in parameters]
-        tensors = [v for one in state for v in one.values() if isinstance(v, torch.Tensor)]
+        state = {
+            f"{name}/{key}": value
+            for name, p in parameters.items()
+            for key, value in flat_state(self._optimizer.state.get(p, {}))
+        }
+        tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
         if self._num_before <= _LOOKS:
-            names = [name for names in self._names(roots) for name in names]
-            grads = [p.grad for p in parameters if p.grad is not None]
-            weights = dict(zip(names, parameters))  # noqa: B905
-            self.found.look(weights, [*tensors, *grads])
-        entries = iter(self._digests.of([*parameters, *tensors], precision=self.is_first))
-        line: dict[str, Any] = {"weights": [next(entries) for _ in parameters]}
-        line["state"] = [
-            {k: next(entries) if isinstance(v, torch.Tensor) else ["", v] for k, v in one.items()}
-            for one in state
-        ]
-        line["options"] = [
-            {k: plain(v) for k, v in group.items() if k not in ("params", "param_names")}
-            for group in self.groups
-        ]
-        line["copies"] = {}
-        for number, copy in enumerate(self.found.copies):
-            if held := copy.tensors():
-                label = f"{copy.label} ({number + 1})" if number else copy.label
-                own = self._digests.of(list(held.values()))
-                line["copies"][label] = dict(zip(held, own))  # noqa: B905
-        line["scalers"] = [_scaler(ref()) for ref in self.found.scalers if ref() is not None]
-        schedules = [ref() for ref in self.found.schedules]
-        line["schedules"] = [plain(s.last_epoch) for s in schedules if s is not None]
-        return line
+            grads = [p.grad for p in parameters.values() if p.grad is not None]
+            start = len(self._prefix)
+            weights = {name[start:]: p for name, p in parameters.items()}
+            self._found.look(weights, [*tensors.values(), *grads])
+        numbers = {key: ["", value] for key, value in state.items() if key not in tensors}
+        copies = {f"{self._prefix}{n + 1} {c.label}": c for n, c in enumerate(self._found.copies)}
+        told = {label: self._digests.named(copy.tensors()) for label, copy in copies.items()}
+        return {
+            "weights": self._digests.named(parameters, precision=self.is_first),
+            "state": numbers | self._digests.named(tensors, precision=self.is_first),
+            "options": [
+                [names, {k: plain(v) for k, v in group.items() if k not in _NO_OPTIONS}]
+                for names, group in zip(self._names, self._groups)  # noqa: B905
+            ],
+            "copies": {label: tensors for label, tensors in told.items() if tensors},
+            "scalers": [_scaler(scaler) for ref in self._found.scalers if (scaler := ref())],
+            "schedules": [plain(s.last_epoch) for ref in self._found.schedules if (s := ref())],
+        }
 
     def about(self, roots: Roots) -> dict[str, Any]:
-        """What is recorded once: names, the weights' bytes, and parameters that nobody trains."""
-        own = {id(p) for p in self._parameters()}
-        left = {
+        """What is recorded once: the weights' bytes, and parameters that nobody trains."""
+        trained = self._parameters().values()
+        own = {id(p) for p in trained}
+        frozen = {
             name: p
             for name, p in roots.named("parameters")
             if id(p) not in own and not p.requires_grad
         }
-        entries = self._digests.of(list(left.values()), precision=True)
         return {
-            "names": self._names(roots),
-            "frozen": dict(zip(left, entries)),  # noqa: B905
-            "num_bytes": sum(p.numel() * p.element_size() for p in self._parameters()),
+            "frozen": self._digests.named(frozen, precision=True),
+            "num_bytes": sum(p.numel() * p.element_size() for p in trained),
         }
 
-    def gradients(self) -> list[Any]:
+    def gradients(self) -> dict[str, Any]:
         """Of each parameter; None where it has none."""
-        grads = [p.grad for p in self._parameters()]
-        entries = iter(self._digests.of([grad for grad in grads if grad is not None]))
-        return [None if grad is None else next(entries) for grad in grads]
+        grads = {name: p.grad for name, p in self._parameters().items()}
+        own = self._digests.named({name: g for name, g in grads.items() if g is not None})
+        return {name: own.get(name) for name in grads}
 
 
 def _scaler(scaler: Any) -> dict[str, Any]:
