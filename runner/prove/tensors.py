@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from runner.prove.compare import IN_COMMON, Finding, best_copy, finding, same
+from runner.prove.compare import IN_COMMON, Finding, are_equal, best_copy, finding, same
 from runner.prove.record import Entry, Step, Trajectory
 
 Tensors = Mapping[str, Entry]
@@ -29,34 +29,34 @@ def look_at_state(
         elif name == "scalers":
             found = _scalers(before.scalers, now.scalers, step)
         else:
-            found = _tensors(reference, before, now, _Place(name, step, rank))
+            found = _tensors(reference, name, step, rank, now)
         if found:
-            return replace(found, rank=rank)
+            where = f"Rank {rank}: {found.sentence}" if rank else found.sentence
+            return replace(found, rank=rank, sentence=where)
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    component: str
-    step: int
-    rank: int
-
-
-def _tensors(reference: Trajectory, before: Step, now: Step, place: _Place) -> Finding | None:
-    view = _VIEWS[place.component]
+def _tensors(reference: Trajectory, name: str, step: int, rank: int, now: Step) -> Finding | None:
+    view, before = _VIEWS[name], reference.steps[step][rank]
     mine, theirs = view(before), view(now)
-    if place.component == "copies":
+    if name == "copies":
         mine, theirs = _copies(before, now)
-    if place.component in IN_COMMON:
+    if name in IN_COMMON:
         mine = {key: entry for key, entry in mine.items() if key in theirs}
         theirs = {key: theirs[key] for key in mine}
     wrong = [key for key in mine if key not in theirs or not same(mine[key], theirs[key])]
     wrong = wrong or [key for key in theirs if key not in mine]
     if not wrong:
         return None
-    others = {r: view(s) for r, s in reference.steps[place.step].items() if r != place.rank}
-    past = {s: view(r[place.rank]) for s, r in reference.steps.items() if place.rank in r}
-    return _Case(place, mine, theirs, wrong, others, past).explain()
+    cause = _CAUSES.get(name, "")
+    if name == "state" and are_equal(before.weights, now.weights, 0.0):
+        cause = " Weights are equal: the script loads the model, not the optimizer."
+    case = _Case(
+        name, step, mine, theirs, wrong, cause,
+        others={r: view(s) for r, s in reference.steps[step].items() if r != rank},
+        past={s: view(r[rank]) for s, r in reference.steps.items() if rank in r},
+    )  # fmt: skip
+    return case.explain()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +68,14 @@ class _Case:
         past: the same of this rank at all steps of the undisturbed run.
     """
 
-    place: _Place
+    component: str
+    step: int
     expected: Tensors
     got: Tensors
     wrong: Sequence[str]
+    cause: str
     others: Mapping[int, Tensors]
     past: Mapping[int, Tensors]
-
-    @property
-    def component(self) -> str:
-        return self.place.component
 
     def explain(self) -> Finding:
         """The first explanation that fits most of what differs."""
@@ -90,13 +88,13 @@ class _Case:
             rest = ". The step counts are not restored; the bias correction of Adam starts anew."
             return self._say("optimizer_steps", f"{what} {words}{rest}")
         if self._most(lambda key: key not in self.got):
-            return self._say(kind, f"{what} missing after the resume{self._cause()}")
+            return self._say(kind, f"{what} missing {self._after()}")
         if self._most(self._is_zero):
-            return self._say(kind, f"{what} zero after the resume{self._cause()}")
+            return self._say(kind, f"{what} zero {self._after()}")
         for rank, tensors in self.others.items():
             if self._most(partial(self._is_held, tensors=tensors)):
-                words = f"those of rank {rank} on rank {self.place.rank} (step {self.place.step})"
-                return self._say("rank", f"{what} {words}: the rank loads another rank's file.")
+                words = f"those of rank {rank} (step {self.step}): it loads another rank's file."
+                return self._say("rank", f"{what} {words}")
         if self.component in ("state", "weights") and self._most(self._is_anothers):
             words = "those of other parameters: the order of parameters or groups has changed"
             return self._say("param_groups", f"{what} {words}.")
@@ -108,10 +106,10 @@ class _Case:
             kind = "weights_rounded" if self.component == "weights" else kind
             words = f"rounded to {precision}: the checkpoint holds them in it"
             return self._say(kind, f"{what} {words}.")
-        return self._say(kind, f"{what} different{self._cause()}")
+        return self._say(kind, f"{what} different {self._after()}")
 
     def _say(self, kind: str, sentence: str) -> Finding:
-        return finding(kind, self.place.step, sentence, names=self.wrong)
+        return finding(kind, self.step, sentence, names=self.wrong)
 
     def _kind(self) -> str:
         return {"state": "optimizer_state", "copies": "ema"}.get(self.component, self.component)
@@ -123,22 +121,15 @@ class _Case:
             parameters = {key.rpartition("/")[0] for key in self.wrong}
             total = len({key.rpartition("/")[0] for key in {**self.expected, **self.got}})
             count = f"all {total}" if len(parameters) == total else f"{len(parameters)} of {total}"
-            verb = "is" if len(keys) == 1 else "are"
-            return f"{', '.join(keys[:4])} of {count} parameters {verb}"
+            return f"{', '.join(keys[:4])} of {count} parameters {_verb(len(keys))}"
         total = len({**self.expected, **self.got})
-        if len(self.wrong) == total:
+        if len(self.wrong) == total > 1:
             return f"all {total} tensors are"
         shown = ", ".join(self.wrong[:3]) + (", ..." if len(self.wrong) > 3 else "")
-        return f"{len(self.wrong)} of {total} tensors ({shown}) are"
+        return f"{len(self.wrong)} of {total} tensors ({shown}) {_verb(len(self.wrong))}"
 
-    def _cause(self) -> str:
-        why = {
-            "state": " Weights are loaded, the optimizer's state is not.",
-            "buffers": " The checkpoint lacks them, or they are not loaded.",
-            "copies": " The averaged weights (EMA) are not saved, or not loaded.",
-            "weights": " They are those of no step of the undisturbed run.",
-        }
-        return f" (step {self.place.step}).{why.get(self.component, '')}"
+    def _after(self) -> str:
+        return f"after the resume (step {self.step}).{self.cause}"
 
     def _older(self, step: int, what: str) -> tuple[str, str]:
         if self.component == "copies":
@@ -180,6 +171,10 @@ class _Case:
         return name if count > _MOST * len(self.wrong) else ""
 
 
+def _verb(count: int) -> str:
+    return "is" if count == 1 else "are"
+
+
 def _key(name: str) -> str:
     return name.rpartition("/")[2]
 
@@ -207,6 +202,12 @@ _VIEWS: dict[str, Callable[[Step], Tensors]] = {
     "buffers": lambda step: step.buffers,
     "state": lambda step: step.state,
     "copies": _copies_of,
+}
+_CAUSES = {
+    "state": " The optimizer's state is not loaded.",
+    "buffers": " The checkpoint lacks them, or they are not loaded.",
+    "copies": " The averaged weights (EMA) are not saved, or not loaded.",
+    "weights": " They are those of no step of the undisturbed run.",
 }
 _WORDS = {
     "weights": "Weights",

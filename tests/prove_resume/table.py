@@ -1,9 +1,12 @@
 """Proves every script with a planted defect, and every sound one; prints what was named first.
 
     python -m tests.prove_resume.table [--only TEXT] [--out FILE] [--real]
+    python -m tests.prove_resume.table --summary FILE
 
 ``--real`` starts each process anew, as a user's are; else they are forked from one that has torch
 imported, which takes a tenth of the time. A case that differs from what was planted is a failure.
+``--summary`` only prints the table of docs/prove_resume.md from such a file, in which a later line
+of a case replaces an earlier one.
 """
 
 from __future__ import annotations
@@ -22,7 +25,21 @@ from typing import Any
 
 from runner.prove.drive import Plan, prove
 from runner.prove.verdict import Verdict
-from tests.prove_resume.cases import KILLS, PLANTED, SCRIPTS, SOUND_CASES, STEPS, Case
+from tests.prove_resume.cases import KILLS, NAMED, PLANTED, SCRIPTS, SOUND_CASES, STEPS, Case
+
+COLUMNS = {
+    "plain": "bare loop",
+    "ddp": "DDP",
+    "launches_itself": "DDP, own torchrun",
+    "fsdp2": "FSDP2",
+    "sharded": "FSDP1, ZeRO",
+    "hf_trainer": "HF Trainer",
+    "lightning_script": "Lightning",
+    "accelerate_script": "Accelerate",
+    "fabric_script": "Fabric",
+    "gan": "GAN",
+    "wild": "other loops",
+}
 
 
 def named(verdict: Verdict) -> str:
@@ -106,16 +123,42 @@ def run(cases: Sequence[Case], address: str, out: Path | None) -> list[Mapping[s
     return rows
 
 
+def read(path: Path) -> list[dict[str, Any]]:
+    """The last row of each case."""
+    rows = map(json.loads, path.read_text().splitlines())
+    return [*{row["case"]: row for row in rows}.values()]
+
+
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:
     """The two numbers that count."""
     sound = [row for row in rows if row["case"].endswith("-sound")]
     planted = [row for row in rows if row not in sound]
     right = sum(row["right"] for row in planted)
-    alarms = sum(not row["right"] for row in sound)
+    alarms = sum(row["named"] not in ("equal", "undecided") for row in sound)
+    unclear = sum(row["named"] == "undecided" for row in sound)
     return (
-        f"{right} of {len(planted)} planted defects named first, "
-        f"{alarms} false alarms in {len(sound)} sound scripts"
+        f"{right} of {len(planted)} planted mistakes named first, {alarms} false alarms in "
+        f"{len(sound)} sound scripts" + (f", {unclear} of them not judged" if unclear else "")
     )
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown: a row for each mistake, a column for each kind of script; ``named / planted``."""
+    by_name = {str(case): case for case in (*PLANTED, *SOUND_CASES)}
+    cells: dict[tuple[str, str], list[bool]] = {}
+    for row in rows:
+        case = by_name[row["case"]]
+        cells.setdefault((case.defect, case.script), []).append(row["right"])
+    scripts = [name for name in COLUMNS if any(name == script for _, script in cells)]
+    defects = [name for name in NAMED if any(name == defect for defect, _ in cells)]
+    lines = ["| mistake | " + " | ".join(COLUMNS[name] for name in scripts) + " |"]
+    lines.append("|---" * (1 + len(scripts)) + "|")
+    for defect in (*defects, ""):
+        told = [cells.get((defect, script), []) for script in scripts]
+        shown = [f"{sum(cell)} / {len(cell)}" if cell else "" for cell in told]
+        words = f"`{defect}`" if defect else "**sound: equal / scripts**"
+        lines.append(f"| {words} | " + " | ".join(shown) + " |")
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -127,8 +170,8 @@ def main() -> int:
     parser.add_argument("--summary", type=Path, help="only sum up such a file")
     arguments = parser.parse_args()
     if arguments.summary:
-        lines = arguments.summary.read_text().splitlines()
-        print(summary([*{(row := json.loads(line))["case"]: row for line in lines}.values()]))
+        rows = read(arguments.summary)
+        print(summary(rows), table(rows), sep="\n\n")
         return 0
     chosen = [
         case
@@ -137,9 +180,9 @@ def main() -> int:
     ]
     with contextlib.ExitStack() as stack:
         address = "" if arguments.real else stack.enter_context(zygote())
-        rows = run(chosen, address, arguments.out)
-    print(summary(rows))
-    return 0 if all(row["right"] for row in rows) else 1
+        done = run(chosen, address, arguments.out)
+    print(summary(done))
+    return 0 if all(row["right"] for row in done) else 1
 
 
 if __name__ == "__main__":
