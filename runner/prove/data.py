@@ -46,14 +46,15 @@ def look_at_data(
     if not sources:
         return _unknown(reference, resumed, step, random_differs=random_differs)
     kind, source, words = _shifted(epoch_starts(reference), step, sources)
-    words = f"the batch of step {source}: {words}"
     # A generator that stands where it stood then has drawn that batch.
     is_drawn = any(
         state == reference.steps[source][rank].random.get(name) != expected[rank].random.get(name)
         for rank, one in got.items()
         for name, state in one.random.items()
     )
-    return DataFinding(kind="random" if is_drawn else kind, words=words)
+    if is_drawn:
+        return DataFinding(kind="random", words=f"the batch of step {source}")
+    return DataFinding(kind=kind, words=f"the batch of step {source}: {words}")
 
 
 def _shifted(epochs: set[int], step: int, sources: Mapping[int, int]) -> tuple[str, int, str]:
