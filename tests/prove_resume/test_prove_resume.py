@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any
 import pytest
 
 from runner.prove.drive import Plan, prove
-from runner.prove.scratch import listing
 from runner.prove.verdict import Verdict
 from runner.system.error import ConfigError
 from tests.programs import ROOT, python
@@ -73,16 +73,25 @@ def test_a_script_without_an_end_is_ended(tmp_path: Path, address: str) -> None:
     assert verdict.text().startswith("Equal bit for bit: 20 steps, 2 kills")
 
 
+def everything(folder: Path) -> dict[str, tuple[int, int, bytes]]:
+    """Time of change, inode and bytes of all that is below a folder."""
+    paths = {path: path.stat(follow_symlinks=False) for path in sorted(folder.rglob("*"))}
+    return {
+        str(path): (about.st_mtime_ns, about.st_ino, path.read_bytes() if path.is_file() else b"")
+        for path, about in paths.items()
+    }
+
+
 def test_the_users_own_output_is_never_touched(tmp_path: Path, address: str) -> None:
     """It exists, with checkpoints that the script would go on from, or overwrite."""
     for folder in ("out", "checkpoints"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "last.pt").write_bytes(b"precious")
-    before = listing(tmp_path)
+    before = everything(tmp_path)
     by_argument = odd("never_ends", tmp_path, address)
     by_itself = odd("relative", tmp_path, address, out_argument="", out="checkpoints")
     assert by_argument.is_equal and by_itself.is_equal, by_itself.text()
-    assert listing(tmp_path) == before
+    assert everything(tmp_path) == before
 
 
 def test_a_script_that_reaches_for_it_is_refused(tmp_path: Path, address: str) -> None:
@@ -100,11 +109,11 @@ def test_a_script_that_reaches_for_it_is_refused(tmp_path: Path, address: str) -
         "    optimizer.step()\n"
         f"    torch.save(model.state_dict(), {str(own / 'last.pt')!r})\n"
     )
-    before = listing(tmp_path)
+    before = everything(tmp_path)
     plan = Plan(command=forked(address, 1, ("train.py",)), steps=20, out="results")
     verdict = prove(plan, environment=os.environ, home=tmp_path)
     assert verdict.code == 2 and f"touches {own}" in verdict.reason, verdict.text()
-    assert listing(tmp_path) == before
+    assert everything(tmp_path) == before
 
 
 RUNNER = (
@@ -127,6 +136,38 @@ def test_our_own_parts_resume(kind: str, ranks: int, tmp_path: Path, address: st
     verdict = prove(plan, environment=os.environ, home=tmp_path)
     assert verdict.is_equal, verdict.text()
     assert verdict.ranks == ranks and len(verdict.kills) == 2
+
+
+@pytest.mark.parametrize("kind", ["guard", "ring", "plain"])
+@pytest.mark.full
+def test_a_signal_that_asks(kind: str, tmp_path: Path, address: str) -> None:
+    """The guard saves and leaves with 75; the others just end."""
+    script = SCRIPTS / "plain.py" if kind == "plain" else Path(__file__).with_name("own.py")
+    words = [str(script), *([] if kind == "plain" else [kind]), "--out", "out"]
+    command = forked(address, 1, words)
+    plan = Plan(command=command, steps=40, out_argument="out", number=signal.SIGTERM)
+    verdict = prove(plan, environment=os.environ, home=tmp_path)
+    assert verdict.is_equal, verdict.text()
+    after = verdict.kills[0] // 5 * 5 if kind != "guard" else verdict.kills[0]
+    assert verdict.resumes[0].start == after + 1
+
+
+@pytest.mark.parametrize(
+    ("words", "count", "said"),
+    [
+        ((str(Path(__file__).with_name("own.py")), "ring"), 3, "Equal"),
+        ((str(Path(__file__).with_name("own.py")), "guard"), 1, "Equal"),
+        ((str(SCRIPTS / "ddp.py"),), 1, "reads other samples than on 2"),
+    ],
+    ids=["ring", "guard", "ddp"],
+)
+@pytest.mark.full
+def test_on_other_ranks(words: tuple[str, ...], count: int, said: str, tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    command = (sys.executable, *launcher, *words, "--out", "out", "--steps", "40")
+    plan = Plan(command=command, steps=40, out_argument="out", other_ranks=count)
+    verdict = prove(plan, environment=os.environ, home=tmp_path)
+    assert said in verdict.text(), verdict.text()
 
 
 PLAIN = (sys.executable, "train.py", "--out", "out")
