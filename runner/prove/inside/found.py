@@ -10,15 +10,13 @@ from typing import Any
 
 import torch
 
-_PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_forward_module.")
+_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_forward_module"}
 _OWN_REFERENCES = 3  # to a container: ours, the local name, the argument of getrefcount
 
 
 def plain_name(name: str) -> str:
     """The name of a parameter without what wrappers put into it."""
-    for prefix in _PREFIXES:
-        name = name.replace(prefix, "")
-    return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 class Copy:

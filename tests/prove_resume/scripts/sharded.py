@@ -119,7 +119,7 @@ def main() -> None:
         inputs, labels = batch_of(step - first if DEFECT == "sampler_restarted" else step)
         loss = nn.functional.cross_entropy(training.net(inputs), labels)
         training.update(loss)
-        parts.report(step + 1, loss)
+        parts.report(step + 1, loss.detach())
         if (step + 1) % arguments.save_every == 0:
             folder = arguments.out / f"partial-{step + 1}"
             folder.mkdir(exist_ok=True)
