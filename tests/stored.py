@@ -22,7 +22,7 @@ def manifest(**given: Any) -> Manifest:
     """Of an empty checkpoint, but for what is given."""
     numbers = dict.fromkeys(("serial", "step", "cursor", "world_size"), 1)
     numbers |= {"metrics_bytes": 7, "journal_lines": 3}
-    parts = {name: {} for name in ("train_state", "update_counts", "shapes", "pieces", "files")}
+    parts = {name: {} for name in ("train_state", "update_counts", "shapes", "runs", "files")}
     of = {"config_digest": "c", "data_fingerprint": "d"}
     return Manifest(**{**numbers, **parts, **of, **given})
 

@@ -3,11 +3,11 @@
 Flat shards keyed by (tensor name, flat start, count), so that any engine and any world size can
 read what another wrote. All input from disk is checked before it is used.
 
-Version 2 lists every piece. That grows with ranks times tensors: on many ranks version 3 says
-where pieces lie in runs (:mod:`runner.checkpoint.layout`), and each rank's file has an index
-beside it; a rank reads the indexes that it needs (:mod:`runner.checkpoint.disk.index`).
-Elements are FP32. A manifest with tensors of other types names these types and has version 4
-instead of 2, or 5 instead of 3.
+A list of every piece would grow with ranks times tensors: the manifest says in runs in which
+files they lie (:mod:`runner.checkpoint.layout`), and each rank's file has an index beside it; a
+rank reads the indexes that it needs (:mod:`runner.checkpoint.disk.index`). Elements are FP32 where
+no other type is named. Version 3 named no types; versions 2 and 4 had no indexes and listed every
+piece with its offset. All of them are read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,8 +27,6 @@ from runner.system.error import CorruptCheckpoint
 from runner.system.parsing import parse_json, refuse_flagged, whole
 
 # Types of a checkpoint's elements: their names in a manifest, sizes, and what finite means.
-#
-# A manifest names only types other than FP32; without such types its format is the older one.
 
 
 FLOAT32: Final = "float32"
@@ -84,11 +81,10 @@ def from_bytes(data: bytes, dtype: torch.dtype) -> torch.Tensor:
 
 
 FORMAT = "holdfast-ring"
-LISTED, INDEXED = 2, 3  # versions; 2: the guard's memory has a short level
-_TYPED = 2  # added to a version where not all is FP32
+VERSION = 5
+_LISTED, _INDEXED = (2, 4), (3, VERSION)
 ITEM_BYTES = 4  # FP32, little endian
-MOST_BYTES = 1 << 30  # of a manifest; 1,000 tensors on 1,000 ranks, listed, need a fifth of it
-MOST_LISTED_RANKS = 16  # 1,000 tensors: about a MB, which every rank parses at each proof
+MOST_BYTES = 1 << 30  # of a manifest
 _FILE_NAME = re.compile(r"rank-[0-9]{5,7}\.(?:bin|idx)")
 _MOST_DIMENSIONS = 64
 _COUNTS = ("serial", "step", "cursor", "world_size", "metrics_bytes", "journal_lines")
@@ -119,16 +115,6 @@ def by_kind(names: Iterable[str]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredPiece:
-    """``count`` elements from ``start`` on of one flattened tensor, at ``offset`` bytes."""
-
-    start: int
-    count: int
-    file: str
-    offset: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FileFacts:
     num_bytes: int
     sha256: str
@@ -145,8 +131,8 @@ class FileFacts:
 class Manifest(CheckpointMetadata):
     """What a checkpoint holds; ``train_state`` is what the loop rolls back.
 
-    ``update_counts`` are the optimizer's steps, by parameter. By version there are ``pieces`` or
-    ``runs``: see the module's docstring.
+    ``update_counts`` are the optimizer's steps, by parameter. ``offsets``: where in its file a
+    piece lies, by tensor and start; None: the indexes say so.
     """
 
     serial: int
@@ -155,19 +141,10 @@ class Manifest(CheckpointMetadata):
     data_fingerprint: str
     update_counts: Mapping[str, int]
     shapes: Mapping[str, tuple[int, ...]]
-    pieces: Mapping[str, tuple[StoredPiece, ...]]
+    runs: Mapping[str, tuple[PieceRun, ...]]
     files: Mapping[str, FileFacts]
-    runs: Mapping[str, tuple[PieceRun, ...]] | None = None
     dtypes: Mapping[str, str] = field(default_factory=dict)  # those not FP32
-
-    @property
-    def version(self) -> int:
-        return (LISTED if self.runs is None else INDEXED) + (_TYPED if self.dtypes else 0)
-
-    @property
-    def is_indexed(self) -> bool:
-        """Whether each rank's file has an index beside it."""
-        return self.runs is not None
+    offsets: Mapping[tuple[str, int], int] | None = None
 
     def dtype(self, name: str) -> str:
         """Torch's name of a tensor's type."""
@@ -185,7 +162,7 @@ class Manifest(CheckpointMetadata):
         """Plain JSON values."""
         return {
             "format": FORMAT,
-            "version": self.version,
+            "version": VERSION,
             **{name: getattr(self, name) for name in (*_COUNTS, *_TEXTS)},
             "train_state": self.train_state,
             "update_counts": self.update_counts,
@@ -193,17 +170,12 @@ class Manifest(CheckpointMetadata):
                 name: {
                     "shape": list(shape),
                     **({"dtype": self.dtypes[name]} if name in self.dtypes else {}),
-                    **self._places(name),
+                    "runs": [run.to_json() for run in self.runs[name]],
                 }
                 for name, shape in self.shapes.items()
             },
             "files": {name: facts.to_json() for name, facts in self.files.items()},
         }
-
-    def _places(self, name: str) -> dict[str, list[list[Any]]]:
-        if self.runs is not None:
-            return {"runs": [run.to_json() for run in self.runs[name]]}
-        return {"pieces": [[p.start, p.count, p.file, p.offset] for p in self.pieces[name]]}
 
 
 def parse_manifest(data: bytes, path: Path | str) -> Manifest:
@@ -222,7 +194,7 @@ def parse_manifest(data: bytes, path: Path | str) -> Manifest:
 
 
 def _from_json(tree: Any) -> Manifest:
-    known = [LISTED, INDEXED, LISTED + _TYPED, INDEXED + _TYPED]
+    known = sorted((*_LISTED, *_INDEXED))
     if tree["format"] != FORMAT or tree["version"] not in known:
         raise ValueError(
             f"format {tree['format']} version {tree['version']}; need {FORMAT} of version "
@@ -230,24 +202,25 @@ def _from_json(tree: Any) -> Manifest:
         )
     refuse_flagged(tree)
     tensors = tree["tensors"]
-    is_typed = tree["version"] > INDEXED
-    pieces: dict[str, tuple[StoredPiece, ...]] = {}
-    runs: dict[str, tuple[PieceRun, ...]] | None = None
-    if tree["version"] in (INDEXED, INDEXED + _TYPED):
-        num_data = sum(not is_index(name) for name in tree["files"])
-        runs = {
-            n: tuple(PieceRun.from_json(run, num_files=num_data) for run in t["runs"])
-            for n, t in tensors.items()
-        }
-    else:
-        pieces = {n: tuple(map(parse_piece, t["pieces"])) for n, t in tensors.items()}
+    num_data = sum(not is_index(name) for name in tree["files"])
+    offsets: dict[tuple[str, int], int] | None = None
+    places = {name: tensor.get("runs", []) for name, tensor in tensors.items()}
+    if tree["version"] in _LISTED:
+        offsets = {}
+        for name, tensor in tensors.items():
+            for start, count, file, offset in tensor["pieces"]:
+                offsets[name, start] = whole(offset, "offset", below=1 << 50)
+                places[name].append([rank_of(file), 1, start, 0, count, 1, 0, 0])
     return Manifest(
         **parse_fields(tree, counts=_COUNTS, texts=_TEXTS),
         shapes={n: tuple(whole(s, "shape") for s in t["shape"]) for n, t in tensors.items()},
-        pieces=pieces,
-        runs=runs,
+        runs={
+            name: tuple(PieceRun.from_json(run, num_files=num_data) for run in runs)
+            for name, runs in places.items()
+        },
+        offsets=offsets,
         files={name: FileFacts.from_json(facts) for name, facts in tree["files"].items()},
-        dtypes={n: _type(t["dtype"]) for n, t in tensors.items() if is_typed and "dtype" in t},
+        dtypes={n: _type(t["dtype"]) for n, t in tensors.items() if "dtype" in t},
     )
 
 
@@ -271,16 +244,6 @@ def _type(name: Any) -> str:
     return str(name)
 
 
-def parse_piece(values: Any) -> StoredPiece:
-    start, count, file, offset = values
-    return StoredPiece(
-        start=whole(start, "start"),
-        count=whole(count, "count"),
-        file=str(file),
-        offset=whole(offset, "offset"),
-    )
-
-
 def _check(manifest: Manifest) -> None:
     for name, facts in manifest.files.items():
         # The name is joined to a path: only our own pattern may pass.
@@ -291,38 +254,15 @@ def _check(manifest: Manifest) -> None:
     for name, shape in manifest.shapes.items():
         if len(shape) > _MOST_DIMENSIONS:
             raise ValueError(f"{name}: {len(shape)} dimensions")
-    for name, pieces in manifest.pieces.items():
-        check_coverage(name, manifest.numel(name), [(p.start, p.count) for p in pieces])
-    if manifest.runs is None:
-        _check_files(manifest)
-    else:
-        _check_runs(manifest, manifest.runs)
-
-
-def _check_runs(manifest: Manifest, by_name: Mapping[str, tuple[PieceRun, ...]]) -> None:
-    for name, runs in by_name.items():
+    for name, runs in manifest.runs.items():
         intervals = [interval for run in runs for interval in run.intervals()]
         check_coverage(name, manifest.numel(name), intervals)
-    ranks = range(len(manifest.files) // 2)
-    if manifest.files.keys() != {name(rank) for rank in ranks for name in (data_name, index_name)}:
+    kinds = (data_name, index_name) if manifest.offsets is None else (data_name,)
+    ranks = range(len(manifest.files) // len(kinds))
+    if manifest.files.keys() != {name(rank) for rank in ranks for name in kinds}:
         raise ValueError(f"files: not those of {len(ranks)} ranks, each with an index")
     # The files together must have the right size; the indexes assign their bytes.
     needed = sum(manifest.numel(name) * manifest.item_bytes(name) for name in manifest.shapes)
     stored = sum(f.num_bytes for name, f in manifest.files.items() if not is_index(name))
     if needed != stored:
         raise ValueError(f"files: {stored} bytes for tensors of {needed}")
-
-
-def _check_files(manifest: Manifest) -> None:
-    """Check that no byte belongs to two pieces, so that no more is read than is stored."""
-    used: dict[str, list[tuple[int, int]]] = {name: [] for name in manifest.files}
-    for name, pieces in manifest.pieces.items():
-        for piece in pieces:
-            end = piece.offset + piece.count * manifest.item_bytes(name)
-            if end > manifest.files[piece.file].num_bytes:
-                raise ValueError(f"{name}: piece outside {piece.file}")
-            used[piece.file].append((piece.offset, end))
-    for file, spans in used.items():
-        for (_, end), (start, _) in pairwise(sorted(spans)):
-            if start < end:
-                raise ValueError(f"{file}: two pieces share the bytes from {start} on")

@@ -22,7 +22,8 @@ import torch
 from rich.console import Console
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
-from runner.checkpoint.disk.shards import Snapshot, collect_pieces, write_rank_file
+from runner.checkpoint.disk.index import collect_indexes, numbers
+from runner.checkpoint.disk.shards import Snapshot, write_rank_file
 from runner.checkpoint.manifest import Manifest
 from runner.command.arguments import Parser
 from runner.command.bar import Bar
@@ -278,8 +279,8 @@ def _write(
     try:
         num_bytes = sum(_FP32_BYTES * math.prod(shape) for shape in shapes.values())
         with Bar("importing", num_bytes) as bar:
-            write_rank_file(folder, 0, weights(bar.add))
-        pieces, files = collect_pieces(folder, 1)
+            write_rank_file(folder, 0, weights(bar.add), numbers(list(shapes)))
+        layout, files = collect_indexes(folder, list(shapes), 1)
         manifest = Manifest(
             serial=_SERIAL,
             step=0,
@@ -292,7 +293,7 @@ def _write(
             train_state=TrainState(config.guard).to_json(),
             update_counts={name.removeprefix("exp_avg/"): 0 for name in moments},
             shapes=dict(shapes),
-            pieces=pieces,
+            runs=layout.runs,
             files=files,
         )
         run_dir.store_config(config)

@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
-from runner.checkpoint.disk.shards import collect_pieces, stamps, verify_files
+from runner.checkpoint.disk.shards import stamps, verify_files
 from runner.config.compose import compose, from_yaml, to_yaml
 from runner.config.schema import DataConfig, GuardConfig, RunConfig
 from runner.config.validate import check
@@ -121,8 +121,8 @@ def read_all(folder: Path, manifest: bytes) -> None:
     for entry in entries:
         names = sorted(entry.manifest.files)
         verify_files(entry, names, finite=True, seen=stamps(entry, names))
-        for name, pieces in entry.manifest.pieces.items():
-            read_range(entry, name, 0, sum(piece.count for piece in pieces))
+        for name in entry.manifest.shapes:
+            read_range(entry, name, 0, entry.manifest.numel(name))
 
 
 @often
@@ -207,13 +207,6 @@ def test_folder_names(num: int, tmp_path: Path) -> None:
         other.rename(folder)
 
     try_all(num, names, work)
-
-
-@often
-def test_rank_notes(num: int, tmp_path: Path) -> None:
-    note = {"bytes": 60, "sha256": "0" * 64, "pieces": [["param/a", 0, 15, 0], ["b", 3, 4, 60]]}
-    work = written(tmp_path / "rank-00000.json", lambda path: collect_pieces(path.parent, 1))
-    try_all(num, changed(note).map(as_json) | damaged(as_json(note)), work)
 
 
 @often

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from runner.checkpoint.disk.shards import collect_pieces
 from runner.config.schema import DataConfig, GuardConfig, RunConfig, TokenDtype
 from runner.config.validate import check
 from runner.data.tokens import open_tokens
@@ -28,7 +27,6 @@ from runner.run_dir.paths import RunDir
 from runner.system.error import (
     CheckpointError,
     ConfigError,
-    CorruptCheckpoint,
     DataError,
     Superseded,
 )
@@ -275,21 +273,6 @@ def test_lines_are_not_read_from_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "journal.jsonl")
     with pytest.raises(ConfigError, match="is no plain file"):
         read_lines(tmp_path / "journal.jsonl")
-
-
-@pytest.mark.parametrize(
-    "note",
-    [
-        [1],
-        {},
-        {"bytes": "4", "sha256": "", "pieces": []},
-        {"bytes": 4, "sha256": "", "pieces": [[1]]},
-    ],
-)
-def test_a_rank_note_that_no_rank_writes(tmp_path: Path, note: Any) -> None:
-    (tmp_path / "rank-00000.json").write_text(json.dumps(note))
-    with pytest.raises(CorruptCheckpoint, match=r"rank-00000\.json"):
-        collect_pieces(tmp_path, 1)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
-"""Checkpoints of many ranks: runs and indexes in place of a list of every piece."""
+"""Runs and indexes, which say where the pieces of a checkpoint lie."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,11 +25,9 @@ from runner.checkpoint.disk.shards import (
     verify_files,
     write_rank_file,
 )
-from runner.checkpoint.disk.tier import DiskTier
 from runner.checkpoint.layout import PieceRun, check_coverage, compress
-from runner.checkpoint.manifest import INDEXED, data_name, index_name
+from runner.checkpoint.manifest import data_name, index_name
 from runner.system.error import CheckpointError, CorruptCheckpoint
-from tests.crash_world import World
 from tests.mechanism.test_ring_on_disk import (
     SHAPES,
     Tensors,
@@ -62,7 +59,7 @@ def write(ring: Path, values: Tensors, dealt: Sequence[Sequence[Snapshot]]) -> E
     folder = store.writing_folder(1)
     shapes = {name: tuple(tensor.shape) for name, tensor in values.items()}
     for rank, snapshots in enumerate(dealt):
-        write_rank_file(folder, rank, snapshots, numbers=numbers(list(shapes)))
+        write_rank_file(folder, rank, snapshots, numbers(list(shapes)))
     layout, files = collect_indexes(folder, list(shapes), len(dealt))
     again, same = collect_indexes(folder, list(shapes), len(dealt), known=layout)
     assert again is layout and same == files
@@ -111,7 +108,7 @@ def test_even_shards_need_few_runs(tmp_path: Path, shards: int, replicas: int) -
     sound(entry)
     for name, tensor in values.items():
         assert torch.equal(whole(entry, name), tensor)
-        assert len((entry.manifest.runs or {})[name]) <= 6
+        assert len(entry.manifest.runs[name]) <= 6
 
 
 def test_a_rank_reads_the_indexes_that_it_needs(tmp_path: Path) -> None:
@@ -268,26 +265,3 @@ def test_a_manifest_that_is_too_large_is_refused_before_it_is_written(
         indexed(tmp_path / "ring")
     assert not isinstance(caught.value, CorruptCheckpoint)
     assert [path.name[:8] for path in (tmp_path / "ring").iterdir()] == ["writing-"]
-
-
-def test_the_ring_saves_proves_and_loads_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tier itself, as from the 257th rank on."""
-    monkeypatch.setattr(DiskTier, "most_listed", 0)
-    told: list[tuple[str, Any]] = []
-    world = World(tmp_path / "runs" / "a", lambda kind, value: told.append((kind, value)))
-    world.open(1)
-    world.train(2)
-    world.save()
-    world.train(6)
-    world.ring.finish_proofs()
-    assert any(kind == "clean" for kind, _ in told), told
-    world.close()
-    newest = world.ring.newest()
-    assert newest is not None
-    assert json.loads((newest / "manifest.json").read_text())["version"] == INDEXED
-    again = World(tmp_path / "runs" / "a", lambda kind, value: None)
-    _, resumed = again.open(2)
-    assert resumed.step == 2
-    again.close()

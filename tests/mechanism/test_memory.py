@@ -696,12 +696,12 @@ def test_queues_are_told_apart_in_the_sums() -> None:
 def test_a_limited_writer_takes_its_time_unless_somebody_waits(tmp_path: Path) -> None:
     piece = Snapshot(name="param/a", start=0, values=torch.arange(float(3 << 20)))
     began = time.monotonic()
-    write_rank_file(tmp_path / "slow", 0, [piece], RateLimit(24 << 20))
+    write_rank_file(tmp_path / "slow", 0, [piece], {piece.name: 0}, RateLimit(24 << 20))
     slow = time.monotonic() - began
     assert slow >= 0.45, "12 MiB at 24 MiB/s"
-    hurried = RateLimit(1 << 10)
+    hurried = RateLimit(1 << 10)  # three hours, but for the next line
     threading.Timer(0.2, hurried.hurry.set).start()
-    write_rank_file(tmp_path / "hurried", 0, [piece], hurried)  # three hours, otherwise
+    write_rank_file(tmp_path / "hurried", 0, [piece], {piece.name: 0}, hurried)
     files = [(tmp_path / name / "rank-00000.bin").read_bytes() for name in ("slow", "hurried")]
     assert files[0] == files[1] and len(files[0]) == 12 << 20
 

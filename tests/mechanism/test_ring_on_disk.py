@@ -25,15 +25,15 @@ from safetensors.torch import load_file
 from runner.checkpoint.disk import directory as directory_module
 from runner.checkpoint.disk import shards as shards_module
 from runner.checkpoint.disk.directory import CheckpointDirectory, Entry
+from runner.checkpoint.disk.index import collect_indexes, numbers
 from runner.checkpoint.disk.shards import (
     ShardReader,
     Snapshot,
-    collect_pieces,
     own_share,
     verify_files,
     write_rank_file,
 )
-from runner.checkpoint.manifest import parse_manifest
+from runner.checkpoint.manifest import is_index, parse_manifest
 from runner.checkpoint.state_digest import state_digest
 from runner.command import export as export_module
 from runner.command.export import export_command
@@ -92,13 +92,13 @@ def write(
     store = CheckpointDirectory(ring)
     folder = store.writing_folder(serial)
     for rank, snapshots in enumerate(partition(values, cuts or {}, ranks)):
-        write_rank_file(folder, rank, snapshots)
-    pieces, files = collect_pieces(folder, ranks)
+        write_rank_file(folder, rank, snapshots, numbers(list(values)))
+    layout, files = collect_indexes(folder, list(values), ranks)
     told = {"serial": serial, "step": step, "cursor": step * 32, "world_size": ranks}
     state = {"updates": step, "history": [1.5, None]}
     counts = {"a": step, "b.weight": step}
     shapes = {name: tuple(tensor.shape) for name, tensor in values.items()}
-    held = {"train_state": state, "update_counts": counts, "pieces": pieces, "files": files}
+    held = {"train_state": state, "update_counts": counts, "runs": layout.runs, "files": files}
     store.commit(manifest(**told, **held, shapes=shapes))
     return Record(serial=serial, step=step, cursor=step * 32, state=State.committed)
 
@@ -163,27 +163,17 @@ def test_the_manifest_comes_back_as_it_went(ring: Path) -> None:
     assert manifest.train_state == {"updates": 17, "history": [1.5, None]}
     assert manifest.update_counts == {"a": 17, "b.weight": 17}
     assert manifest.shapes == SHAPES
-    assert only(ring).num_bytes == 4 * sum(map(math.prod, SHAPES.values()))
+    data = sum(facts.num_bytes for name, facts in manifest.files.items() if not is_index(name))
+    assert data == 4 * sum(map(math.prod, SHAPES.values()))
 
 
-def test_the_ranks_notes_are_gone_once_committed(ring: Path) -> None:
-    write(ring, tensors(), ranks=3)
-    assert sorted(path.name for path in only(ring).folder.iterdir()) == [
-        "COMMITTED",
-        "manifest.json",
-        "rank-00000.bin",
-        "rank-00001.bin",
-        "rank-00002.bin",
-    ]
-
-
-def test_a_rank_without_a_note_stops_the_commit(ring: Path) -> None:
+def test_a_rank_without_an_index_stops_the_commit(ring: Path) -> None:
     folder = CheckpointDirectory(ring).writing_folder(1)
-    write_rank_file(folder, 0, partition(tensors(), {}, 1)[0])
-    with pytest.raises(CorruptCheckpoint, match=r"rank-00001\.json"):
-        collect_pieces(folder, 2)
+    write_rank_file(folder, 0, partition(tensors(), {}, 1)[0], numbers(list(SHAPES)))
+    with pytest.raises(CorruptCheckpoint, match=r"rank-00001\.idx"):
+        collect_indexes(folder, list(SHAPES), 2)
     with pytest.raises(FileExistsError):  # a serial is never written twice
-        write_rank_file(folder, 0, [])
+        write_rank_file(folder, 0, [], {})
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -230,7 +220,7 @@ def is_sound(ring: Path) -> bool:
     return True
 
 
-@pytest.mark.parametrize("file", ["rank-00000.bin", "rank-00001.bin", "manifest.json", "COMMITTED"])
+@pytest.mark.parametrize("file", ["rank-00000.bin", "rank-00001.idx", "manifest.json", "COMMITTED"])
 @pytest.mark.parametrize("harm", ["missing", "empty", "short", "long", "folder"])
 def test_every_harm_to_every_file_is_found(ring: Path, file: str, harm: str) -> None:
     write(ring, tensors())
@@ -261,25 +251,9 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     write_durably(folder / "COMMITTED", file_digest(folder / "manifest.json").encode())
 
 
-def change_piece(place: int, value: Any) -> Callable[[dict[str, Any]], None]:
-    def change(tree: dict[str, Any]) -> None:
-        tree["tensors"]["param/a"]["pieces"][0][place] = value
-
-    return change
-
-
-def share_bytes(tree: dict[str, Any]) -> None:
-    """The beginning of a small file that unfolds to more than it is."""
-    _, _, file, offset = tree["tensors"]["exp_avg/a"]["pieces"][0]
-    tree["tensors"]["param/c"]["pieces"][0][2:] = [file, offset]
-
-
 def rename_file(name: str) -> Callable[[dict[str, Any]], None]:
     def change(tree: dict[str, Any]) -> None:
         tree["files"][name] = tree["files"].pop("rank-00000.bin")
-        for tensor in tree["tensors"].values():
-            for piece in tensor["pieces"]:
-                piece[2] = piece[2].replace("rank-00000.bin", name)
 
     return change
 
@@ -292,38 +266,12 @@ LIES: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     ("step without end", lambda tree: tree.update(step="1e999"), "1e999"),
     ("step is a word", lambda tree: tree.update(step="soon"), "soon"),
     ("tensors is a list", lambda tree: tree.update(tensors=[]), "Error"),
-    (
-        "a tensor is missing its pieces",
-        lambda tree: tree["tensors"]["param/a"].pop("pieces"),
-        "pieces",
-    ),
-    ("hole at the front", change_piece(0, 1), "param/a: elements from"),
-    (
-        "hole in the middle",
-        lambda tree: tree["tensors"]["param/a"]["pieces"].pop(1),
-        "elements from",
-    ),
-    ("hole at the end", lambda tree: tree["tensors"]["param/a"]["pieces"].pop(), "of 15 elements"),
-    (
-        "doubled",
-        lambda tree: tree["tensors"]["param/a"]["pieces"].append(
-            tree["tensors"]["param/a"]["pieces"][0]
-        ),
-        "doubled",
-    ),
-    ("empty piece", change_piece(1, 0), "missing or doubled"),
-    ("negative piece", change_piece(1, -3), "count is '-3'"),
-    ("negative offset", change_piece(3, -4), "offset is '-4'"),
-    ("offset past the end", change_piece(3, 10**12), "outside"),
-    ("file that is not listed", change_piece(2, "rank-00009.bin"), "rank-00009.bin"),
     ("other shape", lambda tree: tree["tensors"]["param/a"].update(shape=[5, 4]), "15 of 20"),
     ("negative shape", lambda tree: tree["tensors"]["param/a"].update(shape=[-5, -3]), "'-5'"),
     ("a number as text", lambda tree: tree.update(cursor="3"), "cursor is '3'"),
     ("a fraction", lambda tree: tree.update(cursor=3.5), "cursor is '3.5'"),
     ("true for one", lambda tree: tree.update(world_size=True), "world_size is 'True'"),
-    ("too large for any file", change_piece(1, 2**63), "count is"),
     ("half an element", lambda tree: tree["files"]["rank-00000.bin"].update(bytes=61), "61 bytes"),
-    ("two tensors in the same bytes", share_bytes, "share the bytes"),
     (
         "a product without end",
         lambda tree: tree["tensors"]["param/a"].update(shape=[2**62] * 100_000),
@@ -388,7 +336,7 @@ def test_sweep_removes_only_what_never_committed(ring: Path) -> None:
     for serial in (1, 2):
         write(ring, tensors(), serial=serial, step=10 * serial)
     (ring / "000002-step-00000020" / "COMMITTED").unlink()
-    write_rank_file(store.writing_folder(3), 0, [])
+    write_rank_file(store.writing_folder(3), 0, [], {})
     (ring / "notes").mkdir()
     (ring / "writing-down.txt").touch()
     assert store.sweep() == ["000002-step-00000020", "writing-000003-000000"]
@@ -541,7 +489,7 @@ def test_what_the_disk_refuses_is_not_called_damaged(
 def test_a_manifest_with_nan_in_it_is_no_checkpoint(ring: Path) -> None:
     write(ring, tensors(), serial=1, step=10)
     store, manifest = CheckpointDirectory(ring), only(ring).manifest
-    write_rank_file(store.writing_folder(2), 0, [])
+    write_rank_file(store.writing_folder(2), 0, [], {})
     store.commit(replace(manifest, serial=2, train_state={"loss": math.nan}))
     entries, damaged = store.entries()
     assert [entry.record.serial for entry in entries] == [1]

@@ -1,9 +1,10 @@
-"""A checkpoint holds elements of any type: on disk listed or indexed, and in memory."""
+"""A checkpoint holds elements of any type, on disk and in memory; older versions are read."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ import runner.system.files
 from runner.checkpoint.disk.directory import CheckpointDirectory, Entry
 from runner.checkpoint.disk.index import collect_indexes, numbers
 from runner.checkpoint.disk.shards import (
+    Indexes,
     ShardReader,
-    collect_pieces,
+    files_needed,
     verify_files,
     write_rank_file,
 )
@@ -21,7 +23,7 @@ from runner.checkpoint.manifest import ITEM_SIZES, dtype_of, is_finite
 from runner.checkpoint.memory.snapshot import SlotLayout
 from runner.engine.protocol import Shard
 from runner.system.error import CorruptCheckpoint
-from tests.mechanism.test_ring_on_disk import Tensors, partition
+from tests.mechanism.test_ring_on_disk import Tensors, only, partition, rewrite
 from tests.stored import manifest
 
 TYPES = {name: dtype_of(name) for name in ITEM_SIZES}
@@ -40,36 +42,22 @@ def tensors() -> Tensors:
     return made | {"float64/scalar": torch.tensor(math.pi, dtype=torch.float64)}
 
 
-def write(ring: Path, values: Tensors, *, indexed: bool) -> Entry:
+def write(ring: Path, values: Tensors) -> Entry:
     store = CheckpointDirectory(ring)
     folder = store.writing_folder(1)
     shapes = {name: tuple(tensor.shape) for name, tensor in values.items()}
     dtypes = {name: name.partition("/")[0] for name in values if "float32/" not in name}
     for rank, snapshots in enumerate(partition(values, CUTS, RANKS)):
-        told = numbers(list(shapes)) if indexed else None
-        write_rank_file(folder, rank, snapshots, numbers=told)
-    pieces, runs = {}, None
-    if indexed:
-        layout, files = collect_indexes(folder, list(shapes), RANKS, dtypes=dtypes)
-        runs = layout.runs
-    else:
-        pieces, files = collect_pieces(folder, RANKS)
-    found = {"shapes": shapes, "pieces": pieces, "files": files, "runs": runs, "dtypes": dtypes}
+        write_rank_file(folder, rank, snapshots, numbers(list(shapes)))
+    layout, files = collect_indexes(folder, list(shapes), RANKS, dtypes=dtypes)
+    found = {"shapes": shapes, "files": files, "runs": layout.runs, "dtypes": dtypes}
     store.commit(manifest(step=10, cursor=320, world_size=RANKS, **found))
     (entry,), damaged = store.entries()
     assert damaged == []
     return entry
 
 
-@pytest.fixture(params=[False, True], ids=["listed", "indexed"])
-def indexed(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
-def test_every_type_reads_back_bit_for_bit(tmp_path: Path, indexed: bool) -> None:
-    values = tensors()
-    entry = write(tmp_path / "ring", values, indexed=indexed)
-    assert entry.manifest.version == (5 if indexed else 4)
+def assert_reads_back(entry: Entry, values: Tensors) -> None:
     with ShardReader(entry) as reader:
         for name, tensor in values.items():
             flat = tensor.reshape(-1)
@@ -79,29 +67,56 @@ def test_every_type_reads_back_bit_for_bit(tmp_path: Path, indexed: bool) -> Non
                 assert torch.equal(read.view(torch.uint8), flat[start:].clone().view(torch.uint8))
 
 
+def test_every_type_reads_back_bit_for_bit(tmp_path: Path) -> None:
+    assert_reads_back(write(tmp_path / "ring", tensors()), tensors())
+
+
+@pytest.mark.parametrize(("version", "is_typed"), [(2, False), (3, False), (4, True)])
+def test_older_versions_are_read(tmp_path: Path, version: int, is_typed: bool) -> None:
+    """2 and 4 listed every piece with its offset; 2 and 3 held FP32 alone."""
+    values = {n: t for n, t in tensors().items() if is_typed or n.startswith("float32/")}
+    entry = write(tmp_path / "ring", values)
+    indexes = Indexes(entry)
+
+    def change(tree: dict[str, Any]) -> None:
+        tree["version"] = version
+        for name, tensor in tree["tensors"].items() if version != 3 else ():
+            del tensor["runs"]
+            pieces = indexes.pieces(name, 0, values[name].numel())
+            tensor["pieces"] = [[p.start, p.count, p.file, p.offset] for p in pieces]
+        for path in entry.folder.glob("*.idx") if version != 3 else ():
+            del tree["files"][path.name]
+            path.unlink()
+
+    rewrite(entry.folder, change)
+    old = only(tmp_path / "ring")
+    verify_files(old, files_needed(old, [(name, 0, 9) for name in values]), finite=True)
+    assert_reads_back(old, values)
+
+
 @pytest.mark.parametrize("block_bytes", [1, 7, 64, 1 << 20])
 def test_nan_is_found_in_every_type_of_float(
-    tmp_path: Path, indexed: bool, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner.system.files, "_BLOCK_BYTES", block_bytes)
     values = tensors()
-    entry = write(tmp_path / "sound", values, indexed=indexed)
+    entry = write(tmp_path / "sound", values)
     # Bytes of whole numbers that would be NaN as FP32 are none.
     verify_files(entry, sorted(entry.manifest.files), finite=True)
     for at, name in enumerate(FLOATS):
         spoilt = {n: tensor.clone() for n, tensor in values.items()}
         spoilt[f"{name}/a"].view(-1)[at] = math.nan
-        entry = write(tmp_path / name, spoilt, indexed=indexed)
+        entry = write(tmp_path / name, spoilt)
         verify_files(entry, sorted(entry.manifest.files), finite=False)
         with pytest.raises(CorruptCheckpoint, match="holds NaN or Inf"):
             verify_files(entry, sorted(entry.manifest.files), finite=True)
 
 
-def test_whole_numbers_with_the_bits_of_nan_are_sound(tmp_path: Path, indexed: bool) -> None:
+def test_whole_numbers_with_the_bits_of_nan_are_sound(tmp_path: Path) -> None:
     values = tensors()
     values["int32/a"].fill_(0x7FC00000)
     values["uint8/a"].fill_(255)
-    entry = write(tmp_path / "ring", values, indexed=indexed)
+    entry = write(tmp_path / "ring", values)
     verify_files(entry, sorted(entry.manifest.files), finite=True)
 
 
@@ -123,8 +138,8 @@ def test_a_slot_in_memory_holds_every_type() -> None:
     assert SlotLayout(others).digest != layout.digest
 
 
-def test_another_type_is_named(tmp_path: Path, indexed: bool) -> None:
-    entry = write(tmp_path / "ring", tensors(), indexed=indexed)
+def test_another_type_is_named(tmp_path: Path) -> None:
+    entry = write(tmp_path / "ring", tensors())
     tree = entry.manifest.to_json()
     assert tree["tensors"]["uint8/a"]["dtype"] == "uint8"
     assert "dtype" not in tree["tensors"]["float32/a"]

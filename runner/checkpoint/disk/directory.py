@@ -94,8 +94,7 @@ class CheckpointDirectory:
         path = self.writing_folder(manifest.serial) / MANIFEST
         try:
             # json's fast encoder writes no line breaks; the manifest may name thousands of files.
-            indent = None if manifest.is_indexed else 1
-            write_json(path, manifest.to_json(), most_bytes=MOST_BYTES, indent=indent)
+            write_json(path, manifest.to_json(), most_bytes=MOST_BYTES, indent=None)
         except OSError as error:
             if error.errno != errno.EFBIG:
                 raise

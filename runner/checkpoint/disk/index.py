@@ -1,7 +1,5 @@
 """One rank's index: a binary file that lists what the rank's shard file holds.
 
-Used with large numbers of ranks.
-
     rank-00000.bin   the bytes
     rank-00000.idx   which elements of which tensors they are
 

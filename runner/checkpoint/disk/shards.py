@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import json
 import os
 import sys
 import threading
@@ -34,10 +33,8 @@ from runner.checkpoint.manifest import (
     FLOAT32,
     ITEM_BYTES,
     ITEM_SIZES,
-    MOST_BYTES,
     FileFacts,
     Manifest,
-    StoredPiece,
     as_bytes,
     data_name,
     dtype_of,
@@ -45,11 +42,10 @@ from runner.checkpoint.manifest import (
     index_name,
     is_finite,
     is_index,
-    parse_piece,
     rank_of,
 )
 from runner.system.error import CorruptCheckpoint
-from runner.system.files import naming, open_regular, read_bounded, write_json
+from runner.system.files import naming, open_regular, read_bounded
 
 _WRITE_BYTES = 1 << 22
 _BLOCK_BYTES = 1 << 22  # read at once; whole elements of every type
@@ -113,14 +109,13 @@ def write_rank_file(
     folder: Path,
     rank: int,
     snapshots: Iterable[Snapshot],
+    numbers: Mapping[str, int],
     pace: RateLimit | None = None,
-    *,
-    numbers: Mapping[str, int] | None = None,
 ) -> None:
-    """Write and sync this rank's shards, and then their list: a JSON note or an index.
+    """Write and sync this rank's shards, and then their index.
 
     Args:
-        numbers: each tensor's number by name, for an index; None: write a note.
+        numbers: each tensor's number by name.
 
     Raises:
         OSError: disk full, read-only, gone. The file is not to be trusted then, whatever a
@@ -128,8 +123,8 @@ def write_rank_file(
     """
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
-    pieces: list[tuple[str, int, int, int]] = []
-    offset = 0
+    pieces: list[tuple[int, int, int]] = []
+    num_bytes = 0
     path = folder / data_name(rank)
     with naming(path), path.open("xb") as file:
         for snapshot in snapshots:
@@ -143,40 +138,11 @@ def write_rank_file(
                     file.flush()
                     os.fdatasync(file.fileno())
                     pace.wrote(len(block))
-            pieces.append((snapshot.name, snapshot.start, snapshot.values.numel(), offset))
-            offset += len(data)
+            pieces.append((numbers[snapshot.name], snapshot.start, snapshot.values.numel()))
+            num_bytes += len(data)
         file.flush()
         os.fsync(file.fileno())
-    facts = FileFacts(num_bytes=offset, sha256=digest.hexdigest())
-    if numbers is not None:
-        write_index(folder, rank, facts, [(numbers[p[0]], p[1], p[2]) for p in pieces])
-        return
-    write_json(folder / f"rank-{rank:05d}.json", facts.to_json() | {"pieces": pieces})
-
-
-def collect_pieces(
-    folder: Path, world_size: int
-) -> tuple[dict[str, tuple[StoredPiece, ...]], dict[str, FileFacts]]:
-    """Merge the notes of all ranks and remove them.
-
-    Raises:
-        CorruptCheckpoint: a note is missing or invalid.
-    """
-    pieces: dict[str, list[StoredPiece]] = {}
-    files: dict[str, FileFacts] = {}
-    for rank in range(world_size):
-        path, name = folder / f"rank-{rank:05d}.json", data_name(rank)
-        try:
-            note = json.loads(read_bounded(path, MOST_BYTES))
-            files[name] = FileFacts.from_json(note)
-            for tensor, start, count, offset in note["pieces"]:
-                piece = parse_piece([start, count, name, offset])
-                pieces.setdefault(str(tensor), []).append(piece)
-        except (OSError, LookupError, TypeError, ValueError, RecursionError) as error:
-            raise CorruptCheckpoint(f"{path}: {type(error).__name__}: {error}") from None
-    for rank in range(world_size):
-        (folder / f"rank-{rank:05d}.json").unlink()
-    return {name: tuple(of_tensor) for name, of_tensor in pieces.items()}, files
+    write_index(folder, rank, FileFacts(num_bytes=num_bytes, sha256=digest.hexdigest()), pieces)
 
 
 # Size and times of last change. Nobody without the clock in hand can set back the last of them;
@@ -208,26 +174,34 @@ def files_needed(entry: Entry, ranges: Iterable[tuple[str, int, int]]) -> set[st
         stop = start + count
         for file, _, _ in _overlapping(manifest, name, start, stop):
             needed |= {data_name(file), index_name(file)}
-        needed |= {
-            piece.file
-            for piece in manifest.pieces.get(name, ())
-            if max(start, piece.start) < min(stop, piece.start + piece.count)
-        }
-    return needed
+    return needed & manifest.files.keys()
 
 
 def _overlapping(
     manifest: Manifest, name: str, start: int, stop: int
 ) -> Iterator[tuple[int, int, int]]:
     """(file, flat start, count) of a tensor's pieces that overlap, from its runs."""
-    for run in (manifest.runs or {}).get(name, ()):
+    for run in manifest.runs.get(name, ()):
         starts, files = run.pieces()
         hits = (starts < stop) & (starts + run.count > start)
         yield from zip(files[hits].tolist(), starts[hits].tolist(), repeat(run.count))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredPiece:
+    """``count`` elements from ``start`` on of one flattened tensor, at ``offset`` bytes."""
+
+    start: int
+    count: int
+    file: str
+    offset: int
+
+
 class Indexes:
-    """The indexes of a checkpoint of many ranks, each read and verified once."""
+    """The indexes of a checkpoint, each read and verified once.
+
+    A checkpoint of an older version may have none: its manifest says the same.
+    """
 
     def __init__(self, entry: Entry) -> None:
         self._entry = entry
@@ -254,7 +228,15 @@ class Indexes:
         return pieces
 
     def _of(self, file: int) -> dict[tuple[int, int], tuple[int, int]]:
-        if file not in self._read:
+        offsets = self._entry.manifest.offsets
+        if file not in self._read and offsets is not None:
+            self._read[file] = {
+                (self._numbers[name], run.start): (run.count, offsets[name, run.start])
+                for name, runs in self._entry.manifest.runs.items()
+                for run in runs
+                if run.file == file
+            }
+        elif file not in self._read:
             path = self._entry.folder / index_name(file)
             try:
                 data = read_bounded(path, MOST_INDEX_BYTES)
@@ -343,10 +325,7 @@ def _spans(entry: Entry, name: str) -> list[Span]:
     manifest = entry.manifest
     if not manifest.dtypes:
         return [(0, manifest.files[name].num_bytes // ITEM_BYTES, FLOAT32)]
-    if manifest.is_indexed:
-        return Indexes(entry).types(rank_of(name))
-    pieces = ((n, piece) for n, of_one in manifest.pieces.items() for piece in of_one)
-    return sorted((p.offset, p.count, manifest.dtype(n)) for n, p in pieces if p.file == name)
+    return Indexes(entry).types(rank_of(name))
 
 
 def _typed_blocks(file: BinaryIO, spans: Sequence[Span]) -> Iterator[tuple[bytes, str]]:
@@ -409,14 +388,10 @@ class ShardReader:
             raise CorruptCheckpoint(
                 f"{self._entry.folder}: has no elements {start}-{start + count} of {name!r}"
             )
-        stored: Sequence[StoredPiece] = manifest.pieces.get(name, ())
-        if manifest.runs is not None:
-            stored = self._indexes.pieces(name, start, start + count)
         result = torch.empty(count, dtype=dtype_of(manifest.dtype(name)))
-        for piece in stored:
+        for piece in self._indexes.pieces(name, start, start + count):
             first, stop = max(start, piece.start), min(start + count, piece.start + piece.count)
-            if first < stop:
-                self._piece(piece, first, result[first - start : stop - start])
+            self._piece(piece, first, result[first - start : stop - start])
         return result
 
     def _piece(self, piece: StoredPiece, first: int, into: torch.Tensor) -> None:

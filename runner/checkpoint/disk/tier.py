@@ -17,7 +17,6 @@ from runner.checkpoint.disk.shards import (
     ShardReader,
     Snapshot,
     Stamp,
-    collect_pieces,
     files_needed,
     own_share,
     stamps,
@@ -25,12 +24,9 @@ from runner.checkpoint.disk.shards import (
     write_rank_file,
 )
 from runner.checkpoint.jobs import LockstepQueue, QueuedJob
-from runner.checkpoint.layout import PieceRun
 from runner.checkpoint.manifest import (
     FLOAT32,
-    MOST_LISTED_RANKS,
     Manifest,
-    StoredPiece,
     by_kind,
     name_of,
 )
@@ -59,8 +55,6 @@ class DiskTier:
     Attributes:
         show: called with a load's progress on this rank, in bytes of its own share.
     """
-
-    most_listed = MOST_LISTED_RANKS  # ranks up to which a manifest lists every piece
 
     directory: CheckpointDirectory
     sharded: ShardedState
@@ -92,11 +86,11 @@ class DiskTier:
             check: called after the write; raises if the written bytes must not be used.
         """
         folder = self.directory.writing_folder(pending.serial)
-        tensors = numbers([s.name for s in self.sharded.shards()]) if self._is_indexed else None
+        tensors = numbers([shard.name for shard in self.sharded.shards()])
 
         def work() -> None:
             self.before_write(pending.metadata.step)
-            write_rank_file(folder, self.ranks.rank, snapshots, self.pace, numbers=tensors)
+            write_rank_file(folder, self.ranks.rank, snapshots, tensors, self.pace)
             check()
 
         return QueuedJob(queue=self.queue, work=work)
@@ -116,15 +110,9 @@ class DiskTier:
         dtypes: Mapping[str, str],
     ) -> None:
         folder = self.directory.writing_folder(pending.serial)
-        pieces: Mapping[str, tuple[StoredPiece, ...]] = {}
-        runs: Mapping[str, tuple[PieceRun, ...]] | None = None
-        if self._is_indexed:
-            self._layout, files = collect_indexes(
-                folder, list(shapes), self.ranks.world_size, known=self._layout, dtypes=dtypes
-            )
-            runs = self._layout.runs
-        else:
-            pieces, files = collect_pieces(folder, self.ranks.world_size)
+        self._layout, files = collect_indexes(
+            folder, list(shapes), self.ranks.world_size, known=self._layout, dtypes=dtypes
+        )
         self.directory.commit(
             Manifest(
                 serial=pending.serial,
@@ -134,16 +122,11 @@ class DiskTier:
                 data_fingerprint=self.identity.data_fingerprint,
                 update_counts=pending.counts,
                 shapes=shapes,
-                pieces=pieces,
+                runs=self._layout.runs,
                 files=files,
-                runs=runs,
                 dtypes=dtypes,
             )
         )
-
-    @property
-    def _is_indexed(self) -> bool:
-        return self.ranks.world_size > self.most_listed
 
     def discard_unfinished(self, serial: int) -> None:
         """Free the space; the rest of a failed write is never trusted."""
