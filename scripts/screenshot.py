@@ -49,17 +49,8 @@ def main() -> int:
 
 
 def _train(out: Path) -> Path:
-    command = [
-        "-m",
-        "runner",
-        "launch",
-        "--nproc",
-        "2",
-        "--restarts",
-        "0",
-        "--torchrun-restarts",
-        "1",
-    ]
+    command = ["-m", "runner", "launch", "--nproc", "2", "--restarts", "0"]
+    command += ["--torchrun-restarts", "1"]
     settings = [*SETTINGS.split(), f"out={out}", f"faults=[{','.join(FAULTS)}]"]
     environment = {"OMP_NUM_THREADS": "1"} | os.environ
     subprocess.run([sys.executable, *command, *settings], env=environment, check=True)

@@ -9,7 +9,6 @@ ours, bare   the runner's side; the loop that it is held against, as an expert w
 turns        two loops take turns on the same ranks
 pair         on the ranks: the runner and the other loop
 steps        pairs as rows: step, guard, layers, checkpoint
-loop, snapshot, start
-             the other measurements: measure(plan) -> rows; the first two are also what their
-             ranks run
+loop         the guard in a user's loop against that loop; also what its ranks run
+recovery     a killed rank to the next step, warm and cold, against torchrun
 """

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from scripts.bench import loop, recovery, snapshot, start, steps
+from scripts.bench import loop, recovery, steps
 from scripts.bench.fair import refuse_measured
 from scripts.bench.process import ROOT, MeasureError
 from scripts.bench.provenance import head, load
@@ -28,9 +28,7 @@ MEASUREMENTS: dict[str, tuple[Callable[[Plan], list[Row]], str]] = {
     "layers": (steps.layers, "a look into the layers in each step against none"),
     "loop": (loop.measure, "guard.ok in a loop of one's own against that loop without it"),
     "checkpoint": (steps.checkpoint, "guard and checkpoints against a bare loop"),
-    "snapshot": (snapshot.measure, "how long training waits for a checkpoint"),
     "recovery": (recovery.measure, "from a killed rank to the next step"),
-    "start": (start.measure, "from the command to the first step"),
 }
 
 

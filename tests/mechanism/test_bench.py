@@ -194,7 +194,7 @@ def test_the_bare_loop_trains_as_the_runner_does(tmp_path: Path, kind: str) -> N
 @pytest.mark.full
 def test_one_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    told = ["--quick", "--only", "snapshot", "--out", str(out)]
+    told = ["--quick", "--only", "layers", "--out", str(out)]
     small = ["model.dim=32", "model.layers=2", "model.heads=2", *TINY[1:3]]
     done = ended("bash", str(ROOT / "scripts" / "bench.sh"), *told, *small)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -204,7 +204,7 @@ def test_one_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     (measurement,) = results["measurements"]
     assert not measurement["failed"]
     for row in measurement["rows"]:
-        assert row["ratio"]["pairs"] == 3
+        assert row["ratio"]["pairs"] == 8
         assert row["ratio"]["p10"] <= row["ratio"]["median"] <= row["ratio"]["p90"]
         assert f"| {row['what']} | {row['against']} |" in done.stdout
     again = python("-m", "scripts.bench", "--table", str(out), check=True)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import pytest
 
 from runner.config.compose import compose
-from scripts import drill, gpu_check, screenshot, soak
+from scripts import gpu_check, screenshot, soak
 
 
 @pytest.mark.parametrize(
     "settings",
-    [soak.SETTINGS.split(), drill.SETTINGS.split(), screenshot.SETTINGS.split(), gpu_check.TINY],
-    ids=["soak", "drill", "screenshot", "gpu_check"],
+    [soak.SETTINGS.split(), screenshot.SETTINGS.split(), gpu_check.TINY],
+    ids=["soak", "screenshot", "gpu_check"],
 )
 def test_the_settings_of_a_script_are_settings(settings: Sequence[str]) -> None:
     compose([*settings, "out=unused"])
