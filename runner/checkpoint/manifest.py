@@ -203,14 +203,11 @@ def _from_json(tree: Any) -> Manifest:
     refuse_flagged(tree)
     tensors = tree["tensors"]
     num_data = sum(not is_index(name) for name in tree["files"])
-    offsets: dict[tuple[str, int], int] | None = None
-    places = {name: tensor.get("runs", []) for name, tensor in tensors.items()}
+    offsets = None
     if tree["version"] in _LISTED:
-        offsets = {}
-        for name, tensor in tensors.items():
-            for start, count, file, offset in tensor["pieces"]:
-                offsets[name, start] = whole(offset, "offset", below=1 << 50)
-                places[name].append([rank_of(file), 1, start, 0, count, 1, 0, 0])
+        places, offsets = _listed(tensors)
+    else:
+        places = {name: tensor["runs"] for name, tensor in tensors.items()}
     return Manifest(
         **parse_fields(tree, counts=_COUNTS, texts=_TEXTS),
         shapes={n: tuple(whole(s, "shape") for s in t["shape"]) for n, t in tensors.items()},
@@ -222,6 +219,18 @@ def _from_json(tree: Any) -> Manifest:
         files={name: FileFacts.from_json(facts) for name, facts in tree["files"].items()},
         dtypes={n: _type(t["dtype"]) for n, t in tensors.items() if "dtype" in t},
     )
+
+
+def _listed(tensors: Any) -> tuple[dict[str, list[Any]], dict[tuple[str, int], int]]:
+    """Each piece that an older manifest lists as a run by itself, and the pieces' offsets."""
+    runs: dict[str, list[Any]] = {}
+    offsets: dict[tuple[str, int], int] = {}
+    for name, tensor in tensors.items():
+        runs[name] = []
+        for start, count, file, offset in tensor["pieces"]:
+            runs[name].append([rank_of(file), 1, start, 0, count, 1, 0, 0])
+            offsets[name, start] = whole(offset, "offset", below=1 << 50)
+    return runs, offsets
 
 
 def parse_fields(tree: Any, *, counts: Iterable[str], texts: Iterable[str]) -> dict[str, Any]:

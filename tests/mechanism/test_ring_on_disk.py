@@ -87,19 +87,23 @@ def write(
     step: int = 10,
     ranks: int = 2,
     cuts: Mapping[str, Sequence[int]] | None = None,
+    dealt: Sequence[Sequence[Snapshot]] = (),
+    dtypes: Mapping[str, str] | None = None,
 ) -> Record:
-    """Write and commit one checkpoint, as ``ranks`` ranks would."""
+    """Write and commit one checkpoint, as ``ranks`` ranks would; ``dealt``: what each writes."""
     store = CheckpointDirectory(ring)
     folder = store.writing_folder(serial)
-    for rank, snapshots in enumerate(partition(values, cuts or {}, ranks)):
+    dealt = dealt or partition(values, cuts or {}, ranks)
+    ranks = len(dealt)
+    for rank, snapshots in enumerate(dealt):
         write_rank_file(folder, rank, snapshots, numbers(list(values)))
-    layout, files = collect_indexes(folder, list(values), ranks)
+    layout, files = collect_indexes(folder, list(values), ranks, dtypes=dtypes)
     told = {"serial": serial, "step": step, "cursor": step * 32, "world_size": ranks}
     state = {"updates": step, "history": [1.5, None]}
     counts = {"a": step, "b.weight": step}
     shapes = {name: tuple(tensor.shape) for name, tensor in values.items()}
     held = {"train_state": state, "update_counts": counts, "runs": layout.runs, "files": files}
-    store.commit(manifest(**told, **held, shapes=shapes))
+    store.commit(manifest(**told, **held, shapes=shapes, dtypes=dtypes or {}))
     return Record(serial=serial, step=step, cursor=step * 32, state=State.committed)
 
 
@@ -147,6 +151,8 @@ def test_any_range_of_any_partition_reads_back(
         count = data.draw(st.integers(0, len(flat) - start))
         assert torch.equal(read_range(entry, name, start, count), flat[start : start + count])
         assert torch.equal(whole(entry, name), tensor)
+    with pytest.raises(CorruptCheckpoint, match="has no elements"):
+        read_range(entry, "param/a", 0, 16)
 
 
 def test_all_bit_patterns_survive(ring: Path) -> None:

@@ -10,21 +10,19 @@ import pytest
 import torch
 
 import runner.system.files
-from runner.checkpoint.disk.directory import CheckpointDirectory, Entry
-from runner.checkpoint.disk.index import collect_indexes, numbers
+from runner.checkpoint.disk.directory import Entry
 from runner.checkpoint.disk.shards import (
     Indexes,
     ShardReader,
     files_needed,
     verify_files,
-    write_rank_file,
 )
 from runner.checkpoint.manifest import ITEM_SIZES, dtype_of, is_finite
 from runner.checkpoint.memory.snapshot import SlotLayout
 from runner.engine.protocol import Shard
 from runner.system.error import CorruptCheckpoint
+from tests.mechanism import test_ring_on_disk as on_disk
 from tests.mechanism.test_ring_on_disk import Tensors, only, partition, rewrite
-from tests.stored import manifest
 
 TYPES = {name: dtype_of(name) for name in ITEM_SIZES}
 FLOATS = [name for name, dtype in TYPES.items() if dtype.is_floating_point]
@@ -43,18 +41,9 @@ def tensors() -> Tensors:
 
 
 def write(ring: Path, values: Tensors) -> Entry:
-    store = CheckpointDirectory(ring)
-    folder = store.writing_folder(1)
-    shapes = {name: tuple(tensor.shape) for name, tensor in values.items()}
     dtypes = {name: name.partition("/")[0] for name in values if "float32/" not in name}
-    for rank, snapshots in enumerate(partition(values, CUTS, RANKS)):
-        write_rank_file(folder, rank, snapshots, numbers(list(shapes)))
-    layout, files = collect_indexes(folder, list(shapes), RANKS, dtypes=dtypes)
-    found = {"shapes": shapes, "files": files, "runs": layout.runs, "dtypes": dtypes}
-    store.commit(manifest(step=10, cursor=320, world_size=RANKS, **found))
-    (entry,), damaged = store.entries()
-    assert damaged == []
-    return entry
+    on_disk.write(ring, values, dealt=partition(values, CUTS, RANKS), dtypes=dtypes)
+    return only(ring)
 
 
 def assert_reads_back(entry: Entry, values: Tensors) -> None:
