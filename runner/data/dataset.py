@@ -203,7 +203,7 @@ def first_named(pieces: Sequence[Piece], name: Callable[[Piece], str], what: str
     return named + (f" and {rest} more{what}" if rest > 0 else "")
 
 
-def contents_of(files: int, num_bytes: int = 0) -> str:
+def contents_of(files: int, num_bytes: int) -> str:
     """How much there is, as "396 files, 1.7 MB"."""
     size = f", {format_bytes(num_bytes)}" if num_bytes else ""
     return f"{files:,} file{'s' if files > 1 else ''}{size}"

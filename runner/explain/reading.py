@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from runner.policy.decision.finding import relative_difference
 from runner.policy.decision.signals import Limits
 
 # A culprit must stand out by itself: to omit the loudest sample lowers any loss and proves nothing.
@@ -195,14 +196,6 @@ def is_beyond(one: Reading, other: Reading, floor: float) -> bool:
 
 def _tolerance(floor: float) -> float:
     return max(_FLOORS * floor, _LEAST_TOLERANCE)
-
-
-def relative_difference(one: float, other: float) -> float:
-    """The relative difference; 0 if both are not finite, infinity if one is."""
-    if not (math.isfinite(one) and math.isfinite(other)):
-        return 0.0 if math.isfinite(one) is math.isfinite(other) else math.inf
-    most = max(abs(one), abs(other))
-    return abs(one - other) / most if most else 0.0
 
 
 def _largest_difference(one: Reading, other: Reading) -> float:

@@ -34,10 +34,9 @@ from runner.explain.reading import (
     noise_floor,
     outstanding,
     ranks_of,
-    relative_difference,
     usual,
 )
-from runner.policy.decision.finding import Cause, Finding, Remedy
+from runner.policy.decision.finding import Cause, Finding, Remedy, relative_difference
 from runner.policy.decision.signals import Limits
 
 _MOST_AGAIN = 5  # repetitions of a step that is bad intermittently

@@ -35,7 +35,6 @@ from runner.explain.reading import (
     Share,
     differing_ranks,
     noise_floor,
-    relative_difference,
     usual,
 )
 from runner.explain.replay import Replay
@@ -44,7 +43,7 @@ from runner.fault.spec import parse_faults
 from runner.health.heartbeat import Heartbeat
 from runner.health.preemption import StopLook
 from runner.observe.journal import Journal, read_journal
-from runner.policy.decision.finding import Cause, Finding, Remedy
+from runner.policy.decision.finding import Cause, Finding, Remedy, relative_difference
 from runner.policy.decision.history import Incident
 from runner.policy.decision.judge import Kind, Verdict
 from runner.policy.decision.signals import Limits

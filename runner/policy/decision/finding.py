@@ -129,7 +129,7 @@ class Recorded:
     def apart(self, other: Recorded) -> float:
         """The largest relative difference of loss and norm."""
         pairs = ((self.loss, other.loss), (self.grad_norm, other.grad_norm))
-        return max(_apart(a, b) for a, b in pairs)
+        return max(relative_difference(a, b) for a, b in pairs)
 
 
 class Outcome(Enum):
@@ -210,7 +210,8 @@ def from_rows(rows: Iterable[list[Any]]) -> dict[int, Recorded]:
     }
 
 
-def _apart(one: float, other: float) -> float:
+def relative_difference(one: float, other: float) -> float:
+    """The relative difference; 0 if both are not finite, infinity if one is."""
     if not (math.isfinite(one) and math.isfinite(other)):
         return 0.0 if math.isfinite(one) is math.isfinite(other) else math.inf
     most = max(abs(one), abs(other))

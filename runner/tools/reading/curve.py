@@ -189,9 +189,6 @@ def median_of(values: Floats) -> float:
     return float(np.median(finite)) if len(finite) else float("nan")
 
 
-def smoothed(values: Floats, width: int = 3) -> Floats:
-    """Running median; the windows are narrower at the ends."""
-    half = width // 2
-    return np.array(
-        [np.median(values[max(0, at - half) : at + half + 1]) for at in range(len(values))]
-    )
+def smoothed(values: Floats) -> Floats:
+    """Running median of three; of two at the ends."""
+    return np.array([np.median(values[max(0, at - 1) : at + 2]) for at in range(len(values))])

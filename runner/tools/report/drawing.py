@@ -29,6 +29,7 @@ _COLUMNS = 500
 _LIMIT_COLUMNS = 250
 _MOST_CROSSES = 400
 _MOST_MARKS = 2000
+_STEP_LABELS = 8
 # The scale is cut if all values span more than this many times the span of the lower 98 %.
 _SPANS = 6.0
 _ROWS_HEIGHT, _LEAST_ROW, _MOST_ROW = 220, 1.8, 20  # pixels
@@ -396,12 +397,12 @@ def _over(mark: Mark, plane: _Plane) -> Html | None:
     return None
 
 
-def _spread(rows: Sequence[AttemptRow], count: int = 8) -> Iterable[AttemptRow]:
-    """About ``count`` rows at about equal distances."""
+def _spread(rows: Sequence[AttemptRow]) -> Iterable[AttemptRow]:
+    """About :data:`_STEP_LABELS` rows at about equal distances."""
     last = rows[-1].attempt
     chosen: dict[int, AttemptRow] = {}
     for row in rows:
-        chosen.setdefault(count * row.attempt // max(1, last), row)
+        chosen.setdefault(_STEP_LABELS * row.attempt // max(1, last), row)
     return chosen.values()
 
 

@@ -53,7 +53,6 @@ def read_runs(
     outs: Sequence[Path],
     *,
     on_progress: Callable[[Path, int, int], None] = lambda out, done, total: None,
-    clock: Callable[[], float] = time.time,
 ) -> list[RunReader]:
     """Read runs to their current end.
 
@@ -69,7 +68,7 @@ def read_runs(
     readers = []
     for out in outs:
         columns = max(_LEAST_COLUMNS, _COLUMNS // len(outs))
-        run = RunReader(out, columns=columns, clock=clock)
+        run = RunReader(out, columns=columns)
         for count, _ in enumerate(run.iter_update()):
             if count % 4096 == 0:
                 on_progress(out, *run.read_bytes)
