@@ -164,17 +164,12 @@ def _no_other_source(engine: Engine, works: Sequence[MicroStep]) -> Check:
         np.random.seed(seed)
         random.seed(seed)
         steps.append(step_losses(engine, works))
-    return _check(
+    return Check.of(
         "no other random source",
-        are_equal(*steps),
+        "" if are_equal(*steps) else "the loss depends on numpy's or Python's random numbers",
         "numpy's and Python's generators change nothing",
-        "the loss depends on numpy's or Python's random numbers",
         "draw from torch's global generator, which is seeded for each micro-batch",
     )
-
-
-def _check(name: str, holds: bool, good: str, bad: str, remedy: str) -> Check:
-    return Check(name=name, holds=holds, found=good if holds else bad, remedy=remedy)
 
 
 def _sums(engine: Engine, batch: MicroBatch) -> Iterator[Check]:
@@ -195,12 +190,11 @@ def _sums(engine: Engine, batch: MicroBatch) -> Iterator[Check]:
         "sum and the count of each sample",
     )
     padded = sample_losses(engine, _last_as_padding(batch))
-    others = torch.allclose(padded[:-1], whole[:-1], rtol=ROUNDING)
-    yield _check(
+    is_alone = bool(padded[-1] == 0) and torch.allclose(padded[:-1], whole[:-1], rtol=ROUNDING)
+    yield Check.of(
         "padding adds nothing",
-        bool(padded[-1] == 0) and others,
+        "" if is_alone else "a row of padding changes the loss of others",
         "a row of padding has no loss and changes no other",
-        "a row of padding changes the loss of others",
         "compute a sample's loss only from its own row",
     )
 
@@ -220,11 +214,12 @@ def _same_after_reload(engine: Engine, reloaded: Engine, works: Sequence[MicroSt
     for shard in reloaded.shards():
         shard.local.copy_(state[shard.name])
     reloaded.finish_load(engine.update_counts())
-    return _check(
+    is_same = are_equal(step_losses(engine, works), step_losses(reloaded, works))
+    problem = "something other than weights, moments and buffers affects the next step"
+    return Check.of(
         "the next step after a reload is equal",
-        are_equal(step_losses(engine, works), step_losses(reloaded, works)),
+        "" if is_same else problem,
         "weights, moments and buffers are the whole state",
-        "something other than weights, moments and buffers affects the next step",
         "keep no state in attributes of the module that training changes",
     )
 
