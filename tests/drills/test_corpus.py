@@ -69,6 +69,7 @@ def built(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "built").glob("*"))
 
 
+@pytest.mark.full  # always in small: tests/mechanism/test_slow.py
 def test_one_rank_tokenises_for_all_and_may_take_longer_than_a_collective(tmp_path: Path) -> None:
     settings = told(tmp_path, jsonl(tmp_path / "a.jsonl"))
     limit = "parallel.timeout_seconds=15"

@@ -240,6 +240,7 @@ NCCLS_OWN = (
 
 
 @pytest.mark.twin
+@pytest.mark.full
 def test_a_rank_whose_device_fails_in_a_collective_is_named(tmp_path: Path) -> None:
     """NCCL gives the guilty rank an error of the class that the others get as well."""
     program = tmp_path / "own_fault.py"
@@ -260,6 +261,7 @@ def test_a_rank_whose_device_fails_in_a_collective_is_named(tmp_path: Path) -> N
 
 
 @pytest.mark.twin
+@pytest.mark.full
 def test_an_error_that_should_be_every_ranks_is_told_where_it_is_not(tmp_path: Path) -> None:
     """A rank that cannot begin would wait for the others, who wait for it elsewhere."""
     settings = ("parallel.timeout_seconds=3600", "watchdog.slow_seconds=3600", "steps=5")

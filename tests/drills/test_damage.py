@@ -184,7 +184,7 @@ raise SystemExit(main())
 """
 ENGINES = [
     pytest.param(engine, call, marks=() if (engine, call) in always else pytest.mark.full)
-    for always in ({("zero1", "read")},)
+    for always in ({("fsdp", "read")},)
     for engine in ("fsdp", "zero1", "zero2", "zero3")
     for call in ("read", "readinto")
 ]

@@ -150,7 +150,7 @@ def test_a_disk_that_is_full_for_a_while(
         assert "unwritten" in ended.text
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(0, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.full)])
 def test_a_disk_that_stays_full(
     tmp_path: Path, clean: Result, clean_alone: Result, ranks: int
 ) -> None:

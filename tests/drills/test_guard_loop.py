@@ -61,7 +61,8 @@ def test_nan_in_the_loss_of_an_early_batch_of_one_rank_discards_the_step_on_all(
     assert [line["sample_ids"] for line in bad] == [["batch 6"], ["batch 20"], ["batch 30"]]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.full  # always on one rank: tests/mechanism/test_strange_loops.py
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_random_windows_of_the_generator_that_dropout_draws_from(
     tmp_path: Path, ranks: int
 ) -> None:
@@ -83,22 +84,27 @@ def test_on_three_ranks_buckets_are_as_before_the_restart(tmp_path: Path, layout
     assert sum(line["kind"] == "start" for line in starts) == 2
 
 
+def static() -> tuple[str, ...]:
+    """A rendezvous in which all attempts share a store."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return ("--master-addr=127.0.0.1", f"--master-port={free.getsockname()[1]}")
+
+
 def test_a_killed_rank_and_a_restart_change_nothing(tmp_path: Path) -> None:
-    ends = run(tmp_path, "fsdp", "poison", "told", restarts=1, KILL_AT="26")
+    ends = run(tmp_path, "fsdp", "poison", "told", restarts=1, rendezvous=static(), KILL_AT="26")
     assert ends["poison"] == ends["told"]
     starts = read_lines(tmp_path / "fsdp-poison" / "journal.jsonl")
     assert sum(line["kind"] == "start" for line in starts) == 2
 
 
+@pytest.mark.full
 def test_restarts_of_torchrun_share_a_store(tmp_path: Path) -> None:
-    """With a static rendezvous always: gloo of the next attempt finds no address of the one before.
+    """gloo of the next attempt finds no address of the one before.
 
     Of five such runs without the clearing three ended at the restart.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    rendezvous = ("--master-addr=127.0.0.1", f"--master-port={port}")
+    rendezvous = static()
     for number in range(3):
         out = tmp_path / str(number)
         run(out, "ddp", "poison", restarts=1, rendezvous=rendezvous, KILL_AT="26")

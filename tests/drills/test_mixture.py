@@ -138,7 +138,9 @@ def test_new_weights_behind_a_skip_begin_where_they_do_in_a_run_that_was_told(
     assert_same_end(sick, twin)
 
 
-@pytest.mark.parametrize("names", [("code", "web"), ("web", "code")])
+@pytest.mark.parametrize(
+    "names", [("code", "web"), pytest.param(("web", "code"), marks=pytest.mark.full)]
+)
 def test_of_two_levels_only_the_bad_sample_is_skipped(
     tmp_path: Path, names: tuple[str, str]
 ) -> None:

@@ -80,7 +80,8 @@ def assert_discards_explain_themselves(run: Result) -> None:
     assert len([line for line in run.metrics() if line["action"] == "discard"]) == len(discards)
 
 
-@pytest.mark.parametrize("kind", ["nan_grad", pytest.param("nan_loss", marks=pytest.mark.full)])
+@pytest.mark.full  # always of the engine: tests/mechanism/test_engine.py
+@pytest.mark.parametrize("kind", ["nan_grad", "nan_loss"])
 def test_state_is_bit_identical_after_a_nan(tmp_path: Path, kind: str) -> None:
     """Stopped right after the bad step, against a run that ends just before it."""
     told_to_stop = ("guard.persist=1", "guard.max_rollbacks=0")

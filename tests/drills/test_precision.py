@@ -35,6 +35,7 @@ def stored_precision(result: Result) -> str:
     return found[1]
 
 
+@pytest.mark.full  # what is settled: tests/mechanism/test_precision.py
 def test_a_mixed_cluster_begins_alike_and_a_better_one_goes_on_so(
     tmp_path: Path, program: Path, clean: Result, monkeypatch: pytest.MonkeyPatch
 ) -> None:

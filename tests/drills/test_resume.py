@@ -116,17 +116,13 @@ run()
 IN_TROUBLE = [("discard", 1), ("discard", 2), ("rollback", 1), ("discard", 3)]
 
 
-@pytest.mark.parametrize(
-    "kills", [IN_TROUBLE[1:3], pytest.param(IN_TROUBLE, marks=pytest.mark.full)]
-)
-def test_killed_in_the_middle_of_trouble(
-    tmp_path: Path, poisoned: Result, kills: list[tuple[str, int]]
-) -> None:
+@pytest.mark.full
+def test_killed_in_the_middle_of_trouble(tmp_path: Path, poisoned: Result) -> None:
     """After the first discard, after the second, after the rollback, and in the replay."""
     run = (POISON, "checkpoint.keep=9")
     out, program = tmp_path / "run", tmp_path / "stops.py"
     program.write_text(STOPS)
-    for kind, count in kills:
+    for kind, count in IN_TROUBLE:
         started = start(out, *run, program=program, env={"STOPS_AT": f"{kind} {count}"})
         started.until(has_journalled(kind, count))
         assert started.process.poll() is None, started.wait().tail
@@ -134,7 +130,7 @@ def test_killed_in_the_middle_of_trouble(
         assert started.wait().code == -9
         assert journalled(out, kind) == count
     again = finish(out, *run)
-    assert again.summary["restarts"] == len(kills)
+    assert again.summary["restarts"] == len(IN_TROUBLE)
     assert len(again.journal("rollback")) == 1, again.tail
     assert again.summary["skipped"] == poisoned.summary["skipped"]
     assert again.summary["discarded_steps"] == poisoned.summary["discarded_steps"]

@@ -99,9 +99,8 @@ def never_stopped(known: dict[str, Result], runs: Path, name: str) -> Result:
 
 def rows() -> list[Any]:
     always = {
-        ("evaluation", signal.SIGTERM, "1"),
+        ("evaluation", signal.SIGINT, "1"),
         ("A", signal.SIGUSR1, "0,1"),
-        ("G", signal.SIGINT, "1"),
     }
     # All signals are noted by one handler: each phase has one of them, in turn.
     in_turn = (

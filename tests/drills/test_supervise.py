@@ -145,6 +145,7 @@ def test_a_rank_that_is_preempted_alone_is_restarted(tmp_path: Path, clean: Resu
 
 
 @pytest.mark.twin
+@pytest.mark.full
 def test_a_poisoned_state_is_no_endless_loop(tmp_path: Path) -> None:
     """Every attempt dies at the same step; the third in a row that does so alike is the last.
 
@@ -161,6 +162,7 @@ def test_a_poisoned_state_is_no_endless_loop(tmp_path: Path) -> None:
 
 
 @pytest.mark.twin
+@pytest.mark.full
 def test_a_crash_in_gloo_is_diagnosed_once(tmp_path: Path, clean: Result) -> None:
     """gloo aborts a rank in C++; the attempt with every collective checked says why."""
     # Two faults: the attempt that looks closely shall meet one as well.
@@ -285,6 +287,7 @@ def test_asked_to_stop_while_it_waits_for_other_nodes(tmp_path: Path) -> None:
     assert started.pids() == []
 
 
+@pytest.mark.full
 def test_a_wrong_setting_is_not_restarted(tmp_path: Path) -> None:
     """Found by the ranks only, when they open what is there."""
     out = tmp_path / "run"

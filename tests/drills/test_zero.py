@@ -12,10 +12,6 @@ from tests.drills.compare import assert_every_sample_once, assert_same_end, in_o
 from tests.run import TWO_LAYERS, Result, finish, skip_override, train
 
 STAGES = ["zero1", "zero2", "zero3"]
-# Stage 3 shares most of its code with the others, and some only with itself.
-ONE_ALWAYS = [
-    stage if stage == "zero3" else pytest.param(stage, marks=pytest.mark.full) for stage in STAGES
-]
 # A NaN on each rank, a spike, and a range long enough to force a rollback.
 ALL_FAULTS = (
     "nan_grad@step=12,rank=0,nan_loss@step=18,rank=1,"
@@ -38,7 +34,10 @@ def on(engine: str, *, offload: bool = False) -> list[str]:
     return [f"parallel={engine}", BF16, *([settings] if zero else [])]
 
 
-@pytest.mark.parametrize("stage", ONE_ALWAYS)
+# Stage 3 shares most of its code with the others, and some only with itself.
+@pytest.mark.parametrize(
+    "stage", ["zero3", *(pytest.param(s, marks=pytest.mark.full) for s in ("zero1", "zero2"))]
+)
 def test_all_faults_are_survived_exactly(tmp_path: Path, stage: str) -> None:
     engine = [*on(stage), TWO_LAYERS, "optim.clip=0.2"]  # below every norm: each update is clipped
     hit = finish(tmp_path / "hit", *engine, f"faults=[{ALL_FAULTS}]")
@@ -124,7 +123,8 @@ def test_untied_weights_and_decay_groups_train_as_on_fsdp(
     assert run.digest == untied.digest, run.tail
 
 
-@pytest.mark.parametrize("stage", ONE_ALWAYS)
+@pytest.mark.full  # always in small: tests/mechanism/test_zero_contract.py
+@pytest.mark.parametrize("stage", STAGES)
 def test_an_update_that_deepspeed_skips_by_itself_is_a_discard(tmp_path: Path, stage: str) -> None:
     """Forced, as nothing that we know makes it: at its 8th update it takes its own way out."""
     program = tmp_path / "forced.py"
@@ -186,8 +186,7 @@ def without_norms(run: Result) -> list[dict[str, Any]]:
 
 WRITERS = [("fsdp", 2), ("ddp", 2), ("zero1", 2), ("zero2", 3), ("zero3", 2)]
 READERS = [(engine, ranks) for engine in ("fsdp", "ddp", *STAGES) for ranks in (1, 2, 3)]
-# What fsdp wrote ZeRO reads always in tests/drills/test_damage.py.
-ALWAYS = {("zero3", 2, "fsdp", 1)}
+ALWAYS = {("zero3", 2, "fsdp", 1), ("fsdp", 2, "zero1", 2)}
 MATRIX = [
     pytest.param(*writer, *reader, marks=() if (*writer, *reader) in ALWAYS else pytest.mark.full)
     for writer in WRITERS
@@ -267,6 +266,7 @@ def test_what_would_break_a_promise_is_refused(
     assert "Traceback" not in refused.text
 
 
+@pytest.mark.full
 def test_further_settings_reach_deepspeed(tmp_path: Path) -> None:
     """Small buckets; it says itself what it was told."""
     program = tmp_path / "telling.py"
