@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 def prove_resume_command(arguments: Sequence[str]) -> int:
     """Prove or refute that a script resumes; returns the exit code."""
-    options, command = _options().of_command(arguments)
+    options, command = _options().of_command(_joined(arguments))
     plan = Plan(
         command=tuple(command),
         steps=options.steps,
@@ -74,6 +74,17 @@ def _options() -> Parser:
     parser.add_argument("--scratch", type=Path, metavar="DIR", help=words)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict to it as well")
     return parser
+
+
+def _joined(arguments: Sequence[str]) -> list[str]:
+    """With ``=`` before values that look like options, such as ``--resume-with --resume``."""
+    joined: list[str] = []
+    for word in arguments:
+        if joined and joined[-1] in ("--resume-with", "--out-arg") and word != "--":
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def _kills(text: str) -> tuple[int, ...]:

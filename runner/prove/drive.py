@@ -261,9 +261,8 @@ class _Proof:
         goal = Goal(stop=lambda _: kills[0], number=self._plan.number)
         chain = _trajectory(self._start("killed", "killed", goal).recorded)
         repeats = self._repeats(reference, chain)
-        for number, (kill, after) in enumerate(
-            zip(kills, (*kills[1:], reference.last), strict=True)
-        ):
+        ends = (*kills[1:], reference.last)
+        for number, (kill, after) in enumerate(zip(kills, ends, strict=True), start=1):
             self._kills.append(kill)
             known = _overlaid(reference, chain, kill, repeats)
             before = [save for save in checkpoints(chain) if save.after < kill]

@@ -196,7 +196,7 @@ def _differing(
         for name in differing(expected[rank], got[rank], tolerance=tolerance, ignored=ignored)
     ]
     if _is_midway(expected, got):
-        found = [name for name in found if name not in (*READ, "losses")]
+        found = [name for name in found if name not in (*READ, "losses", "buffers")]
     # Nor do they explain a gradient for which there is another reason.
     is_alone = "gradients" in found and set(found) <= {"buffers", "gradients", "losses"}
     if not is_alone and _are_broadcast(expected, got):

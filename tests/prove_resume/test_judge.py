@@ -374,6 +374,7 @@ def midway(*, keeps_gradients: bool) -> Judgement:
                 step.losses = [1.0, 0.5]
     for step in other.steps[1].values():
         step.batches, step.losses = step.batches[1:], step.losses[1:]
+        step.buffers = {"mean": entry("after the first batch")}
         if not keeps_gradients:
             step.gradients = {name: entry("half") for name in step.gradients}
     return judge(reference, other, SAVES)

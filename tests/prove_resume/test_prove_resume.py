@@ -210,8 +210,8 @@ def test_the_command_line(tmp_path: Path) -> None:
     environment = os.environ | {"DEFECT": "lr_reset"}
     environment["PYTHONPATH"] = f"{ROOT}:{hidden}"
     done = python(
-        *("-m", "runner", "prove-resume", "--steps", "20", "--out-arg", "out"),
-        *("--json", "v.json"),
+        *("-m", "runner", "prove-resume", "--steps", "20", "--out-arg", "--out"),
+        *("--json", "v.json", "--resume-with", "--steps=41"),
         *("--", sys.executable, str(SCRIPTS / "plain.py"), "--out", "runs", "--save-every", "4"),
         cwd=home, env=environment,
     )  # fmt: skip
