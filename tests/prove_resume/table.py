@@ -25,7 +25,7 @@ from typing import Any
 
 from runner.prove.drive import Plan, prove
 from runner.prove.verdict import Verdict
-from tests.prove_resume.cases import KILLS, NAMED, PLANTED, SCRIPTS, SOUND_CASES, STEPS, Case
+from tests.prove_resume.cases import NAMED, PLANTED, SCRIPTS, SOUND_CASES, STEPS, Case
 
 COLUMNS = {
     "plain": "bare loop",
@@ -84,11 +84,9 @@ def forked(address: str, ranks: int, words: Sequence[str]) -> tuple[str, ...]:
 
 def verdict_of(case: Case, home: Path, address: str = "", **settings: Any) -> Verdict:
     """Prove one case in an empty working directory."""
-    # A gradient scaler leaves steps out, so that the script does fewer.
-    kills = () if case.variant == "scaler" else KILLS
     plan = Plan(
         command=command_of(case, address), steps=STEPS, out_argument="out", limit_seconds=120,
-        **{"kills": kills, **settings},
+        **{"kills": case.kills, **settings},
     )  # fmt: skip
     return prove(plan, environment=os.environ | case.environment, home=home)
 
