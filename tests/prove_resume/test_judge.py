@@ -15,6 +15,8 @@ from runner.prove.drive import choose_kills
 from runner.prove.judge import Judgement, compare_ranks, judge
 from runner.prove.record import Save, Step, Trajectory, checkpoints
 from runner.prove.verdict import Repeats, Verdict
+from tests.programs import ROOT
+from tests.prove_resume import table as tables
 
 STEPS, EPOCH, SAVED, RANKS = 24, 8, 10, 2
 SAVES = [
@@ -259,6 +261,14 @@ def test_what_differs_first(name: str) -> None:
     assert words in first.sentence
     assert judgement.is_equal is (kind == "rounding")
     assert kind in KINDS
+
+
+def test_the_page_says_what_the_record_says() -> None:
+    """``python -m tests.prove_resume.table --summary`` prints it anew."""
+    rows = tables.read(ROOT / "docs" / "records" / "prove-resume.jsonl")
+    page = (ROOT / "docs" / "prove_resume.md").read_text()
+    assert tables.table(rows) in page and tables.summary(rows) in page
+    assert all(f"`{kind}`" in page for kind in KINDS)
 
 
 def test_every_kind_has_a_name_and_what_was_lost_a_remedy() -> None:
