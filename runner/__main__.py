@@ -39,6 +39,7 @@ COMMANDS = {
     "prove-resume": "runner.command.prove_resume:prove_resume_command",
     "slurm": "runner.command.cluster:slurm_command",
     "slurm-job": "runner.command.cluster:slurm_job_command",
+    "slurm-node": "runner.command.launch:slurm_node_command",
     "k8s": "runner.command.cluster:k8s_command",
     "plan": "runner.command.plan:plan_command",
     "demo": "runner.command.demo:demo_command",
@@ -47,7 +48,7 @@ COMMANDS = {
     "live": "runner.command.show:live_command",
 }
 # These supervise a run: a closed or stalled output must not stop them.
-_LASTING = ("launch", "supervise", "run", "slurm-job")
+_LASTING = ("launch", "supervise", "run", "slurm-job", "slurm-node")
 _FIRST_SECONDS = 3.0  # for rank 0 to report what all ranks refuse
 
 

@@ -6,6 +6,7 @@ two nodes if others are lost, and uses them again when they return. Silent while
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
@@ -13,22 +14,27 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner.command.arguments import Parser
-from runner.command.supervise import add_restart_options, run_supervised
+from runner.command.supervise import add_restart_options, run_supervised, warm_start
 from runner.config.validate import check, check_extras
 from runner.fault.spec import parse_faults
 from runner.launch import torchrun
 from runner.launch.crash_evidence import refuse_listed
 from runner.launch.slurm import meeting
+from runner.launch.slurm_step import orders
+from runner.launch.warm_start import WarmStart
 from runner.system.environment import variables
 from runner.system.error import ConfigError
 
 _YES_NO = {"auto": None, "yes": True, "no": False}
 
 
-def launch_command(arguments: Sequence[str]) -> int:
-    """Parse and run; returns the exit code of the job."""
-    parser = _parser()
-    options, overrides = parser.parse_known_args(arguments)
+def launch_command(arguments: Sequence[str], warm: WarmStart | None = None) -> int:
+    """Parse and run; returns the exit code of the job.
+
+    Args:
+        warm: starts the ranks; None: one for this command alone.
+    """
+    options, overrides = _parser().parse_known_args(arguments)
     scheduler = meeting(variables())
     nodes = torchrun.parse_nodes(options.nodes or str(scheduler.num_nodes if scheduler else 1))
     num_ranks = _num_ranks(options.nproc)
@@ -55,7 +61,23 @@ def launch_command(arguments: Sequence[str]) -> int:
         return 0
     if nodes.is_elastic:
         refuse_listed(out, os.uname().nodename)
-    return run_supervised(options, command, out, agent)
+    return run_supervised(options, command, out, agent, warm)
+
+
+def slurm_node_command(arguments: Sequence[str]) -> int:
+    """``python -m runner slurm-node``: what ``slurm-job`` runs on each node.
+
+    An attempt of ``launch`` for each order; the process that forks ranks lasts over all of them.
+    """
+    Parser("slurm-node", slurm_node_command.__doc__).parse_args(arguments)
+    code, warm = 0, None
+    with contextlib.ExitStack() as stack:
+        for words in orders():
+            if warm is None:
+                _, overrides = _parser().parse_known_args(words)
+                warm = stack.enter_context(warm_start(torchrun.settings(overrides)))
+            code = launch_command(words, warm)
+    return code
 
 
 def _parser() -> Parser:

@@ -71,21 +71,27 @@ def rules_of(options: Namespace, *, diagnose: bool, restart_preempted: bool = Tr
 
 
 def run_supervised(
-    options: Namespace, command: Sequence[str], out: Path, agent: torchrun.Agent | None = None
+    options: Namespace,
+    command: Sequence[str],
+    out: Path,
+    agent: torchrun.Agent | None = None,
+    warm: WarmStart | None = None,
 ) -> int:
     """Supervise a command that may or may not start the runner; returns the exit code.
 
     Args:
         agent: what the command starts, if it is our torchrun.
+        warm: starts it; None: one for this command alone.
     """
     environment = torchrun.environment(variables(), agent) if agent else variables()
     met = agent if agent and agent.nodes.most > 1 else None  # each node has a supervisor
-    diagnose, begin_seconds, modules = False, None, None
+    diagnose, begin_seconds = False, None
+    own = WarmStart(None, None, say)
     if "runner" in command:
         overrides = torchrun.overrides_of(command)
         config = torchrun.settings(overrides)
         diagnose, begin_seconds = config.debug.diagnose_on_crash, begin_limit(config)
-        modules = rank_modules(config) if config.launch.warm else None
+        own = warm_start(config)
 
     def make_job(_: int, diagnosing: bool) -> Job:
         chosen = list(command)
@@ -96,10 +102,10 @@ def run_supervised(
             environment=environment,
             shielded=agent is not None,
             begin_seconds=begin_seconds,
-            warm=warm,
+            starter=warm or own,
         )
 
-    with WarmStart(modules, begin_seconds, say) as warm:
+    with own:
         if EXIT_DIR in environment:
             return _run_as_part(make_job(1, False), out)
         supervisor = JobSupervisor(
@@ -119,6 +125,12 @@ def run_supervised(
         hold = meeting_point.command(out, met.head)
         run_once(Job(command=hold, environment=environment), supervisor.stop)
     return end.code
+
+
+def warm_start(config: RunConfig) -> WarmStart:
+    """What starts the ranks of a run."""
+    modules = rank_modules(config) if config.launch.warm else None
+    return WarmStart(modules, begin_limit(config), say)
 
 
 def begin_limit(config: RunConfig) -> float:

@@ -15,13 +15,12 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from runner.distributed.env import EXIT_DIR, rank_name, read_begun
 from runner.health.rank_report import CAUSE, Report, read_fatal_log, reported, write_report
 from runner.launch import process_tree, torchrun
 from runner.launch.prepared import Preparation
-from runner.launch.warm_start import WarmStart
 from runner.policy.restart import ExitCodes
 from runner.system.error import (
     EXIT_CONFIG,
@@ -203,6 +202,20 @@ _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _STOP_FILE = ".stop"
 
 
+class Starter(Protocol):
+    """Starts commands in its own way, which lasts from attempt to attempt."""
+
+    def popen(
+        self,
+        args: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        is_asked_to_stop: Callable[[], bool],
+        **options: Any,
+    ) -> subprocess.Popen[Any]:
+        """``subprocess.Popen``."""
+
+
 class StopTarget(Enum):
     """Who gets the signal when the supervisor is asked to stop."""
 
@@ -223,7 +236,9 @@ class Job:
         begin_seconds: how long its ranks may take to begin; None: no limit.
         output: descriptor for its output; None: this process's own.
         late: takes the mark of its processes and returns why they must be ended; "" if not.
-        warm: starts its command; None: it is started as any other.
+        starter: starts its command; None: it is started as any other.
+        stays: the command outlives an attempt in which all of ``expected`` have reported.
+        mark: of its processes; "": a new one.
     """
 
     command: Sequence[str]
@@ -236,7 +251,9 @@ class Job:
     begin_seconds: float | None = None
     output: int | None = None
     late: Callable[[str], str] = lambda mark: ""
-    warm: WarmStart | None = None
+    starter: Starter | None = None
+    stays: bool = False
+    mark: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,7 +310,7 @@ class Stop:
 
 def run_once(job: Job, stop: Stop) -> Ended:
     """Run the command until it ends, or end it if that is necessary."""
-    mark = secrets.token_hex(8)
+    mark = job.mark or secrets.token_hex(8)
     with tempfile.TemporaryDirectory(prefix="holdfast-exits-") as own:
         exits = job.exits or Path(own)
         exits.mkdir(parents=True, exist_ok=True)
@@ -303,8 +320,8 @@ def run_once(job: Job, stop: Stop) -> Ended:
             is_torchrun=torchrun.is_started_by(job.command),
         )
         begin: Callable[..., subprocess.Popen[Any]] = subprocess.Popen
-        if job.warm is not None:
-            begin = partial(job.warm.popen, is_asked_to_stop=lambda: stop.is_set)
+        if job.starter is not None:
+            begin = partial(job.starter.popen, is_asked_to_stop=lambda: stop.is_set)
         with prepared.beginning():
             # A session of its own: a terminal's Ctrl-C is for the supervisor to pass on.
             child = begin(
@@ -320,13 +337,16 @@ def run_once(job: Job, stop: Stop) -> Ended:
             if not watch.wait():
                 missing = job.expected - read_exits(exits).keys()
             was_killed = (child.poll() or 0) < 0
+            if watch.is_reported:
+                return _reported(exits)
             if job.forward is StopTarget.srun and child.poll() is None:
                 child.terminate()  # srun ends its step on all nodes before it is killed
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(_SRUN_SECONDS)
         finally:
-            process_tree.end_all(mark)
-            child.wait()
+            if not watch.is_reported:
+                process_tree.end_all(mark)
+                child.wait()
         code = EXIT_PREEMPTED
         if not watch.is_idle:
             code = outcome(read_exits(exits), child.returncode, was_killed=was_killed)
@@ -336,6 +356,12 @@ def run_once(job: Job, stop: Stop) -> Ended:
             reason=watch.reason,
             stuck=process_tree.marked(mark),
         )
+
+
+def _reported(folder: Path) -> Ended:
+    """The end of an attempt whose command goes on."""
+    exits = read_exits(folder)
+    return Ended(code=outcome(exits, max(exits.values())), missing=frozenset())
 
 
 @dataclass(eq=False)
@@ -349,6 +375,7 @@ class _Watch:
     stop: Stop
     reason: str = ""
     is_idle: bool = False  # asked to stop while there was no rank
+    is_reported: bool = False  # by all of those expected, of a command that stays
     _told: set[int] | None = None
     _alive: float = field(default_factory=time.monotonic)
     _first_exit: float | None = None
@@ -366,6 +393,9 @@ class _Watch:
                 return True
             self._look_for_deaths(is_over=False)
             exits, now = read_exits(self.exits), time.monotonic()
+            self.is_reported = self.job.stays and self.job.expected <= exits.keys()
+            if self.is_reported:
+                return True
             requests = self._requests_due(exits, now)
             if requests is None:
                 return False

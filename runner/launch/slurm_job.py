@@ -1,11 +1,14 @@
 """Runs inside a Slurm job, on its first node: attempts on chosen nodes, until the job ends.
 
-An attempt is one ``srun`` with a torchrun agent on each node. A node that does not report how its
-part ended, while others do, has failed: it is listed and left out where a spare is there.
+An attempt has a torchrun agent on each node. All attempts on the same nodes share one ``srun``. A
+node that does not report how its part ended, while others do, has failed: it is listed and left out
+where a spare is there.
 """
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 import shutil
 import sys
 import time
@@ -18,6 +21,7 @@ from runner.launch import slurm, torchrun
 from runner.launch.attempt import FINAL, Ended, Job, Stop, StopTarget
 from runner.launch.crash_evidence import BadNodes, choose
 from runner.launch.slurm import MOST_BYTES, announce
+from runner.launch.slurm_step import NODE_COMMAND, JobStep
 from runner.launch.supervisor import JobSupervisor
 from runner.policy.restart import RestartRules, without_progress
 from runner.system.environment import variables
@@ -61,6 +65,7 @@ class SlurmJob:
         self._restart = int(self.environment.get("SLURM_RESTART_COUNT", "0"))
         self._bad = BadNodes(self._out)
         self._exits = self._out / "exits"
+        self._step, self._mark = JobStep(), secrets.token_hex(8)
 
     def run(self) -> int:
         """Run until the job ends or goes back into the queue; returns the exit code."""
@@ -78,6 +83,8 @@ class SlurmJob:
         except TooFewNodes as error:
             self.say(str(error))
             return self._requeue()
+        finally:
+            self._step.close()
         self.say(end.reason)
         if not self._goes_on(end.code, supervisor.stop):
             return end.code
@@ -117,29 +124,35 @@ class SlurmJob:
         (exits / _NODES_FILE).write_text("\n".join(chosen) + "\n")
         overrides = torchrun.diagnosing(self.overrides) if diagnose else self.overrides
         return Job(
-            command=self._srun(chosen, exits / _NODES_FILE, overrides),
+            command=self._srun(chosen, overrides),
             environment=self._step_environment(chosen, number, exits / _ADDRESSES_FILE),
             forward=StopTarget.srun,
             expected=frozenset(chosen),
             exits=exits,
+            starter=self._step,
+            stays=True,
+            mark=self._mark,
         )
 
-    def _srun(self, chosen: Sequence[str], file: Path, overrides: Sequence[str]) -> list[str]:
+    def _srun(self, chosen: Sequence[str], overrides: Sequence[str]) -> list[str]:
         names = ",".join(chosen)
+        if len(names) > MOST_BYTES:  # with a slash in it srun takes it for a file of names
+            file = self._exits.absolute() / f"nodes-{hashlib.sha256(names.encode()).hexdigest()}"
+            file.write_text("\n".join(chosen) + "\n")
+            names = str(file)
         return [
             "srun",
             f"--nodes={len(chosen)}",
             f"--ntasks={len(chosen)}",
             "--ntasks-per-node=1",
-            # With a slash in it srun takes it for a file of names.
-            f"--nodelist={names if len(names) <= MOST_BYTES else file.absolute()}",
+            f"--nodelist={names}",
             # What is left of an attempt before must not keep the next one waiting.
             "--overlap",
             # Each node ends its own part and reports how; Slurm would kill it before it can.
             "--kill-on-bad-exit=0",
             "--wait=0",
-            "--input=none",
-            *(sys.executable, "-m", "runner", "launch", "--restarts", "0"),
+            *(sys.executable, "-m", "runner", NODE_COMMAND),
+            *("--restarts", "0"),
             *self.launch_options,
             *overrides,
         ]

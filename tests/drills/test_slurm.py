@@ -203,8 +203,14 @@ def test_a_halted_run_is_not_started_again(submit: Submit) -> None:
 
 @pytest.mark.twin
 @pytest.mark.full
-def test_a_killed_rank_is_started_again_in_its_allocation(submit: Submit, clean: Result) -> None:
-    job = submit("faults=[kill@step=30,rank=1]")
+def test_a_killed_rank_is_started_again_in_its_allocation(
+    cluster: Cluster, submit: Submit, clean: Result
+) -> None:
+    """In the same job step: its processes have imported everything."""
+    job = submit("faults=[kill@step=30,rank=1,slow@step=32-60,seconds=0.1]")
+    job.until_started(2)
+    steps = cluster.run("squeue", "--steps", f"--jobs={job.ids[0]}", "--noheader", "--format=%i")
+    assert f"{job.ids[0]}.0" in steps.split() and f"{job.ids[0]}.1" not in steps.split(), steps
     run = job.wait()
     assert job.job["Restarts"] == "0" and run.summary["restarts"] == 1, run.tail
     assert not (job.out / "bad_nodes").exists(), "the node itself was well"

@@ -62,7 +62,7 @@ def test_help_is_one_screen_and_names_every_group_and_command(runner: Command) -
     assert len(lines) <= 50 and max(map(len, lines)) <= 110
     groups = {name.partition(".")[0] for name, _, _ in fields(RunConfig()) if "." in name}
     assert groups <= {line.split()[0] for line in lines if line.strip()}
-    assert COMMANDS.keys() - {"slurm-job"} <= set(re.findall(r"[a-z0-9-]+", done.out))
+    assert COMMANDS.keys() - {"slurm-job", "slurm-node"} <= set(re.findall(r"[a-z0-9-]+", done.out))
     assert runner("-h") == done == runner("--help", "steps=3")
 
 
