@@ -123,18 +123,20 @@ def _copy(source: BinaryIO, target: BinaryIO, length: int) -> None:
         length -= len(block)
 
 
-def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
+def open_regular(path: Path, *, follow: bool = False, writable: bool = False) -> BinaryIO:
     """Open a plain file for reading: no pipe that would block, no device.
 
     Args:
         follow: whether ``path`` itself may be a symbolic link.
+        writable: open it for writing as well.
 
     Raises:
         OSError: it is something else, or cannot be read.
     """
     no_follow = 0 if follow else os.O_NOFOLLOW
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | no_follow)
+        mode = os.O_RDWR if writable else os.O_RDONLY
+        descriptor = os.open(path, mode | os.O_NONBLOCK | no_follow)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, "is a symbolic link", str(path)) from None
@@ -143,7 +145,7 @@ def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
             raise OSError(errno.EINVAL, "is no plain file", str(path))
-        return os.fdopen(descriptor, "rb")
+        return os.fdopen(descriptor, "r+b" if writable else "rb")
 
 
 def read_bounded(path: Path, limit: int, *, follow: bool = False) -> bytes:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -248,6 +249,42 @@ def test_one_that_still_lives_scribbles_on_nothing_of_ours(tmp_path: Path) -> No
     assert [header.serial for header in later(tmp_path, 5).left_by(4)[0].values()] == [7]
 
 
+def left_alone(base: Path, **owner: str | int) -> None:
+    """Let the folder of incarnation 3 be of a process that is dead, or else as told."""
+    path = slot_file(base).with_name("owner.json")
+    named = json.loads(path.read_text())
+    named["process"]["pid"] = 2
+    path.write_text(json.dumps(named | owner))
+
+
+@pytest.mark.parametrize("owner", ["dead", "alive", "in another namespace", "without links"])
+def test_the_memory_of_a_dead_process_is_taken_without_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: str
+) -> None:
+    taken(tmp_path)
+    before = slot_file(tmp_path)
+    if owner != "alive":
+        left_alone(tmp_path, **({"pids": "pid:[7]"} if owner == "in another namespace" else {}))
+    if owner == "without links":
+        monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.EPERM, "not permitted")))
+    next_one, state = later(tmp_path), Weights()
+    used = node(tmp_path).num_bytes()
+    next_one.adopt(3, 7, 0)
+    is_same = before.samefile(next_one.path_of(0))
+    assert is_same == (owner == "dead")
+    assert node(tmp_path).num_bytes() == (used if is_same else 2 * used)
+    # Should this process die now as well, the next one still finds it.
+    assert list(later(tmp_path, 5).left_by(3)[0]) == [7]
+    next_one.forget_earlier()
+    next_one.copy_out(0, state.shards())
+    assert torch.equal(state.a, Weights(20).a)
+    # It is a slot like any other.
+    next_one.fill(0, Weights(30).shards())
+    next_one.seal(0, 8, moment(30), {})
+    next_one.check(0)
+    assert list(later(tmp_path, 5).left_by(4)[0]) == [8]
+
+
 @pytest.mark.parametrize("left", ["never sealed", "being filled anew", "given up"])
 def test_a_torn_slot_is_never_trusted(tmp_path: Path, left: str) -> None:
     state = Weights(1)
@@ -267,6 +304,7 @@ def test_a_torn_slot_is_never_trusted(tmp_path: Path, left: str) -> None:
 @pytest.mark.parametrize("damage", ["flipped", "short", "lost", "a link", "a pipe"])
 def test_damaged_data_is_not_taken_over(tmp_path: Path, damage: str) -> None:
     taken(tmp_path)
+    left_alone(tmp_path)
     path = slot_file(tmp_path)
     if damage == "flipped":
         flip(path)
@@ -925,16 +963,18 @@ def test_a_restart_goes_on_from_memory(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("change", "left"),
     [
-        ({}, [4, 7]),
-        ({"metrics_bytes": 650}, [4]),  # the file is shorter than it was at step 7
-        ({"journal_lines": 13}, [4]),
-        ({"is_refused": lambda record: record.step > 5}, [4]),
+        ({}, [5, 7]),
+        ({"metrics_bytes": 650}, [5]),  # the file is shorter than it was at step 7
+        ({"journal_lines": 13}, [5]),
+        ({"is_refused": lambda record: record.step > 5}, [5]),
         ({"incarnation": 0}, []),
     ],
 )
 def test_what_a_restart_leaves_alone(rig: Rig, change: dict[str, Any], left: list[int]) -> None:
-    first = rig.begun(7)
-    first.drain()
+    first = rig.begun()
+    for _ in range(7):
+        rig.train(first, 1)
+        first.drain()  # which snapshots are kept must not be the disk's choice
     first.close()
     again = rig.ring(incarnation=2)
     again.adopt([r for r in first.records if r.tier is Tier.disk], next_serial=first.next_serial)

@@ -80,7 +80,7 @@ class NodeDir:
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(folder)
         folder.mkdir(mode=0o700)
-        owner = {"out": str(self._out), "process": dict(self._process)}
+        owner = {"out": str(self._out), "process": dict(self._process), "pids": _pids()}
         (folder / OWNER).touch(0o600)
         (folder / OWNER).write_text(json.dumps(owner))
 
@@ -91,6 +91,14 @@ class NodeDir:
         """
         owner = _owner(folder) if folder.is_dir() and not folder.is_symlink() else None
         return owner is not None and bool(owner["process"]["boot"] == self._process["boot"])
+
+    def is_left(self, folder: Path) -> bool:
+        """Whether the process that made it is known to be dead, so that nothing in it changes."""
+        owner = _owner(folder)
+        # A process id of another namespace says nothing here.
+        if owner is None or owner.get("pids") != _pids():
+            return False
+        return self._is_alive(owner["process"]) is False
 
     def remove(self, folder: Path) -> None:
         """Delete one of these folders; mapped files disappear when their process ends."""
@@ -113,11 +121,11 @@ class NodeDir:
 
     def num_bytes(self) -> int:
         """Bytes of all snapshots of this run on this node."""
-        total = 0
+        files: dict[int, int] = {}  # by inode: one that was taken over has two names
         for file in (file for folder in self.of_ranks() for file in folder.glob("*.bin")):
             with contextlib.suppress(OSError):
-                total += file.lstat().st_blocks * 512
-        return total
+                files[file.lstat().st_ino] = file.lstat().st_blocks * 512
+        return sum(files.values())
 
     def sweep(self) -> list[str]:
         """Remove folders of this user's runs that no later start will use; says which and why."""
@@ -200,6 +208,13 @@ def _owner(folder: Path) -> dict[str, Any] | None:
         return None
     texts = [owner.get("out"), *(process.get(name) for name in ("host", "boot", "started"))]
     return owner if all(isinstance(text, str) for text in texts) else None
+
+
+def _pids() -> str:
+    """The namespace of this process's id; empty where the system does not tell."""
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""
 
 
 def _age_seconds(folder: Path) -> float:

@@ -65,18 +65,24 @@ class SharedBuffer:
         return cls(path, mapped, num_bytes)
 
     @classmethod
-    def open(cls, path: Path, num_bytes: int) -> SharedBuffer:
+    def open(cls, path: Path, num_bytes: int, *, is_own: bool = False) -> SharedBuffer:
         """Open the file of an earlier process, to read only.
+
+        Args:
+            is_own: to write as well; nobody else does.
 
         Raises:
             OSError: the file is missing, or of another size.
         """
         size = max(num_bytes, mmap.PAGESIZE)
-        with open_regular(path) as file:
+        with open_regular(path, writable=is_own) as file:
             if os.fstat(file.fileno()).st_size != size:
                 raise OSError(f"{path}: is not of {size:,} bytes")
             # Copy-on-write: torch accepts only writable memory.
-            mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+            access = mmap.ACCESS_WRITE if is_own else mmap.ACCESS_COPY
+            mapped = mmap.mmap(file.fileno(), size, access=access)
+        if is_own:
+            _touch(mapped)
         return cls(path, mapped, num_bytes)
 
     def pin(self) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -330,9 +331,10 @@ class Memory:
         return None
 
     def adopt(self, incarnation: int, serial: int, slot: int) -> None:
-        """Copy a snapshot of an earlier incarnation into an own slot, and verify the copy.
+        """Take a snapshot of an earlier incarnation into an own slot, and verify it.
 
-        The earlier process may still be alive and write, so only an own copy can be verified.
+        Where the earlier process may still be alive and write, only an own copy can be verified;
+        where it is dead, its memory becomes the slot's. Its name stays, for a start after this.
 
         Raises:
             CorruptCheckpoint: it is damaged or gone.
@@ -342,12 +344,27 @@ class Memory:
         if earlier is None:
             raise CorruptCheckpoint(f"{folder}: snapshot {serial} is gone")
         header, source = earlier
-        values = self.room(slot)
         try:
-            values.copy_(SharedBuffer.open(source, header.num_bytes).values)
+            if slot in self._buffers or not self._is_taken(folder, source, slot):
+                self.room(slot).copy_(SharedBuffer.open(source, header.num_bytes).values)
         except (OSError, RuntimeError) as error:
             raise CorruptCheckpoint(f"{source}: {error}") from None
         self._make_own(slot, header)
+
+    def _is_taken(self, folder: Path, source: Path, slot: int) -> bool:
+        """Make the memory of a dead process an empty slot's; False if that is not possible."""
+        own = self._path(slot, "bin")
+        if not self._node.is_left(folder):
+            return False
+        try:
+            os.link(source, own, follow_symlinks=False)
+            buffer = SharedBuffer.open(own, self.layout.num_bytes, is_own=True)
+        except OSError:
+            own.unlink(missing_ok=True)
+            return False
+        self._copier.adopt(buffer)
+        self._buffers[slot] = buffer
+        return True
 
     def room(self, slot: int) -> torch.Tensor:
         """A slot's values, to be overwritten; the slot counts as empty until :meth:`accept`.

@@ -284,8 +284,9 @@ class MemoryTier:
         earlier = self._earlier_incarnation
 
         def take() -> None:
-            memory.room(0)
-            if self.ranks.rank not in inventory.holders:
+            if self.ranks.rank in inventory.holders:  # of its snapshot, on other nodes
+                memory.room(0)
+            else:
                 memory.adopt(earlier, serial, 0)
 
         self.ranks.all_or_none("adopting a snapshot", take)
