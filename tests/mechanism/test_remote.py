@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -336,6 +337,35 @@ def test_of_two_that_claim_at_once_one_wins(store: Store, tmp_path: Path, place:
         assert rings[0].files.names("incarnation") == [f"{number:06d}.json"]
         won[winner] += 1
     print(f"{place}: won {won}")
+
+
+def once(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, spoiled: Any) -> None:
+    """Let the next call of a method be ``spoiled``."""
+    waiting, real = [spoiled], getattr(target, name)
+    monkeypatch.setattr(target, name, lambda *a, **k: (waiting.pop() if waiting else real)(*a, **k))
+
+
+def test_one_odd_error_does_not_make_a_store_that_cannot_exclude(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two writers would then have names of their own, and both be let in."""
+    ring = RemoteRing(f"s3://{BUCKET}/odd")
+    once(monkeypatch, ring.files, "_create", Mock(side_effect=ValueError("garbled answer")))
+    ring.claim(WriterClaim(number=3, token="a" * 8), RUN)
+    assert ring.files.names("incarnation") == ["000003.json"]
+
+
+@pytest.mark.parametrize(
+    "spoiled", [lambda *_: b'{"run": ', Mock(side_effect=CorruptCheckpoint("is missing"))]
+)
+def test_a_claim_that_reads_badly_once_stands(
+    store: Store, monkeypatch: pytest.MonkeyPatch, spoiled: Any
+) -> None:
+    rings = two(f"s3://{BUCKET}/badly")
+    rings[0].claim(WriterClaim(number=3, token="a" * 8), RUN)
+    once(monkeypatch, rings[1].files, "read", spoiled)
+    with pytest.raises(RemoteTaken, match="incarnation 3 has taken"):
+        rings[1].claim(WriterClaim(number=3, token="b" * 8), RUN)
 
 
 def test_of_two_runs_that_claim_at_once_one_wins(store: Store) -> None:

@@ -232,13 +232,17 @@ class RemoteFiles:
             raise NotImplementedError(f"{kind.__name__} looks first and writes then")
 
     def is_exclusive(self, name: str) -> bool:
-        """Whether :meth:`create` is exclusive here, tested with a file of this name.
+        """Whether :meth:`create` is exclusive here, tested with files of this name.
 
-        A store may accept the condition and ignore it.
+        A store may accept the condition and ignore it. One that seems to is asked twice: some
+        errors of a connection look like those of a backend that lacks the condition.
 
         Raises:
             RemoteFault: as :meth:`create`.
         """
+        return any(self._seems_exclusive(f"{name}-{number}") for number in range(2))
+
+    def _seems_exclusive(self, name: str) -> bool:
         try:
             is_first = self.create(name, b"first\n")
             return is_first and not self.create(name, b"second\n")

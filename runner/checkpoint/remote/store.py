@@ -55,6 +55,7 @@ _FACTS = "run/files.json"
 _SMALL_BYTES = 1 << 16  # of markers, claims and files.json
 _CLAIM = re.compile(r"([0-9]{6,7})(?:-([0-9a-f]{8,64}))?\.json")
 _MOST_TRIES = 20  # attempts to get a name while others take theirs
+_DAMAGED = "damaged claim"  # in place of the run of one that cannot be read
 
 
 class RemoteTaken(RemoteFault):
@@ -299,6 +300,12 @@ class RemoteRing:
         return newest
 
     def _newest_claim(self) -> _Standing | None:
+        standing = self._standing_claim()
+        # Removed by a newer one since it was listed, or read in the midst of a write: look again.
+        is_odd = standing is not None and standing.run == _DAMAGED
+        return self._standing_claim() if is_odd else standing
+
+    def _standing_claim(self) -> _Standing | None:
         claims = [
             match for match in map(_CLAIM.fullmatch, self.files.names("incarnation")) if match
         ]
@@ -311,7 +318,7 @@ class RemoteRing:
             place=place,
             number=place,
             token=name[2] or "",
-            run="damaged claim",
+            run=_DAMAGED,
             whose="a damaged claim",
         )
         try:
