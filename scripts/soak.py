@@ -21,14 +21,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from runner.fault.spec import POINTS
 from runner.system.json_lines import read_lines
-from tests.run import Started, environment_of, metrics_step, skip_override
+from tests.run import Started, environment_of, metrics_step, naming, skip_override
 
 # A tiny model's step takes 0.03 s; a start several seconds. No lower rate after a rollback: it is
 # the one lawful difference from a run that was told what to skip.
@@ -51,16 +51,16 @@ FULL_SECONDS = 2.0
 
 
 def plan(
-    num: int, dice: random.Random, *, ranks: int, can_fill: bool
+    num: int, dice: random.Random, *, ranks: int, kinds: Collection[str]
 ) -> tuple[list[str], list[tuple[int, str]]]:
-    """``num`` faults, each at a step of its own.
+    """``num`` faults of these kinds, each at a step of its own.
 
     Returns:
         values of ``faults``, and what comes from outside as (step, kind), in order.
     """
-    weights = {kind: w for kind, w in WEIGHTS.items() if can_fill or kind != "disk_full"}
-    kinds = dice.choices(list(weights), list(weights.values()), k=num)
-    drawn = list(zip(kinds, dice.sample(range(12, num * STEPS_A_FAULT - 5), num), strict=True))
+    weights = {kind: weight for kind, weight in WEIGHTS.items() if kind in kinds}
+    chosen = dice.choices(list(weights), list(weights.values()), k=num)
+    drawn = list(zip(chosen, dice.sample(range(12, num * STEPS_A_FAULT - 5), num), strict=True))
     inner = [_inner(kind, step, dice, ranks) for kind, step in drawn if kind not in OUTER]
     return inner, sorted((step, kind) for kind, step in drawn if kind in OUTER)
 
@@ -88,14 +88,17 @@ def main() -> int:
     options = _options()
     with _folder(options.keep) as folder, _disk(folder) as (out, can_fill):
         dice, began = random.Random(options.seed), time.monotonic()
-        inner, outer = plan(options.faults, dice, ranks=options.ranks, can_fill=can_fill)
-        code, launches = soak(out, inner, outer, options, folder / "soak.log")
+        kinds = [kind for kind in options.only or WEIGHTS if can_fill or kind != "disk_full"]
+        inner, outer = plan(options.faults, dice, ranks=options.ranks, kinds=kinds)
+        code, launches, server = soak(out, inner, outer, options, folder / "soak.log")
         result = {
             "seed": options.seed,
             "ranks": options.ranks,
             "code": code,
             "seconds": round(time.monotonic() - began),
             "launches": launches,
+            "fork_server_mb": server,
+            "processes_left": len(naming(f"out={out}")),
             **_told(out, inner, outer),
         }
         if code == 0:
@@ -107,25 +110,40 @@ def main() -> int:
 
 def soak(
     out: Path, inner: list[str], outer: list[tuple[int, str]], options: Any, log: Path
-) -> tuple[int, int]:
+) -> tuple[int, int, list[float]]:
     """The run under fire; its supervisor restarts it, and we restart the supervisor.
 
     Returns:
-        the exit code, and how many supervisors were started.
+        the exit code, how many supervisors were started, and the memory of the last one's fork
+        server at its first step and at its end, in MB.
     """
     waiting, launches = list(outer), 0
+    server: list[float] = []
     while True:
         launches += 1
         process = _begun(out, options, log, f"faults=[{','.join(inner)}]")
         started, is_ours = Started(out=out, process=process), False
+        server = []
         while process.poll() is None:
             time.sleep(0.1)
+            if (size := _server_mb(process.pid)) and metrics_step(out) > 0:
+                server = [server[0] if server else size, size]
             if waiting and metrics_step(out) >= waiting[0][0]:
                 kind = waiting.pop(0)[1]
                 _strike(kind, started)
                 is_ours = is_ours or kind == "kill_all"
         if not is_ours:
-            return process.returncode, launches
+            return process.returncode, launches, server
+
+
+def _server_mb(supervisor: int) -> float:
+    """Resident memory of its fork server; 0 without one."""
+    with contextlib.suppress(OSError, IndexError):
+        for child in Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split():
+            if b"runner.launch.fork_server" in Path(f"/proc/{child}/cmdline").read_bytes():
+                pages = int(Path(f"/proc/{child}/statm").read_text().split()[1])
+                return round(pages * os.sysconf("SC_PAGE_SIZE") / 1e6, 1)
+    return 0.0
 
 
 def _strike(kind: str, started: Started) -> None:
@@ -246,6 +264,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--faults", type=int, default=100, metavar="N", help="default 100")
     parser.add_argument("--seed", type=int, default=1, metavar="S", help="default 1")
     parser.add_argument("--ranks", type=int, default=2, metavar="R", help="default 2")
+    words = "kinds of faults, with commas between; default all"
+    parser.add_argument("--only", type=lambda text: text.split(","), metavar="KINDS", help=words)
     parser.add_argument("--keep", metavar="DIR", help="leave run and log there")
     return parser.parse_args()
 
