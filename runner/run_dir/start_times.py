@@ -27,6 +27,7 @@ class StartTimes:
 
     def __init__(self, restart: Mapping[str, float]) -> None:
         began = process_began()
+        self.is_restart = bool(restart)  # by a supervisor, after an attempt of its own
         self._last = began
         self._seconds: dict[str, float] = {}
         if restart:

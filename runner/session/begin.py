@@ -60,7 +60,7 @@ from runner.startup.engine_checks import (
 from runner.startup.memory_need import SavedActivations, memory_line
 from runner.startup.restore import RemoteRun
 from runner.startup.resume import resume_from, settle_mixture
-from runner.startup.resume_check import ResumeCheck, recomputed
+from runner.startup.resume_check import ResumeCheck, recomputed, tested_before
 from runner.startup.shared_memory import open_memory
 from runner.system.error import CheckpointError, ConfigError, RankError
 from runner.train.checkpoints import Checkpoints, LastProof
@@ -288,7 +288,11 @@ def begin(
     run.stepper = _stepper(run, config)
     saved = SavedActivations()
     is_to_train = run.resumed.step < config.steps
-    repeats = _repeats_bits(run, config, saved) if is_to_train else None
+    rows = recomputed(run)  # before the reporter cuts the metrics
+    start = start_incident(run, spent, reason="command", parallel=config.parallel.kind.value)
+    known = tested_before(run, rows, start) if is_to_train else None
+    is_to_test = is_to_train and known is None
+    repeats = _repeats_bits(run, config, saved) if is_to_test else known
     _greet(run, config, repeats)
     run.observers = Observers(
         group.ranks,
@@ -298,14 +302,12 @@ def begin(
         last_words=ObserverNote.of(run, group.place.rank),
     )
     run.observers.step = run.resumed.step
-    if is_to_train:
+    if is_to_test:
         line = run.observers.alone(
             "memory line", lambda: memory_line(run, config.parallel, config.compute, saved), ""
         )
         group.console.say(line)
-    rows = recomputed(run)  # before the reporter cuts the metrics
     _open_reporter(run, config, spent)
-    start = start_incident(run, spent, reason="command", parallel=config.parallel.kind.value)
     detail = {**start.detail, "repeats_bits": repeats, "corpus": corpus.words}
     start = replace(start, detail=detail)
     check = ResumeCheck(run, rows, start)
@@ -316,7 +318,8 @@ def begin(
     leave_out_ended(run)
     if config.debug.check_devices:
         _check_devices(run)
-    run.observers.together("preflight", lambda: quick_preflight(run, config))
+    if known is None:
+        run.observers.together("preflight", lambda: quick_preflight(run, config))
     mixture = settle_mixture(
         corpus.stream, run.journal, run.state, reached=inventory.found.last_cursor
     )

@@ -14,6 +14,7 @@ from runner.observe.metrics import MetricsLine
 from runner.policy.decision.finding import Recorded, from_rows, recorded_in
 from runner.policy.decision.history import Incident
 from runner.policy.decision.signals import json_float
+from runner.policy.restart import HARDWARE
 from runner.system.json_lines import iter_lines
 from runner.train.run import Run
 
@@ -22,6 +23,7 @@ KIND = "resume"
 _NEAR_LOSS, _NEAR_NORM = 0.02, 0.1
 _MOST_STEPS = 1000
 # Fields of a start's journal line on which the bits of a step depend.
+_OF_EACH_START = ("incarnation", "lost", "idle_seconds", "start_seconds", "tier")
 _SAME = ("world_size", "hosts", "parallel", "device", "repeats_bits", "settings", "torch")
 
 
@@ -41,6 +43,32 @@ def recomputed(run: Run) -> dict[int, Recorded]:
         ),
     )
     return from_rows(rows)
+
+
+def tested_before(run: Run, rows: Mapping[int, Recorded], start: Incident) -> bool | None:
+    """Whether bits repeat here, as the start before this one found; None where that says nothing.
+
+    It does where the same supervisor has started the same again on the same machines, and that
+    start has trained: what it tested of model, settings and machines is as it was, and the steps
+    in ``rows`` are computed again and compared. Collective.
+
+    Args:
+        start: the line of this start, which the journal does not have yet.
+    """
+    incidents = run.history.incidents
+    starts = [at for at, line in enumerate(incidents) if line.kind == "start"]
+    known = None
+    if starts and run.group.times.is_restart:
+        before, since = incidents[starts[-1]], incidents[starts[-1] :]
+        is_same = all(
+            before.detail.get(name) == value
+            for name, value in start.detail.items()
+            if name not in _OF_EACH_START
+        )
+        is_broken = any(line.detail.get("cause") == HARDWARE for line in since)
+        if is_same and not is_broken and (rows or run.resumed.step > before.step):
+            known = before.detail.get("repeats_bits")
+    return known if run.ranks.sum([float(known is None)])[0] == 0 else None
 
 
 def repeats_as_before(previous: Mapping[str, Any] | None, current: Mapping[str, Any]) -> bool:
