@@ -34,8 +34,11 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
-def run(command: Sequence[str], log: Path) -> None:
+def run(command: Sequence[str], log: Path, seconds: float = _TIMEOUT_SECONDS) -> None:
     """Run a command to its end, its output in ``log``; its processes are ended in any case.
+
+    Args:
+        seconds: how long it may take.
 
     Raises:
         MeasureError: it failed or did not end; the end of what it said is told.
@@ -45,9 +48,9 @@ def run(command: Sequence[str], log: Path) -> None:
             command, stdout=file, stderr=subprocess.STDOUT, env=environment(), cwd=ROOT
         )
     try:
-        code: int | str = process.wait(_TIMEOUT_SECONDS)
+        code: int | str = process.wait(seconds)
     except subprocess.TimeoutExpired:
-        code = f"no end after {_TIMEOUT_SECONDS} s"
+        code = f"no end after {seconds:g} s"
     finally:
         if process.poll() is None:
             process.terminate()  # torchrun ends its ranks

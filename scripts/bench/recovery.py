@@ -21,19 +21,23 @@ from scripts.bench.task import write_task
 _STEPS, _EVERY, _FAULT = 50, 15, 39
 _SIZE = ("batch.global_size=8", "batch.micro_size=4")
 _AGAINST = "torchrun and dcp.save"
+_LIMIT_SECONDS, _TRIES = 120.0, 4  # of the loop under torchrun, whose restart may hang or fail
 _WAYS = {"warm": [], "cold": ["launch.warm=false"]}
 
 
 def measure(plan: Plan) -> list[Row]:
     seconds: dict[str, list[float]] = defaultdict(list)
     starts: dict[str, list[dict[str, float]]] = defaultdict(list)
+    failed = 0
     size = [*plan.size, *([] if plan.has_gpu else _SIZE), *plan.overrides]
     for _ in range(1 if plan.quick else 12):
         for way in (*_WAYS, "under torchrun", "bare"):
             with folder() as name:
                 own = Path(name)
                 if way == "bare":
-                    seconds[way].append(_bare(plan, own, size))
+                    took, tries = _tried(plan, own, size)
+                    seconds[way].append(took)
+                    failed += tries - 1
                 else:
                     took, first, parts = _ours(plan, own, size, way)
                     seconds[way].append(took)
@@ -48,6 +52,7 @@ def measure(plan: Plan) -> list[Row]:
                 list(zip(seconds[way], seconds["bare"], strict=True)),
                 aim=aim,
                 start_seconds=_medians(starts[way]),
+                failed_restarts_of_the_opponent=failed,
             )
             for way, aim in (("warm", 0.5), ("cold", 1.1), ("under torchrun", None))
         ),
@@ -85,6 +90,17 @@ def _ours(
     return again - struck, times[0] - began, parts
 
 
+def _tried(plan: Plan, own: Path, size: list[str]) -> tuple[float, int]:
+    """Seconds of the loop under torchrun, and how often it was tried until it went on."""
+    for number in range(1, _TRIES + 1):
+        try:
+            (own / str(number)).mkdir()
+            return _bare(plan, own / str(number), size), number
+        except MeasureError as error:
+            plan.say(f"  {_AGAINST}: the restart failed ({error})"[:200])
+    raise MeasureError(f"{_AGAINST}: {_TRIES} restarts failed")
+
+
 def _bare(plan: Plan, own: Path, size: list[str]) -> float:
     config = settings(own / "unused", size)
     write_task(make_task(config, own, steps=_STEPS), own / "task.json")
@@ -92,7 +108,7 @@ def _bare(plan: Plan, own: Path, size: list[str]) -> float:
     command = torchrun(
         plan.ranks, "scripts.bench.bare", f"--task={own / 'task.json'}", f"--out={own}", *options
     )
-    run(_restarting(command), own / "log")
+    run(_restarting(command), own / "log", _LIMIT_SECONDS)
     struck = (own / "killed").stat().st_mtime
     # A surviving rank writes its last step late.
     times = [line["time"] for line in _lines(own / "log-0.jsonl") if line["began"] > struck]
