@@ -43,9 +43,19 @@ class Network:
     Args:
         prefix: of the namespaces' names; short, unique on this machine.
         folder: for the nodes' /etc/hosts and logs.
+        own_memory: each node has a /dev/shm of its own, as a pod has.
     """
 
-    def __init__(self, prefix: str, nodes: Sequence[str], folder: Path, subnet: int = 79) -> None:
+    def __init__(
+        self,
+        prefix: str,
+        nodes: Sequence[str],
+        folder: Path,
+        subnet: int = 79,
+        *,
+        own_memory: bool = False,
+    ) -> None:
+        self._memory = "mount -t tmpfs shm /dev/shm && " if own_memory else ""
         self.nodes = list(nodes)
         self._prefix = prefix
         self._folder = folder
@@ -95,7 +105,7 @@ class Network:
     def boot(self, node: str) -> None:
         """Start the node's init; everything on the node is its descendant and dies with it."""
         setup = (
-            f"hostname {node} && mount -t proc proc /proc && "
+            f"hostname {node} && mount -t proc proc /proc && {self._memory}"
             f"mount --bind {self._folder / 'hosts'} /etc/hosts && touch {self._ready(node)} && "
             # Reaps what is orphaned; a shell does.
             "trap '' TERM; while :; do sleep 600; done"

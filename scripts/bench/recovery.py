@@ -18,10 +18,10 @@ from scripts.bench.report import Row, compared
 from scripts.bench.steps import Plan
 from scripts.bench.task import write_task
 
-_STEPS, _EVERY, _FAULT = 50, 15, 39
+_STEPS, _EVERY, _FAULT = 24, 10, 18
 _SIZE = ("batch.global_size=8", "batch.micro_size=4")
 _AGAINST = "torchrun and dcp.save"
-_LIMIT_SECONDS, _TRIES = 120.0, 4  # of the loop under torchrun, whose restart may hang or fail
+_LIMIT_SECONDS, _TRIES = 60.0, 4  # of the loop under torchrun, whose restart may hang or fail
 _WAYS = {"warm": [], "cold": ["launch.warm=false"]}
 
 

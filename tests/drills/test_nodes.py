@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from runner.launch.kubernetes import Pods, job_set
 from runner.system.json_lines import read_lines
 from tests import namespaces
+from tests.conftest import MEMORY_DIR
 from tests.drills.compare import (
     FP32_NOISE,
     assert_every_sample_once,
@@ -225,6 +227,34 @@ def test_a_rank_that_ends_badly_is_replaced_on_both_nodes(
     assert any(word in crash["reason"] for word in words), crash
     attempts = read_lines(run.out / "attempts.jsonl")[0]
     assert not any(line["code"] == 75 for line in attempts), attempts
+    assert_same_run(run, clean)
+
+
+@pytest.mark.twin
+def test_pods_start_again_inside_and_keep_their_snapshots(tmp_path: Path, clean: Result) -> None:
+    """The manifests' own command in each pod, whose /dev/shm ends with it."""
+    out, told = tmp_path / "run", ["faults=[kill@step=33,rank=1]", "checkpoint.memory_every=1"]
+    pods = Pods(name="d", image="holdfast", nodes=2, num_ranks=1)
+    template = job_set(pods, [f"out={out}", *TINY, *unbroken([*QUICK, *told])])["spec"]
+    pod = template["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
+    names = [f"d-node-0-{number}.d" for number in range(2)]
+    env = {k: v for k, v in os.environ.items() if k != MEMORY_DIR} | {"OMP_NUM_THREADS": "1"}
+    folder = tmp_path / "net"
+    with Network(f"hp{os.getpid()}", names, folder, 78, own_memory=True) as network:
+        command = [sys.executable, *container["command"][1:]]
+        agents = [
+            network.start(name, command, log=folder / f"{name}.log", env=env) for name in names
+        ]
+        codes = [agent.wait(200) for agent in agents]
+    text = "\n".join((folder / f"{name}.log").read_text()[-2500:] for name in names)
+    run = Result(out=out, code=max(codes), text=text)
+    starts = run.journal("start")
+    assert [line["detail"]["tier"] for line in starts] == [None, "memory"], text
+    assert starts[1]["step"] == 32 and starts[1]["detail"]["hosts"] == dict(
+        zip(names, "01", strict=True)
+    )
     assert_same_run(run, clean)
 
 
