@@ -20,8 +20,8 @@ from tests.mutants import ROOT
 
 HERE = Path(__file__).parent
 KEPT = sorted((HERE / "cases").glob("*.json"))
-# About two processor seconds each.
-SEEDS = range(14)
+# About twenty processor seconds each; half a minute with more ranks.
+SEEDS = [pytest.param(seed, marks=[pytest.mark.full] if seed > 3 else []) for seed in range(14)]
 
 
 @pytest.fixture(scope="module")
