@@ -171,10 +171,11 @@ def _whole(start: int, saves: Sequence[Save]) -> list[Finding]:
         words = f"The resumed script starts anew, at step 1, though step {newest} was saved"
         return [finding("not_resumed", 1, words + ": it loads no checkpoint.")]
     # What else is saved, such as the best weights, is nothing to resume from.
-    loaded = next((save for save in saves if save.after == start - 1), None)
-    alike = [save for save in saves if loaded is None or save.is_like(loaded)]
-    if len(alike) > 1 and start - 1 <= alike[-2].after:
-        newest = alike[-1].after
+    # One that is written beside the training is there only some steps later.
+    later = [save for save in saves if save.after >= start - 1]
+    newer = [save for save in later[1:] if save.is_like(later[0])]
+    if newer:
+        newest = newer[-1].after
         words = f"The resumed script goes on after step {start - 1}, though step {newest} was saved"
         return [finding("older_checkpoint", start, words + ": it loads an older checkpoint.")]
     return []

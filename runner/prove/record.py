@@ -48,6 +48,7 @@ class Save:
     after: int
     num_bytes: int
     names: tuple[str, ...]
+    since: int = 0  # where saves of steps in a row are one: the first of them
 
     def is_like(self, other: Save) -> bool:
         """Whether it has the other's largest file, but for the numbers in its name."""
@@ -196,7 +197,8 @@ def _saves(processes: Sequence[Process]) -> list[Save]:
     for process in processes:
         for line in process.lines:
             files = by_step.setdefault(int(line["step"]) - 1, {})
-            files.update({str(name): int(size) for name, size in line.get("written", [])})
+            written = {str(name): int(size) for name, size in line.get("written", [])}
+            files.update({name: size for name, size in written.items() if not _is_log(name)})
     return [
         Save(
             after=step,
@@ -206,6 +208,11 @@ def _saves(processes: Sequence[Process]) -> list[Save]:
         for step, files in sorted(by_step.items())
         if files
     ]
+
+
+def _is_log(name: str) -> bool:
+    """Whether it grows in many steps, or only describes a checkpoint."""
+    return name.endswith((".jsonl", ".json", ".log", ".txt", ".csv")) or "tfevents" in name
 
 
 def _pattern(name: str) -> str:
@@ -222,6 +229,8 @@ def checkpoints(trajectory: Trajectory) -> list[Save]:
     merged: list[Save] = []
     for save in large:
         if merged and not is_each_step and save.after == merged[-1].after + 1:
-            merged.pop()
+            begun = merged.pop()
+            largest = max(begun, save, key=lambda one: one.num_bytes)
+            save = replace(largest, after=save.after, since=begun.since or begun.after)
         merged.append(save)
     return merged

@@ -58,7 +58,9 @@ def with_guard(out: Path, steps: int) -> None:
 def with_ring(out: Path, steps: int) -> None:
     model, optimizer, schedule = build()
     sampler = Sampler(SAMPLES, global_size=12, seed=3)
-    loader = DataLoader(SAMPLES, batch_sampler=sampler)  # type: ignore[arg-type]
+    # With a generator of its own: a loader that begins draws a number.
+    own = torch.Generator()
+    loader = DataLoader(SAMPLES, batch_sampler=sampler, generator=own)  # type: ignore[arg-type]
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "sampler": sampler}
     with Ring(out, {**parts, "random": Randomness()}) as ring:
         step = ring.step

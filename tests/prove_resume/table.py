@@ -134,10 +134,9 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
     right = sum(row["right"] for row in planted)
     alarms = sum(row["named"] not in ("equal", "undecided") for row in sound)
     unclear = sum(row["named"] == "undecided" for row in sound)
-    return (
-        f"{right} of {len(planted)} planted mistakes named first, {alarms} false alarms in "
-        f"{len(sound)} sound scripts" + (f", {unclear} of them not judged" if unclear else "")
-    )
+    told = f"{alarms} false alarm{'s' * (alarms != 1)} in {len(sound)} sound scripts"
+    told += f", {unclear} of them not judged" if unclear else ""
+    return f"{right} of {len(planted)} planted mistakes named first, {told}"
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

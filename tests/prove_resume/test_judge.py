@@ -443,6 +443,16 @@ def test_the_best_weights_are_nothing_to_resume_from() -> None:
         Save(after=12, num_bytes=100, names=("best.pt",)),
     ]
     assert judge(trajectory(), resumed(), saves).is_equal
+    # A log of some bytes, which are many beside a tiny model's, is written after the checkpoint.
+    found = trajectory()
+    sizes = {5: 300, SAVED: 300, SAVED + 1: 60, 13: 70}
+    found.saves = [
+        Save(after=n, num_bytes=b, names=(f"{n}.pt" if b == 300 else "log",))
+        for n, b in sizes.items()
+    ]
+    merged = checkpoints(found)
+    assert [(save.since, save.after) for save in merged] == [(0, 5), (SAVED, SAVED + 1), (0, 13)]
+    assert judge(trajectory(), resumed(), merged).is_equal
     older = judge(trajectory(), resumed(first=6), saves).findings
     assert [one.kind for one in older] == ["older_checkpoint"]
     assert "though step 10 was saved" in older[0].sentence
