@@ -174,8 +174,8 @@ class Measurer:
         by_copies: dict[int, list[torch.Tensor]] = defaultdict(list)
         is_sharded = False
         for parameter, copies in self._parameters():
-            grad = parameter.grad
-            if grad is not None:
+            if parameter.grad is not None:
+                grad = _reduced(parameter)
                 is_sharded = is_sharded or isinstance(grad, DTensor) or grad.is_sparse
                 by_copies[copies].append(_values(parameter))
         self._norm = None
@@ -210,8 +210,10 @@ class Measurer:
         if self._norm is not None:
             clip_grads_with_norm_(trained, self._clip, self._norm)
             return
-        if not any(p.grad is not None and p.grad.is_sparse for p in trained):
+        meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in trained}
+        if len(meshes) == 1 and not any(p.grad is not None and p.grad.is_sparse for p in trained):
             # Sharded: torch adds the shards' norms in its own way, so in a collective of its own.
+            # It takes the gradients of one mesh only.
             clip_grad_norm_(trained, self._clip)
             return
         factor = (self._clip / (grad_norm + _CLIP_EPS)).clamp(max=1.0)
@@ -250,6 +252,30 @@ class Measurer:
         losses = {number: float(loss) for number, loss in self._judged.items()} or {plan.start: 0.0}
         bad = [number for number, loss in losses.items() if not math.isfinite(loss)]
         return bad[0] if bad else max(losses, key=lambda number: losses[number])
+
+
+def _reduced(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter's gradient, laid out as the parameter.
+
+    Partial sums (of sequence parallelism) are reduced here, once: an update would do it in each of
+    its operations.
+
+    Raises:
+        ConfigError: one of them is sharded and the other is not.
+    """
+    grad = parameter.grad
+    assert grad is not None
+    if not isinstance(grad, DTensor) and not isinstance(parameter, DTensor):
+        return grad
+    if not isinstance(grad, DTensor) or not isinstance(parameter, DTensor):
+        raise ConfigError(
+            f"guard.ok: a parameter of shape {list(parameter.shape)} is a "
+            f"{type(parameter).__name__}, its gradient a {type(grad).__name__}; both are DTensors "
+            "or none"
+        )
+    if grad.placements != parameter.placements:
+        parameter.grad = grad = grad.redistribute(placements=parameter.placements)
+    return grad
 
 
 def _values(parameter: torch.Tensor) -> torch.Tensor:

@@ -1,25 +1,96 @@
-"""Where this rank's part of a tensor lies in the whole, and how many ranks hold that part."""
+"""Where this rank's part of a tensor lies in the whole, and how many ranks hold that part.
+
+A part is a box. Where only the first dimension is cut, a box is a range of the flattened tensor.
+Where others are cut as well, a checkpoint holds the boxes one after another (:class:`Grid`), so
+that each is a range there, too.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from runner.distributed.agreement import Ranks
 from runner.system.error import ConfigError
 
+Box = tuple[tuple[int, int], ...]  # (first index, how many) by dimension
+_MOST_CUTS = 1 << 20  # boxes of a tensor in a checkpoint that is read
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How a checkpoint cuts a tensor into boxes, which it holds in row-major order.
+
+    Args:
+        ends: by dimension, where a box begins or ends: from 0 to the size, rising.
+    """
+
+    ends: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Grid:
+        """One box."""
+        return cls(tuple((0, size) for size in shape))
+
+    @classmethod
+    def from_json(cls, ends: object, shape: Sequence[int]) -> Grid:
+        """
+        Raises:
+            ValueError: no grid of a tensor of this shape.
+        """
+        if not isinstance(ends, list) or len(ends) != len(shape):
+            raise ValueError(f"{str(ends)[:80]} cuts no tensor of shape {list(shape)}")
+        for cuts, size in zip(ends, shape, strict=True):
+            are_whole = all(type(end) is int for end in cuts)
+            if not are_whole or cuts != sorted(set(cuts)) or [cuts[0], cuts[-1]] != [0, size]:
+                raise ValueError(f"{str(cuts)[:80]} cuts no dimension of {size}")
+        if math.prod(len(cuts) - 1 for cuts in ends) > _MOST_CUTS:
+            raise ValueError(f"{str(ends)[:80]}: more than {_MOST_CUTS:,} boxes")
+        return cls(tuple(map(tuple, ends)))
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether its order is that of the flattened tensor."""
+        return all(len(cuts) <= 2 for cuts in self.ends[1:])
+
+    def start(self, box: Box) -> int:
+        """How many elements lie before one of its boxes."""
+        sizes = [cuts[-1] for cuts in self.ends]
+        return sum(
+            math.prod(count for _, count in box[:dim]) * first * math.prod(sizes[dim + 1 :])
+            for dim, (first, _) in enumerate(box)
+        )
+
+    def overlapping(self, box: Box) -> Iterator[Box]:
+        """Its boxes that have an element in common with ``box``."""
+        return itertools.product(
+            *(
+                [
+                    (begin, end - begin)
+                    for begin, end in itertools.pairwise(cuts)
+                    if begin < first + count and end > first
+                ]
+                for cuts, (first, count) in zip(self.ends, box, strict=True)
+            )
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """A part of a tensor of ``shape``: ``count`` elements of the flattened tensor from ``start``.
+    """A part of a tensor of ``shape``: ``count`` elements from ``start``.
 
-    ``copies`` ranks hold the same part, and this one is number ``index`` of them; they are the
-    ranks of ``group`` (None: all ranks).
+    They are elements of the flattened tensor, or of its boxes in the order of ``grid``; this
+    rank's part is ``box``. ``copies`` ranks hold the same part, and this is number ``index`` of
+    them; they are the ranks of ``group`` (None: all ranks).
     """
 
     shape: tuple[int, ...]
@@ -28,13 +99,15 @@ class Geometry:
     index: int
     copies: int
     group: dist.ProcessGroup | None = None
+    grid: Grid | None = None
+    box: Box | None = None
 
 
 def replicated(shape: Sequence[int], ranks: Ranks) -> Geometry:
     """Of a tensor that is the same on all ranks."""
-    count = math.prod(shape)
+    count, box = math.prod(shape), tuple((0, size) for size in shape)
     return Geometry(
-        shape=tuple(shape), start=0, count=count, index=ranks.rank, copies=ranks.world_size
+        shape=tuple(shape), start=0, count=count, index=ranks.rank, copies=ranks.world_size, box=box
     )
 
 
@@ -44,42 +117,175 @@ def row(shape: Sequence[int], number: int, num_rows: int) -> Geometry:
     return Geometry(shape=(num_rows, *shape), start=number * count, count=count, index=0, copies=1)
 
 
-def geometry(tensor: torch.Tensor, name: str, ranks: Ranks) -> Geometry:
+class Meshes:
+    """Which ranks hold the same parts of tensors, where no dimension of a mesh says it.
+
+    A mesh of some of the ranks has twins on the other ranks, which hold the same: the data-parallel
+    mesh of each tensor-parallel rank, for parameters that no plan cuts.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._holders: dict[tuple[DeviceMesh, tuple[int, ...]], Holders] = {}
+
+    def learn(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Agree on the meshes of these tensors, which all ranks have in the same order. Collective.
+
+        Raises:
+            ConfigError: the meshes of one tensor do not hold each rank once.
+        """
+        world = self._ranks.world_size
+        if world == 1:
+            return
+        sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+        keys = {_key(tensor): None for tensor in sharded if not _is_plain(tensor, world)}
+        # What follows raises on all ranks alike.
+        by_rank = self._ranks.gather([mesh.mesh.tolist() for mesh, _ in keys])
+        if len({len(of) for of in by_rank}) > 1:
+            raise ConfigError("the ranks' tensors lie on different numbers of device meshes")
+        own = []
+        for place, (mesh, copied) in enumerate(keys):
+            twins = [torch.tensor(of[place]) for of in by_rank]
+            lists = [tuple(twin.flatten().tolist()) for twin in twins]
+            distinct, holds_itself = sorted(set(lists)), [r in of for r, of in enumerate(lists)]
+            if not all(holds_itself) or sorted(sum(distinct, ())) != list(range(world)):
+                raise ConfigError(
+                    f"the device meshes of a tensor, {[list(twin) for twin in distinct]} on "
+                    f"different ranks, do not hold each of {world} ranks once; what only some "
+                    "ranks hold cannot be saved"
+                )
+            coordinate = mesh.get_coordinate()
+            assert coordinate is not None
+            at = tuple(slice(None) if n in copied else c for n, c in enumerate(coordinate))
+            own.append(sorted({rank for t in twins for rank in t[at].flatten().tolist()}))
+        of_all = self._ranks.gather(own)
+        for place, (key, holders) in enumerate(zip(keys, own, strict=True)):
+            group, sets = None, sorted({tuple(of[place]) for of in of_all})
+            if 1 < len(holders) < world and key not in self._holders:
+                group, _ = dist.new_subgroups_by_enumeration([*map(list, sets)])  # type: ignore[no-untyped-call]
+            self._holders[key] = Holders(tuple(holders), group)
+
+    def holders(self, tensor: DTensor) -> Holders | None:
+        """The ranks that hold the same part as this one; None if the mesh is not known."""
+        mesh, copied = _key(tensor)
+        if not _is_plain(tensor, self._ranks.world_size):
+            return self._holders.get((mesh, copied))
+        if not copied:
+            return Holders((self._ranks.rank,), None)
+        (dim,) = copied
+        group = mesh.get_group(dim)
+        return Holders(tuple(dist.get_process_group_ranks(group)), group)
+
+
+@dataclass(frozen=True, slots=True)
+class Holders:
+    """Ranks that hold the same, and their group; None: all ranks, or one."""
+
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None
+
+
+def _key(tensor: DTensor) -> tuple[DeviceMesh, tuple[int, ...]]:
+    """A tensor's mesh, and its dimensions along which the tensor is copied."""
+    copied = tuple(n for n, placement in enumerate(tensor.placements) if placement.is_replicate())
+    return tensor.device_mesh, copied
+
+
+def _is_plain(tensor: DTensor, world_size: int) -> bool:
+    """Whether the mesh itself has the group of the ranks that hold the same."""
+    mesh, copied = _key(tensor)
+    return mesh.size() == world_size and len(copied) < min(2, mesh.ndim)
+
+
+def geometry(tensor: torch.Tensor, name: str, ranks: Ranks, meshes: Meshes) -> Geometry:
     """The geometry of a DTensor, or of a plain tensor that is the same on all ranks.
 
     Raises:
-        ConfigError: the ring does not support its placements.
+        ConfigError: it has no values of its own, or its mesh is not known.
     """
     if not isinstance(tensor, DTensor):
         return replicated(tensor.shape, ranks)
-    mesh, shards = tensor.device_mesh, [p for p in tensor.placements if not p.is_replicate()]
-    copied = [n for n, placement in enumerate(tensor.placements) if placement.is_replicate()]
-    is_plain = all(type(p) is Replicate or p == Shard(0) for p in tensor.placements)
-    is_one = len(shards) <= 1 and not (shards and len(copied) > 1)
-    if not is_plain or not is_one or mesh.size() != ranks.world_size:
-        raise ConfigError(
-            f"{name}: is laid out as {tensor.placements} over {mesh.size()} of "
-            f"{ranks.world_size} ranks; only parameters replicated, or sharded along dimension 0 "
-            "on one dimension of a mesh of all ranks (FSDP2, HSDP), can be saved"
-        )
-    if not shards:
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if mesh.size() == ranks.world_size and all(p.is_replicate() for p in placements):
         return replicated(tensor.shape, ranks)
-    shape, sharded_dim = tuple(tensor.shape), next(n for n in range(mesh.ndim) if n not in copied)
-    index, copies, group = 0, 1, None
-    if copied:
-        index, copies = mesh.get_local_rank(copied[0]), mesh.size(copied[0])
-        group = mesh.get_group(copied[0])
-    # FSDP2 gives each rank ceil(rows / ranks) rows (torch.chunk).
-    per_rank = -(-shape[0] // mesh.size(sharded_dim))
-    rows_before = min(shape[0], per_rank * mesh.get_local_rank(sharded_dim))
+    coordinate, holders = mesh.get_coordinate(), meshes.holders(tensor)
+    if coordinate is None or holders is None or any(p.is_partial() for p in placements):
+        raise ConfigError(
+            f"{name}: is laid out as {placements} over {mesh.size()} of {ranks.world_size} ranks; "
+            "partial sums have to be reduced (redistribute), and a mesh has to hold this rank and "
+            "be that of a parameter which Guard or Ring was given"
+        )
+    if len(holders.ranks) == ranks.world_size:
+        return replicated(tensor.shape, ranks)
+    shape = tuple(tensor.shape)
+    grid, box = _cut(shape, name, mesh, placements, coordinate)
+    if [count for _, count in box] != list(tensor._local_tensor.shape):
+        raise ConfigError(
+            f"{name}: {placements} give {box} of {list(shape)}, and this rank holds "
+            f"{list(tensor._local_tensor.shape)}"
+        )
     return Geometry(
         shape=shape,
-        start=rows_before * math.prod(shape[1:]),
-        count=tensor.to_local().numel(),
-        index=index,
-        copies=copies,
-        group=group,
+        start=grid.start(box),
+        count=math.prod(count for _, count in box),
+        index=holders.ranks.index(ranks.rank),
+        copies=len(holders.ranks),
+        group=holders.group,
+        grid=None if grid.is_flat else grid,
+        box=box,
     )
+
+
+def _cut(
+    shape: tuple[int, ...],
+    name: str,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    coordinate: Sequence[int],
+) -> tuple[Grid, Box]:
+    """The grid of a tensor, and this rank's box in it."""
+    ends, box = [], []
+    for dim, size in enumerate(shape):
+        cutting = [n for n, p in enumerate(placements) if getattr(p, "dim", None) == dim]
+        parts, cuts = _parts(size, tuple((placements[n], mesh.size(n)) for n in cutting))
+        if not parts:
+            raise ConfigError(
+                f"{name}: {placements} give a rank rows of several places of dimension {dim}, "
+                f"which has {size}; that cannot be saved. Let the sizes of the mesh divide it"
+            )
+        ends.append(cuts)
+        box.append(parts[tuple(coordinate[n] for n in cutting)])
+    return Grid(tuple(ends)), tuple(box)
+
+
+@lru_cache(maxsize=4096)
+def _parts(
+    size: int, cuts: tuple[tuple[Placement, int], ...]
+) -> tuple[dict[tuple[int, ...], tuple[int, int]], tuple[int, ...]]:
+    """(first, how many) of a dimension's indices by coordinate, and where a part begins or ends.
+
+    As torch cuts them: one dimension of the mesh after the other. Nothing where a part has indices
+    of several places.
+    """
+    rows: dict[tuple[int, ...], torch.Tensor] = {(): torch.arange(size)}
+    for placement, count in cuts:
+        dim = placement.dim  # type: ignore[attr-defined]
+        rows = {
+            (*place, number): part.flatten()
+            for place, held in rows.items()
+            for number, part in enumerate(
+                placement._split_tensor(  # type: ignore[attr-defined]
+                    held.view(*[1] * dim, -1), count, with_padding=False, contiguous=False
+                )[0]
+            )
+        }
+    parts = {}
+    for place, held in rows.items():
+        first, last = (int(held[0]), int(held[-1])) if len(held) else (size, size - 1)
+        if last - first + 1 != len(held) or not bool((held.diff() == 1).all()):
+            return {}, ()
+        parts[place] = first, len(held)
+    return parts, tuple(sorted({0, size, *(first for first, _ in parts.values())}))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

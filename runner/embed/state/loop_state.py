@@ -64,6 +64,7 @@ class LoopState(StagedState):
         ]
         self.parameters = self._named_parameters(models)
         self._names = {id(p): name for name, p in self.parameters.items()}
+        self._meshes.learn(self.parameters.values())
         plain = [(plain_name(f"{name}.").rstrip("."), module) for name, module in named]
         self.modes = Modes(plain, self.parameters)
         self.buffers, self.extra = Buffers(plain), ExtraState(plain)
@@ -213,7 +214,7 @@ class LoopState(StagedState):
     # -- loading --------------------------------------------------------------------------
 
     def expect(self, tensors: Mapping[str, Any]) -> None:
-        for name, (dtype, shape, _, home) in tensors.items():
+        for name, (dtype, shape, _, home, *_) in tensors.items():
             if home == "buffer":
                 self.buffers.give(name.removeprefix("buffer/"), shape[1:], dtype_of(dtype))
         super().expect(tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -46,6 +47,9 @@ class TreeState(StagedState):
         self._live: dict[str, torch.Tensor] = {}
         self._differing: set[str] = set()  # names of tensors that differ between ranks
         self._compared: set[str] = set()
+        with contextlib.suppress(Exception):  # a save says what is wrong, on all ranks
+            self._read()
+        self._meshes.learn(tensor for _, tensor in sorted(self._live.items()))
 
     # -- saving ---------------------------------------------------------------------------
 

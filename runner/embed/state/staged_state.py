@@ -7,7 +7,9 @@ a part, and they exchange the parts at a load.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from runner.checkpoint.manifest import ITEM_SIZES
 from runner.distributed.agreement import Ranks
 from runner.embed.state.codec import dtype_of
-from runner.embed.state.geometry import Geometry, geometry, local
+from runner.embed.state.geometry import Box, Geometry, Grid, Meshes, geometry, local
 from runner.engine.protocol import slice_of
 from runner.engine.whole_state import complete
 
@@ -63,10 +65,14 @@ class TensorSlice:
         num = where.count * self._width
         first = min(num, where.index * -(-num // where.copies))  # as in :func:`slice_of`
         self.start = where.start * self._width + first
-        self._read = read
+        self._read, self._num = read, num
         self.staged: torch.Tensor | None = None
         if read is None:
-            self.staged = torch.zeros(num, dtype=self.element_type)
+            self.staged = self.room()
+
+    def room(self) -> torch.Tensor:
+        """1-D, of ``element_type``: memory for the whole slice."""
+        return torch.zeros(self._num, dtype=self.element_type)
 
     @property
     def local(self) -> torch.Tensor:
@@ -83,6 +89,79 @@ class TensorSlice:
         return self.staged.view(self.dtype)
 
 
+class _StoredBox(TensorSlice):
+    """A box of a checkpoint in which some of this rank's elements are."""
+
+    def __init__(self, parts: Regrouped, box: Box, where: Geometry) -> None:
+        self._parts = parts
+        self.box = box
+        super().__init__(parts.name, parts.dtype, where, read=self.room)
+
+    @property
+    def local(self) -> torch.Tensor:
+        return self._parts.room_for(self)
+
+
+class Regrouped:
+    """This rank's box of a tensor that a checkpoint has cut in another way.
+
+    The checkpoint's boxes are read one after another: only one is held at a time.
+
+    Args:
+        where: of the tensor that is to be filled.
+        grid: of the checkpoint.
+    """
+
+    staged = None  # nothing is exchanged between ranks
+
+    def __init__(self, name: str, dtype: torch.dtype, where: Geometry, grid: Grid) -> None:
+        assert where.box is not None
+        self.name, self.dtype = name, dtype
+        self.geometry = replace(where, index=0, copies=1, group=None)
+        self._own = where.box
+        self._values = torch.zeros([count for _, count in where.box], dtype=dtype)
+        self._open: tuple[_StoredBox, torch.Tensor] | None = None
+        self.slices = [self._stored(grid, box) for box in grid.overlapping(where.box)]
+
+    def _stored(self, grid: Grid, box: Box) -> _StoredBox:
+        """The part of a stored box that has to be read: of its first dimension what is needed."""
+        start = grid.start(box)
+        if box:
+            (begin, count), (first, own) = box[0], self._own[0]
+            above, below = max(begin, first), min(begin + count, first + own)
+            of_one = math.prod(count for _, count in box[1:])
+            start += (above - begin) * of_one
+            box = ((above, below - above), *box[1:])
+        count = math.prod(count for _, count in box)
+        where = replace(self.geometry, start=start, count=count, grid=grid, box=box)
+        return _StoredBox(self, box, where)
+
+    def room_for(self, box: _StoredBox) -> torch.Tensor:
+        """Memory for a box, which is put in place before another is asked for."""
+        if self._open is None or self._open[0] is not box:
+            self._put()
+            self._open = box, box.room()
+        return self._open[1]
+
+    def _put(self) -> None:
+        if self._open is None:
+            return
+        box, elements = self._open
+        values = elements.view(self.dtype).view([count for _, count in box.box])
+        of_box, of_own = [], []
+        for (begin, count), (first, own) in zip(box.box, self._own, strict=True):
+            above, below = max(begin, first), min(begin + count, first + own)
+            of_box.append(slice(above - begin, below - begin))
+            of_own.append(slice(above - first, below - first))
+        self._values[tuple(of_own)] = values[tuple(of_box)]
+        self._open = None
+
+    def loaded(self) -> torch.Tensor:
+        """1-D, of ``dtype``: the elements that were loaded."""
+        self._put()
+        return self._values.reshape(-1)
+
+
 class StagedState:
     """State as the shards that :class:`runner.checkpoint.ring.CheckpointRing` saves and loads.
 
@@ -95,9 +174,10 @@ class StagedState:
         self.device = device
         self.before_change: Callable[[], None] = lambda: None
         self._ranks = ranks
+        self._meshes = Meshes(ranks)
         self._slices: list[TensorSlice] = []
         self._taken: dict[str, tuple[TensorSlice, str | None, str]] = {}
-        self._loading: dict[str, TensorSlice] = {}
+        self._loading: dict[str, TensorSlice | Regrouped] = {}
         # The entries of the checkpoint that is being loaded.
         self._stored_tensors: dict[str, Any] = {}
 
@@ -108,7 +188,7 @@ class StagedState:
 
     def geometry_of(self, tensor: torch.Tensor, name: str, like: str | None = None) -> Geometry:
         """The geometry of this rank's part of a live tensor, sharded like parameter ``like``."""
-        return geometry(tensor, name, self._ranks)
+        return geometry(tensor, name, self._ranks, self._meshes)
 
     # -- saving ---------------------------------------------------------------------------
 
@@ -138,7 +218,10 @@ class StagedState:
             self.before_change()
         self._slices, self._loading, self._taken = slices, {}, {}
         return {
-            name: [str(part.dtype).removeprefix("torch."), list(part.geometry.shape), like, home]
+            name: [
+                *(str(part.dtype).removeprefix("torch."), list(part.geometry.shape), like, home),
+                *([part.geometry.grid.ends] if part.geometry.grid else []),
+            ]
             for name, (part, like, home) in taken.items()
         }
 
@@ -158,11 +241,18 @@ class StagedState:
         Raises:
             CheckpointError: the checkpoint is of another model.
         """
-        self._loading, self._stored_tensors = {}, dict(tensors)
-        for name, (dtype, shape, like, home) in sorted(tensors.items()):
+        self._loading, self._slices = {}, []
+        self._stored_tensors = {name: entry[:4] for name, entry in tensors.items()}
+        for name, (dtype, shape, like, home, *cut) in sorted(tensors.items()):
             where = self._geometry_for(name, shape, like, home)
-            self._loading[name] = TensorSlice(name, dtype_of(dtype), where)
-        self._slices = list(self._loading.values())
+            grid = Grid.from_json(cut[0], shape) if cut else None
+            if grid == where.grid:
+                part = self._loading[name] = TensorSlice(name, dtype_of(dtype), where)
+                self._slices.append(part)
+            else:
+                parts = Regrouped(name, dtype_of(dtype), where, grid or Grid.whole(shape))
+                self._loading[name] = parts
+                self._slices += parts.slices
 
     def _geometry_for(
         self, name: str, shape: Sequence[int], like: str | None, home: str
@@ -226,5 +316,8 @@ def home_of(tensor: torch.Tensor) -> str:
     return "cpu" if tensor.device.type == "cpu" else "device"
 
 
-def _layout(slices: Sequence[TensorSlice]) -> list[tuple[str, tuple[int, ...], int]]:
-    return [(slice_.name, slice_.shape, slice_.start) for slice_ in slices]
+def _layout(slices: Sequence[TensorSlice]) -> list[tuple[str, tuple[int, ...], int, int, int]]:
+    return [
+        (part.name, part.shape, part.start, part.geometry.count, part.geometry.copies)
+        for part in slices
+    ]

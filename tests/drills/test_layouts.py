@@ -1,0 +1,88 @@
+"""The guard and the ring where tensors lie on meshes of several dimensions."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.run import read_lines
+from tests.script_run import finished
+
+RANKS = {"plain": 0, "tp": 2, "sp": 2, "columns": 2, "fsdp_tp": 4, "hsdp_tp": 8}
+BAD = [[6, 7], [20, 22]]
+OTHERS = [
+    ("plain", 0),
+    *(
+        pytest.param(*other, marks=pytest.mark.full)
+        for other in (
+            ("tp", 2),
+            ("tp", 4),
+            ("sp", 2),
+            ("columns", 4),
+            ("hsdp_tp", 8),
+            ("fsdp_tp", 2),
+        )
+    ),
+]
+Ends = dict[str, dict[str, Any]]
+
+
+def run(out: Path, layout: str, *todo: str, ranks: int | None = None, **how: Any) -> Ends:
+    """What the script leaves, by the name of what was to do."""
+    count = RANKS[layout] if ranks is None else ranks
+    finished("laid_out_script.py", out, str(out), layout, *todo, ranks=count, **how)
+    ends: Ends = json.loads((out / f"{layout}.json").read_text())
+    return ends
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Ends]]:
+    """Poisoned and killed, told to skip, and a ring alone; once for each layout."""
+
+    @cache
+    def ran(layout: str) -> tuple[Path, Ends]:
+        out = tmp_path_factory.mktemp(layout)
+        return out, run(out, layout, "poison", "told", "ring", restarts=1, KILL_AT="24")
+
+    return ran
+
+
+@pytest.mark.parametrize(
+    ("layout", "together"),
+    [
+        ("fsdp_tp", [0, 1]),
+        pytest.param("tp", [0, 1], marks=pytest.mark.full),
+        pytest.param("sp", [0, 1], marks=pytest.mark.full),
+        pytest.param("columns", [0], marks=pytest.mark.full),
+        pytest.param("hsdp_tp", [0, 1], marks=pytest.mark.full),
+    ],
+)
+def test_poisoned_killed_and_resumed_it_is_the_run_told_to_skip(
+    ran: Callable[[str], tuple[Path, Ends]], layout: str, together: list[int]
+) -> None:
+    """The ranks that compute the bad sample together are named together."""
+    out, ends = ran(layout)
+    assert ends["poison"]["digest"] == ends["told"]["digest"]
+    assert ends["poison"]["skipped"] == BAD and ends["poison"]["resumed"] > 0
+    lines = read_lines(out / "poison" / "journal.jsonl")
+    assert sum(line["kind"] == "start" for line in lines) == 2
+    assert [line["ranks"] for line in lines if line["kind"] == "discard"] == [together] * 3
+
+
+@pytest.mark.parametrize(("layout", "ranks"), OTHERS)
+def test_on_other_meshes_the_state_is_the_same(
+    ran: Callable[[str], tuple[Path, Ends]], tmp_path: Path, layout: str, ranks: int
+) -> None:
+    """From two by two ranks."""
+    out, ends = ran("fsdp_tp")
+    for name in ("poison", "ring"):
+        shutil.copytree(out / name, tmp_path / name)
+    found = run(tmp_path, layout, "look", "ring", ranks=ranks)
+    assert found["look"]["digest"] == ends["poison"]["digest"]
+    assert found["ring"] == {"digest": ends["ring"]["digest"], "step": 4}
