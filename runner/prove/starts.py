@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -14,6 +13,7 @@ from runner.launch.attempt import Ended, Job, Stop, run_once
 from runner.prove.record import Recorded
 from runner.prove.scratch import Place, Scratch
 from runner.system.files import make_folder
+from runner.system.parsing import json_text
 
 _ON_PATH = Path(__file__).parent / "on_path"
 _TAIL = 12  # lines of the script's output that a message quotes
@@ -130,7 +130,7 @@ class Start:
                 "ends": self.goal.ends,
             }
             draft = self.folder / "control.tmp"
-            draft.write_text(json.dumps(control))
+            draft.write_text(json_text(control))
             draft.rename(self.folder / "control.json")
         if self.recorded.have_stopped:
             return "stopped"

@@ -129,7 +129,9 @@ class Meshes:
         self._holders: dict[tuple[DeviceMesh, tuple[int, ...]], Holders] = {}
 
     def learn(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Agree on the meshes of these tensors, which all ranks have in the same order. Collective.
+        """Agree on the meshes of these tensors, which all ranks have in the same order.
+
+        Collective where a tensor needs it.
 
         Raises:
             ConfigError: the meshes of one tensor do not hold each rank once.
@@ -139,6 +141,8 @@ class Meshes:
             return
         sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
         keys = {_key(tensor): None for tensor in sharded if not _is_plain(tensor, world)}
+        if not keys:
+            return
         # What follows raises on all ranks alike.
         by_rank = self._ranks.gather([mesh.mesh.tolist() for mesh, _ in keys])
         if len({len(of) for of in by_rank}) > 1:

@@ -47,9 +47,11 @@ class TreeState(StagedState):
         self._live: dict[str, torch.Tensor] = {}
         self._differing: set[str] = set()  # names of tensors that differ between ranks
         self._compared: set[str] = set()
+        is_read = False
         with contextlib.suppress(Exception):  # a save says what is wrong, on all ranks
-            self._read()
-        self._meshes.learn(tensor for _, tensor in sorted(self._live.items()))
+            is_read = bool(self._read())
+        if all(ranks.gather(is_read)):
+            self._meshes.learn(tensor for _, tensor in sorted(self._live.items()))
 
     # -- saving ---------------------------------------------------------------------------
 
