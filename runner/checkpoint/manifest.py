@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -275,3 +276,21 @@ def _check(manifest: Manifest) -> None:
     stored = sum(f.num_bytes for name, f in manifest.files.items() if not is_index(name))
     if needed != stored:
         raise ValueError(f"files: {stored} bytes for tensors of {needed}")
+    if manifest.offsets is not None:
+        _check_offsets(manifest, manifest.offsets)
+
+
+def _check_offsets(manifest: Manifest, offsets: Mapping[tuple[str, int], int]) -> None:
+    """Check that no byte belongs to two pieces, so that no more is read than is stored."""
+    used: dict[str, list[tuple[int, int]]] = {name: [] for name in manifest.files}
+    for name, runs in manifest.runs.items():
+        for run in runs:
+            file, offset = data_name(run.file), offsets[name, run.start]
+            end = offset + run.count * manifest.item_bytes(name)
+            if end > manifest.files[file].num_bytes:
+                raise ValueError(f"{name}: piece outside {file}")
+            used[file].append((offset, end))
+    for file, spans in used.items():
+        for (_, end), (start, _) in pairwise(sorted(spans)):
+            if start < end:
+                raise ValueError(f"{file}: two pieces share the bytes from {start} on")
