@@ -102,7 +102,7 @@ def run_supervised(
             environment=environment,
             shielded=agent is not None,
             begin_seconds=begin_seconds,
-            starter=warm or own,
+            popen=(warm or own).popen,
         )
 
     with own:

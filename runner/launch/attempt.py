@@ -15,7 +15,7 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from runner.distributed.env import EXIT_DIR, rank_name, read_begun
 from runner.health.rank_report import CAUSE, Report, read_fatal_log, reported, write_report
@@ -202,20 +202,6 @@ _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _STOP_FILE = ".stop"
 
 
-class Starter(Protocol):
-    """Starts commands in its own way, which lasts from attempt to attempt."""
-
-    def popen(
-        self,
-        args: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        is_asked_to_stop: Callable[[], bool],
-        **options: Any,
-    ) -> subprocess.Popen[Any]:
-        """``subprocess.Popen``."""
-
-
 class StopTarget(Enum):
     """Who gets the signal when the supervisor is asked to stop."""
 
@@ -236,7 +222,8 @@ class Job:
         begin_seconds: how long its ranks may take to begin; None: no limit.
         output: descriptor for its output; None: this process's own.
         late: takes the mark of its processes and returns why they must be ended; "" if not.
-        starter: starts its command; None: it is started as any other.
+        popen: ``subprocess.Popen`` of whoever starts its command from attempt to attempt; it also
+            takes ``is_asked_to_stop``. None: it is started as any other.
         stays: the command outlives an attempt in which all of ``expected`` have reported.
         mark: of its processes; "": a new one.
     """
@@ -251,7 +238,7 @@ class Job:
     begin_seconds: float | None = None
     output: int | None = None
     late: Callable[[str], str] = lambda mark: ""
-    starter: Starter | None = None
+    popen: Callable[..., subprocess.Popen[Any]] | None = None
     stays: bool = False
     mark: str = ""
 
@@ -320,8 +307,8 @@ def run_once(job: Job, stop: Stop) -> Ended:
             is_torchrun=torchrun.is_started_by(job.command),
         )
         begin: Callable[..., subprocess.Popen[Any]] = subprocess.Popen
-        if job.starter is not None:
-            begin = partial(job.starter.popen, is_asked_to_stop=lambda: stop.is_set)
+        if job.popen is not None:
+            begin = partial(job.popen, is_asked_to_stop=lambda: stop.is_set)
         with prepared.beginning():
             # A session of its own: a terminal's Ctrl-C is for the supervisor to pass on.
             child = begin(

@@ -42,7 +42,7 @@ from typing import Any, TypedDict
 from runner.launch.prepared import Preparation
 from runner.system.environment import changeable, variables
 from runner.system.parsing import json_text
-from runner.system.process import adopt_orphans, die_with_parent, stat_fields
+from runner.system.process import adopt_orphans, die_with_parent, stat_fields, take_input
 
 TORCHRUNS = ("torch.distributed.run", "runner.launch.agent")
 # torch._dynamo comes with the first wrapper of FSDP2 or of an optimizer.
@@ -448,10 +448,7 @@ def _why_unfit() -> str:
 def main(arguments: Sequence[str], kind: type[Server] = Server) -> None:
     """Import, then serve the socket that is standard input."""
     die_with_parent()
-    own = socket.socket(fileno=os.dup(0))
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    own = socket.socket(fileno=take_input())
     del changeable()[_PADDING]
     # The C library's own copies: the place where the kernel put the originals is written over.
     changeable().update(dict(variables()))

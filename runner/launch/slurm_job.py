@@ -129,7 +129,7 @@ class SlurmJob:
             forward=StopTarget.srun,
             expected=frozenset(chosen),
             exits=exits,
-            starter=self._step,
+            popen=self._step.popen,
             stays=True,
             mark=self._mark,
         )

@@ -11,11 +11,12 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from runner.system.environment import changeable
 from runner.system.parsing import json_text
+from runner.system.process import take_input
 
 NODE_COMMAND = "slurm-node"  # takes the orders
 _OWN = "HOLDFAST_"  # variables of an attempt; the others are the job's
@@ -34,13 +35,14 @@ class JobStep:
         args: Sequence[str],
         *,
         env: Mapping[str, str],
-        is_asked_to_stop: Callable[[], bool],
+        is_asked_to_stop: object,
         **options: Any,
     ) -> subprocess.Popen[Any]:
         """``subprocess.Popen`` of an srun; the same one while it lives, on the same nodes.
 
         Args:
             args: what follows :data:`NODE_COMMAND` is the order's.
+            is_asked_to_stop: not needed; nothing is waited for.
         """
         place = list(args).index(NODE_COMMAND) + 1
         words = list(args[:place])
@@ -85,10 +87,7 @@ def orders() -> Iterator[list[str]]:
 
     Between orders a request to stop is for the other nodes, whose part has not ended yet.
     """
-    with os.fdopen(os.dup(0)) as source:
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)  # what an order starts must not read them
-        os.close(nothing)
+    with os.fdopen(take_input()) as source:
         for line in source:
             order = json.loads(line)
             changeable().update(order["environment"])

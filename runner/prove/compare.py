@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from runner.policy.decision.finding import relative_difference
 from runner.prove.record import Entry, Save, Step, Trajectory
 
 # In causal order: what a step begins with, what it reads, what follows.
@@ -138,7 +139,7 @@ def distance(one: Step, two: Step) -> float:
     ]
     if not pairs:
         return float("inf")
-    return math.fsum(abs(a - b) / (max(abs(a), abs(b)) or 1.0) for a, b in pairs) / len(pairs)
+    return math.fsum(relative_difference(a, b) for a, b in pairs) / len(pairs)
 
 
 def spread(one: Step, two: Step) -> float:
@@ -148,7 +149,7 @@ def spread(one: Step, two: Step) -> float:
         mine, theirs = getattr(one, name), getattr(two, name)
         pairs += [(e[1], theirs[k][1]) for k, e in mine.items() if e and theirs.get(k)]
     numbers = [(a, b) for a, b in pairs if isinstance(a, float) and isinstance(b, float)]
-    return max((abs(a - b) / (max(abs(a), abs(b)) or 1.0) for a, b in numbers), default=0.0)
+    return max((relative_difference(a, b) for a, b in numbers), default=0.0)
 
 
 def loss_difference(reference: Trajectory, moved: Trajectory, since: int) -> float | None:

@@ -7,7 +7,7 @@ weights are right, and differs from the second on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from runner.observe.metrics import MetricsLine
@@ -55,11 +55,10 @@ def tested_before(run: Run, rows: Mapping[int, Recorded], start: Incident) -> bo
     Args:
         start: the line of this start, which the journal does not have yet.
     """
-    incidents = run.history.incidents
-    starts = [at for at, line in enumerate(incidents) if line.kind == "start"]
+    since = _since_last_start(run)
     known = None
-    if starts and run.group.times.is_restart:
-        before, since = incidents[starts[-1]], incidents[starts[-1] :]
+    if since and run.group.times.is_restart:
+        before = since[0]
         is_same = all(
             before.detail.get(name) == value
             for name, value in start.detail.items()
@@ -69,6 +68,13 @@ def tested_before(run: Run, rows: Mapping[int, Recorded], start: Incident) -> bo
         if is_same and not is_broken and (rows or run.resumed.step > before.step):
             known = before.detail.get("repeats_bits")
     return known if run.ranks.sum([float(known is None)])[0] == 0 else None
+
+
+def _since_last_start(run: Run) -> Sequence[Incident]:
+    """The line of the start before this one, and those after it; empty where this is the first."""
+    incidents = run.history.incidents
+    starts = [at for at, line in enumerate(incidents) if line.kind == "start"]
+    return incidents[starts[-1] :] if starts else []
 
 
 def repeats_as_before(previous: Mapping[str, Any] | None, current: Mapping[str, Any]) -> bool:
@@ -87,10 +93,8 @@ class ResumeCheck:
     """
 
     def __init__(self, run: Run, rows: Mapping[int, Recorded], start: Incident) -> None:
-        incidents = run.history.incidents
-        starts = [at for at, line in enumerate(incidents) if line.kind == "start"]
-        before = incidents[starts[-1]].detail if starts else None
-        since = incidents[starts[-1] :] if starts else []
+        since = _since_last_start(run)
+        before = since[0].detail if since else None
         is_changed = any(line.kind == "setting_changed" for line in since)  # as allowed
         self._from = run.resumed.step
         self._rows = {} if is_changed else dict(rows)

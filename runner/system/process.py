@@ -186,6 +186,14 @@ def adopt_orphans(adopts: bool) -> None:
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0)
 
 
+def take_input() -> int:
+    """This process's standard input, as a descriptor of its own; what it starts reads nothing."""
+    taken, nothing = os.dup(0), os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return taken
+
+
 def unblock(descriptor: int) -> None:
     """Make writes to this pipe or terminal fail (EAGAIN) while it is full, not block.
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.system.json_lines import read_object
+from runner.system.process import pid_namespace
 
 OWNER = "owner.json"
 _RUN = re.compile(r"[0-9a-f]{32}")
@@ -80,7 +81,7 @@ class NodeDir:
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(folder)
         folder.mkdir(mode=0o700)
-        owner = {"out": str(self._out), "process": dict(self._process), "pids": _pids()}
+        owner = {"out": str(self._out), "process": dict(self._process), "pids": pid_namespace()}
         (folder / OWNER).touch(0o600)
         (folder / OWNER).write_text(json.dumps(owner))
 
@@ -96,7 +97,7 @@ class NodeDir:
         """Whether the process that made it is known to be dead, so that nothing in it changes."""
         owner = _owner(folder)
         # A process id of another namespace says nothing here.
-        if owner is None or owner.get("pids") != _pids():
+        if owner is None or owner.get("pids") != pid_namespace():
             return False
         return self._is_alive(owner["process"]) is False
 
@@ -208,13 +209,6 @@ def _owner(folder: Path) -> dict[str, Any] | None:
         return None
     texts = [owner.get("out"), *(process.get(name) for name in ("host", "boot", "started"))]
     return owner if all(isinstance(text, str) for text in texts) else None
-
-
-def _pids() -> str:
-    """The namespace of this process's id; empty where the system does not tell."""
-    with contextlib.suppress(OSError):
-        return os.readlink("/proc/self/ns/pid")
-    return ""
 
 
 def _age_seconds(folder: Path) -> float:

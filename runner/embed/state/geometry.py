@@ -174,6 +174,8 @@ class Meshes:
         mesh, copied = _key(tensor)
         if not _is_plain(tensor, self._ranks.world_size):
             return self._holders.get((mesh, copied))
+        if len(copied) == mesh.ndim:
+            return Holders(tuple(range(self._ranks.world_size)), None)
         if not copied:
             return Holders((self._ranks.rank,), None)
         (dim,) = copied
@@ -198,7 +200,7 @@ def _key(tensor: DTensor) -> tuple[DeviceMesh, tuple[int, ...]]:
 def _is_plain(tensor: DTensor, world_size: int) -> bool:
     """Whether the mesh itself has the group of the ranks that hold the same."""
     mesh, copied = _key(tensor)
-    return mesh.size() == world_size and len(copied) < min(2, mesh.ndim)
+    return mesh.size() == world_size and len(copied) in (0, 1, mesh.ndim)
 
 
 def geometry(tensor: torch.Tensor, name: str, ranks: Ranks, meshes: Meshes) -> Geometry:
@@ -210,8 +212,6 @@ def geometry(tensor: torch.Tensor, name: str, ranks: Ranks, meshes: Meshes) -> G
     if not isinstance(tensor, DTensor):
         return replicated(tensor.shape, ranks)
     mesh, placements = tensor.device_mesh, tensor.placements
-    if mesh.size() == ranks.world_size and all(p.is_replicate() for p in placements):
-        return replicated(tensor.shape, ranks)
     coordinate, holders = mesh.get_coordinate(), meshes.holders(tensor)
     if coordinate is None or holders is None or any(p.is_partial() for p in placements):
         raise ConfigError(
