@@ -2,7 +2,8 @@
 
 LAYOUT: ``plain``; ``tp`` (tensor parallel); ``sp`` (sequence parallel as well); ``fsdp_tp``;
 ``hsdp_tp``; ``columns`` (FSDP2 along dimension 1). TODO: as in guarded_script.py, with checkpoints
-in OUT/TODO; ``look``: the state that OUT/poison holds; ``ring``: checkpoints without a guard.
+in OUT/TODO; ``look``: the state that OUT/poison holds; ``ring``: checkpoints without a guard;
+``all``: two batches a step, read late, evaluations, a rollback, a stop and a kill; ``all_told``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from torch.distributed.tensor.parallel import (
 from runner import Guard, Ring
 
 NUM, DIM, LENGTH = 36, 8, 4
-BAD = (6, 20, 21)
+BAD, THREE_STEPS = (6, 20, 21), (6, 24, 26, 28)
 RULES: dict[str, Any] = {"every": 6, "clean_after": 3, "min_history": 8, "clip": 0.5}
 
 
@@ -105,7 +107,7 @@ def build(layout: str) -> tuple[nn.Module, DeviceMesh | None]:
     return model, data
 
 
-def batches(layout: str, data: DeviceMesh | None, *, poison: bool) -> list[torch.Tensor]:
+def batches(data: DeviceMesh | None, bad: Sequence[int], num: int = NUM) -> list[torch.Tensor]:
     """The same for the ranks that compute one sample together."""
     number, count = 0, 1
     if data is not None:
@@ -113,9 +115,9 @@ def batches(layout: str, data: DeviceMesh | None, *, poison: bool) -> list[torch
         number = data.get_local_rank() if data.ndim == 1 else data.get_local_rank(0) * data.size(1)
         number += data.get_local_rank(1) if data.ndim == 2 else 0
     made = []
-    for at in range(NUM):
+    for at in range(num):
         batch = torch.randn(12, LENGTH, DIM, generator=torch.Generator().manual_seed(at))
-        if poison and at in BAD:
+        if at in bad:
             batch[1, 0, 0] = float("nan")
         made.append(batch.chunk(count)[number])
     return made
@@ -127,7 +129,7 @@ def train(out: Path, layout: str, name: str, skip: list[Any]) -> Guard:
     guard = Guard(out, model=model, optimizer=optimizer, skip=skip, **RULES)
     if name == "look":
         return guard
-    given = batches(layout, data, poison=name == "poison")
+    given = batches(data, BAD if name == "poison" else ())
     for count, batch in enumerate(guard.over(given)):
         is_last = dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1
         is_due = os.environ.get("KILL_AT") == str(count) and name == "poison"
@@ -141,13 +143,48 @@ def train(out: Path, layout: str, name: str, skip: list[Any]) -> Guard:
     return guard
 
 
+def train_with_all(out: Path, layout: str, *, is_told: bool, skip: list[Any]) -> Guard:
+    """The last rank asks to stop in the first start, and dies in the second."""
+    model, data = build(layout)
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    optimizers = [torch.optim.AdamW(own, lr=1e-2, fused=True) for own in by_mesh.values()]
+    guard = Guard(
+        out, model=model, optimizer=optimizers, accumulate=2, skip=skip, sync=is_told, **RULES
+    )
+    number = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    is_last = dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1
+    due = {"0": (15, signal.SIGTERM), "1": (17, signal.SIGKILL)}.get(number, (-1, 0))
+    given = batches(data, () if is_told else THREE_STEPS, 56)
+    for count, batch in enumerate(guard.over(given)):
+        if count == due[0] and is_last and not is_told:
+            os.kill(os.getpid(), due[1])
+        loss = model(batch).square().mean()
+        loss.backward()
+        if count % 2 == 0:
+            guard.note(loss)
+            continue
+        if guard.ok(loss):
+            for optimizer in optimizers:
+                optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if count % 8 == 7:
+            model.eval()
+            with torch.no_grad():
+                model(given[0])
+            model.train()
+    return guard
+
+
 def with_ring(out: Path, layout: str) -> dict[str, Any]:
     """Some steps and a checkpoint, or the state that is there."""
     model, data = build(layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     with Ring(out, {"model": model, "optimizer": optimizer}) as ring:
         is_new = ring.step == 0
-        for batch in batches(layout, data, poison=False)[:4] if is_new else []:
+        for batch in batches(data, ())[:4] if is_new else []:
             model(batch).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -166,8 +203,12 @@ def main() -> None:
         if name == "ring":
             ends[name] = with_ring(Path(out) / name, layout)
             continue
-        folder = Path(out) / ("poison" if name == "look" else name)
-        guard = train(folder, layout, name, skipped if name == "told" else [])
+        folder, is_told = Path(out) / ("poison" if name == "look" else name), "told" in name
+        told = skipped if is_told else []
+        if name.startswith("all"):
+            guard = train_with_all(folder, layout, is_told=is_told, skip=told)
+        else:
+            guard = train(folder, layout, name, told)
         skipped = guard.skipped
         ends[name] = {"digest": guard.state_digest(), "skipped": skipped}
         ends[name]["resumed"] = guard.resumed_step

@@ -21,6 +21,7 @@ from tests.drills import (
     test_hf,
     test_keep_best,
     test_late,
+    test_layouts,
     test_memory,
     test_redo,
     test_rollback,
@@ -38,7 +39,7 @@ from tests.mechanism import (
 TWINS = (
     *(test_guard_loop, test_guard_late, test_ring_alone, test_strange_loops),
     *(test_guard_drills, test_guard_crash, test_frameworks, test_hf, test_memory, test_late),
-    test_deepspeed_engine,
+    *(test_deepspeed_engine, test_layouts),
     *(test_audit, test_keep_best, test_redo, test_rollback, test_running_buffers, test_zero),
 )
 # The others are run with --full.

@@ -75,6 +75,17 @@ def test_poisoned_killed_and_resumed_it_is_the_run_told_to_skip(
     assert [line["ranks"] for line in lines if line["kind"] == "discard"] == [together] * 3
 
 
+@pytest.mark.parametrize("layout", ["columns", pytest.param("fsdp_tp", marks=pytest.mark.full)])
+def test_all_at_once_on_a_mesh(tmp_path: Path, layout: str) -> None:
+    """Accumulation, numbers read late, evaluations, a rollback, a stop, a kill, two resumes."""
+    ends = run(tmp_path, layout, "all", "all_told", restarts=2)
+    assert ends["all"]["digest"] == ends["all_told"]["digest"]
+    assert ends["all"]["skipped"] == [[6, 8], [22, 30]] and ends["all"]["resumed"] > 0
+    kinds = [line["kind"] for line in read_lines(tmp_path / "all" / "journal.jsonl")]
+    assert kinds.count("start") == 3
+    assert {"discard", "rollback", "preempted", "crash"} <= set(kinds), kinds
+
+
 @pytest.mark.parametrize(("layout", "ranks"), OTHERS)
 def test_on_other_meshes_the_state_is_the_same(
     ran: Callable[[str], tuple[Path, Ends]], tmp_path: Path, layout: str, ranks: int

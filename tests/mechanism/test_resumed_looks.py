@@ -14,6 +14,7 @@ from runner.explain.curve_reader import spike_score
 from runner.policy.decision.early import SpikeScore
 from runner.policy.decision.finding import from_rows
 from runner.policy.decision.history import Incident
+from runner.startup import resume_check
 from runner.startup.resume_check import ResumeCheck
 from runner.system.parsing import json_text
 from tests.observed import observers
@@ -65,3 +66,41 @@ def test_steps_of_other_settings_are_not_compared(kinds: list[str], is_compared:
     line: Any = parts(step=21, samples=(160, 168), loss=2.0, grad_norm=1.0, lr=1e-3)
     check.applied(line)
     assert (check.num_compared, len(reports)) == ((1, 1) if is_compared else (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({}, True),
+        ({"repeats_bits": False}, False),
+        ({"rows": {}, "resumed": 9}, True),  # it saved later than it began
+        ({"rows": {}}, None),  # it never trained
+        ({"is_restart": False}, None),
+        ({"others": 1}, None),  # a node that was replaced
+        ({"hosts": {"b": "0"}}, None),
+        ({"settings": "other"}, None),
+        ({"code": "other"}, None),
+        ({"cause": "hardware"}, None),
+        ({"cause": "silence"}, True),
+        ({"incidents": []}, None),
+    ],
+)
+def test_a_restart_trusts_the_tests_of_the_start_before_it(
+    change: dict[str, Any], found: bool | None
+) -> None:
+    """Of the same run on the same machines that has trained; of nothing else."""
+    same = {"hosts": {"a": "0"}, "settings": "s", "code": "c", "incarnation": 1, "tier": None}
+    now = same | {k: v for k, v in change.items() if k in same} | {"incarnation": 2}
+    detail = same | {"repeats_bits": change.get("repeats_bits", True), "corpus": "words"}
+    first = Incident(kind="start", step=5, decision="", reason="", detail=detail)
+    crash = Incident(
+        kind="crash", step=8, decision="", reason="", detail={"cause": change.get("cause")}
+    )
+    run: Any = parts(
+        history=parts(incidents=change.get("incidents", [first, crash])),
+        group=parts(times=parts(is_restart=change.get("is_restart", True))),
+        resumed=parts(step=change.get("resumed", 5)),
+        ranks=parts(sum=lambda numbers: [numbers[0] + change.get("others", 0)]),
+    )
+    start = Incident(kind="start", step=5, decision="", reason="", detail=now)
+    assert resume_check.tested_before(run, change.get("rows", {6: parts()}), start) is found
