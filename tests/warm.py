@@ -175,6 +175,15 @@ class Zygote(Server):
         output.finish()  # an interpreter that ends writes what is queued
         os._exit(code)
 
+    def fork_for_torchrun(self) -> None:
+        """Have ranks forked where they run a script as well: theirs is most of a drill's time."""
+        from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+        class RankPopen(_NestedPopen):
+            forks = self.nested()
+
+        subprocess_handler.Popen = RankPopen  # type: ignore[misc, assignment]
+
     def _run(self, words: Sequence[str]) -> None:
         if os.environ.pop(_TERMINAL, None):
             fcntl.ioctl(1, termios.TIOCSCTTY, 0)
