@@ -46,6 +46,7 @@ class ScriptArguments:
     out: Path
     bad: Sequence[int] = BAD
     shuffle: bool = False
+    fp16: bool = False
     kill_at: int | None = None
     kill: Callable[[], None] = _raise
     skip: Sequence[Any] | None = None
@@ -90,6 +91,13 @@ def num_ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def half_precision(accelerator: Any) -> torch.amp.GradScaler:
+    """FP16 on a CPU, where Accelerate computes in FP32 without a word. It overflows at first."""
+    accelerator.native_amp = True
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=6)
+    return accelerator.scaler
+
+
 class TinyNet(nn.Module):
     """The trainer class with a loss that is NaN for the bad token."""
 
@@ -109,8 +117,9 @@ def optimizer_and_schedule(net: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
     return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
 
 
-def state_of(model: nn.Module, optimizer: Any, schedule: Any) -> dict[str, Any]:
+def state_of(model: nn.Module, optimizer: Any, schedule: Any, scaler: Any = None) -> dict[str, Any]:
     return {
+        "scaler": scaler and scaler.state_dict(),
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "schedule": schedule.state_dict(),
@@ -138,6 +147,7 @@ def hf_arguments(arguments: ScriptArguments) -> dict[str, Any]:
         "warmup_steps": 3, "lr_scheduler_type": "cosine", "max_grad_norm": 0.5,
         "save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True,
         "logging_strategy": "no", "seed": 5, "ddp_backend": "gloo" if num_ranks() > 1 else None,
+        "fp16": arguments.fp16, "bf16": False,
     }  # fmt: skip
 
 
@@ -147,7 +157,14 @@ def poisoned(trainer: type) -> type:
     class Poisoned(trainer):  # type: ignore[misc,valid-type]
         def compute_loss(self, model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
             loss = super().compute_loss(model, inputs, *rest, **named)
+            if not model.training:
+                return loss
             return loss * (float("nan") if (inputs["input_ids"] == BAD_TOKEN).any() else 1.0)
+
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            if self.args.fp16:
+                half_precision(self.accelerator)
 
     return Poisoned
 
@@ -167,7 +184,7 @@ def fit_hf(trainer: Any, arguments: ScriptArguments) -> Ended:
     trainer.train()
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     model = trainer.accelerator.unwrap_model(trainer.model)
-    state = state_of(model, optimizer, trainer.lr_scheduler)
+    state = state_of(model, optimizer, trainer.lr_scheduler, trainer.accelerator.scaler)
     return Ended(state=state, skipped=guarded.guard.skipped)
 
 
@@ -175,8 +192,11 @@ def train_hf(script: ScriptArguments) -> Ended:
     from transformers import Trainer, TrainingArguments
 
     data = [{"input_ids": ids, "labels": ids} for ids in tokens(script.bad)]
-    arguments = TrainingArguments(**hf_arguments(script))
-    return fit_hf(poisoned(Trainer)(model=tiny_llama(), args=arguments, train_dataset=data), script)
+    arguments = TrainingArguments(**hf_arguments(script), eval_strategy="steps", eval_steps=9)
+    trainer = poisoned(Trainer)(
+        model=tiny_llama(), args=arguments, train_dataset=data, eval_dataset=data[:8]
+    )
+    return fit_hf(trainer, script)
 
 
 def train_sft(script: ScriptArguments) -> Ended:
@@ -188,7 +208,6 @@ def train_sft(script: ScriptArguments) -> Ended:
     arguments = SFTConfig(
         **hf_arguments(script),
         max_length=8,
-        bf16=False,
         dataset_kwargs={"skip_prepare_dataset": True},
     )
     trainer = poisoned(SFTTrainer)(
@@ -214,6 +233,7 @@ def _tokenizer() -> Any:
 
 def train_lightning(arguments: ScriptArguments) -> Ended:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.plugins import MixedPrecision
 
     from runner.integrations.lightning import GuardCallback
 
@@ -240,15 +260,18 @@ def train_lightning(arguments: ScriptArguments) -> Ended:
 
     torch.manual_seed(0)
     module, guard = Module(), GuardCallback(arguments.out, **arguments.settings)
+    # With precision="16-mixed" Lightning takes BF16 on a CPU.
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=6)
     trainer = Trainer(
         max_epochs=2, accumulate_grad_batches=ACCUMULATE, gradient_clip_val=0.5,
         accelerator="cpu", devices=num_ranks(), strategy="ddp" if num_ranks() > 1 else "auto",
         logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=[guard, Kill()],
+        plugins=[MixedPrecision("16-mixed", "cpu", scaler)] if arguments.fp16 else None,
     )  # fmt: skip
     trainer.fit(module, loader_of(arguments))
     schedule = trainer.lr_scheduler_configs[0].scheduler
-    state = state_of(module, trainer.optimizers[0], schedule)
+    state = state_of(module, trainer.optimizers[0], schedule, arguments.fp16 and scaler)
     return Ended(state=state, skipped=guard.guard.skipped)
 
 
@@ -298,7 +321,11 @@ def train_accelerate(arguments: ScriptArguments) -> Ended:
     from runner.integrations.accelerate import guard_prepared
 
     torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
+    precision = "fp16" if arguments.fp16 else "no"
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=ACCUMULATE, mixed_precision=precision
+    )
+    scaler = half_precision(accelerator) if arguments.fp16 else None
     net = TinyNet()
     optimizer, schedule = optimizer_and_schedule(net)
     model, prepared, loader, scheduler = accelerator.prepare(
@@ -321,7 +348,7 @@ def train_accelerate(arguments: ScriptArguments) -> Ended:
                         prepared.step()
                         scheduler.step()
                     prepared.zero_grad()
-    ended = Ended(state=state_of(net, optimizer, schedule), skipped=guard.skipped)
+    ended = Ended(state=state_of(net, optimizer, schedule, scaler), skipped=guard.skipped)
     guard.close()
     return ended
 
@@ -370,6 +397,7 @@ def main() -> None:
             out=Path(folder) / f"{name}-{name_of_run}",
             bad=bad if name_of_run == "poison" else (),
             shuffle=shuffle,
+            fp16=bool(os.environ.get("FP16")),
             skip=skipped if name_of_run == "told" else None,
             kill_at=kill_at if name_of_run == "poison" and rank == 1 else None,
             kill=lambda: os.kill(os.getpid(), signal.SIGKILL),

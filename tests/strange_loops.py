@@ -138,9 +138,9 @@ def unfrozen_with_a_group_of_its_own(given: Given) -> Any:
     return end(model, optimizer)
 
 
-def scaled_fp16(given: Given) -> Any:
+def scaled_fp16(given: Given, **options: Any) -> Any:
     """A scale that begins too high, so that it overflows on its own."""
-    model, optimizer = build()
+    model, optimizer = build(**options)
     schedule = lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=NUM)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=6)
     guard = given.make(model=model, optimizer=optimizer, scheduler=[schedule, scaler], clip=0.5)

@@ -17,9 +17,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 
 from runner.embed.loop.guard import Guard
+from runner.integrations.batches import carried, unscale
 from runner.system.error import ConfigError
 
 _SUPPORTED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
@@ -40,7 +42,7 @@ def guard_prepared(
         settings: those of :class:`runner.Guard`; ``accumulate`` comes from the Accelerator.
 
     Raises:
-        ConfigError: DeepSpeed or another engine that steps by itself, or FP16 loss scaling.
+        ConfigError: DeepSpeed or another engine that steps by itself.
     """
     kind = accelerator.distributed_type.name
     if kind not in _SUPPORTED:
@@ -48,16 +50,24 @@ def guard_prepared(
             f"guard_prepared: the Accelerator runs {kind}, whose engine applies the update itself; "
             f"supported: {', '.join(_SUPPORTED)}"
         )
-    if accelerator.scaler is not None:
-        raise ConfigError(
-            f"guard_prepared: mixed_precision={accelerator.mixed_precision}: its loss scaling "
-            "overflows on purpose; use bf16"
-        )
-    return Guard(
+    guard = _PreparedGuard(
         out,
         model=model,
         optimizer=getattr(optimizer, "optimizer", optimizer),
-        scheduler=scheduler,
+        scheduler=carried(scheduler, accelerator.scaler),
         accumulate=accelerator.gradient_accumulation_steps,
         **settings,
     )
+    guard.scaled = None if accelerator.scaler is None else (accelerator.scaler, optimizer)
+    return guard
+
+
+class _PreparedGuard(Guard):
+    """A guard whose :meth:`ok` judges gradients without the loss scale of FP16."""
+
+    scaled: tuple[torch.amp.GradScaler, Any] | None = None
+
+    def ok(self, loss: torch.Tensor | float, *, tokens: int = 0) -> bool:
+        if self.scaled is not None:
+            unscale(*self.scaled)
+        return super().ok(loss, tokens=tokens)

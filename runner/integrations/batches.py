@@ -20,12 +20,14 @@ class GuardedBatches:
     Args:
         make: makes the guard, which restores the run's random generators. They are set back to
             their states before, because the framework still has to shuffle its data.
+        scaler: of the framework, in FP16; None: there is none.
     """
 
-    def __init__(self, make: Any) -> None:
+    def __init__(self, make: Any, scaler: torch.amp.GradScaler | None = None) -> None:
         generators = Randomness()
         self.guard: Guard = make()
         generators.restore()
+        self._scaler = scaler
         self._number = 0
         self._epoch = -1
         self._loss: torch.Tensor | None = None
@@ -42,19 +44,39 @@ class GuardedBatches:
 
     def note(self, loss: torch.Tensor) -> None:
         """Record the loss of the current batch; of a step's losses the guard judges the mean."""
-        if self._loss is not None:
-            self.guard.note(self._loss)
         self._loss = loss.detach()
+        self.guard.note(self._loss)  # at once, or it would count as the next batch's
 
     def may_step(self, optimizer: Any) -> bool:
         """Whether the optimizer may step; if not, there are no gradients, as where no batch was
         trained on."""
         loss, self._loss = self._loss, None
+        if loss is not None and self._scaler is not None:
+            unscale(self._scaler, optimizer)
         is_allowed = loss is not None and self.guard.ok(loss)
         for group in [] if is_allowed else optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
         return is_allowed
+
+
+def unscale(scaler: torch.amp.GradScaler, optimizer: Any) -> None:
+    """Divide the gradients by the loss scale, unless that was done since the last step.
+
+    Args:
+        optimizer: the framework's wrapper of it, or itself.
+    """
+    try:
+        scaler.unscale_(getattr(optimizer, "optimizer", optimizer))
+    except RuntimeError as error:
+        if "already been called" not in str(error):
+            raise
+
+
+def carried(scheduler: Any, scaler: torch.amp.GradScaler | None) -> list[Any]:
+    """What the guard saves and rolls back beside the weights and the optimizer."""
+    schedulers = scheduler if isinstance(scheduler, list | tuple) else [scheduler]
+    return [one for one in (*schedulers, scaler) if one is not None]
 
 
 class HasBatches:

@@ -14,12 +14,11 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from runner.embed.loop.guard import Guard
-from runner.integrations.batches import GuardedBatches, HasBatches
+from runner.integrations.batches import GuardedBatches, HasBatches, carried
 from runner.system.error import ConfigError
 
 _UNSUPPORTED = {
     "deepspeed": "its engine applies the update itself; use python -m runner parallel=zero3",
-    "fp16": "its loss scaling overflows on purpose; use bf16=True",
 }
 
 
@@ -65,22 +64,33 @@ class GuardedTrainer(HasBatches):
         """Create the guard when training begins; resumes the run in ``out``."""
         # Accelerate's wrapper; the Trainer reads from it whether to step its schedule.
         self._optimizer = optimizer
-        args = self._trainer.args
+        args, scaler = self._trainer.args, self._trainer.accelerator.scaler
+        if scaler is not None:
+            # A start may begin with steps that are passed over: they unscale what nobody scaled.
+            scaler.scale(torch.zeros((), device=args.device))
         self._batches = GuardedBatches(
             lambda: Guard(
                 self._out,
                 model=model,
                 optimizer=getattr(optimizer, "optimizer", optimizer),
-                scheduler=scheduler,
+                scheduler=carried(scheduler, scaler),
                 clip=self._clip or None,
                 accumulate=args.gradient_accumulation_steps,
                 **self._settings,
-            )
+            ),
+            scaler,
         )
 
     def before_step(self) -> None:
-        """Call after the backward passes; a step that is not allowed is one that overflowed."""
-        self._optimizer._is_overflow = not self.batches.may_step(self._optimizer)
+        """Call after the backward passes; a step that is not allowed is one that overflowed, but
+        for the scaler, which does not hear of it."""
+        is_allowed = self.batches.may_step(self._optimizer)
+        self._optimizer._is_overflow = not is_allowed
+        scaler = self._trainer.accelerator.scaler
+        if scaler is not None:
+            self._optimizer.scaler = scaler if is_allowed else None
+            if not is_allowed:
+                scaler.update(scaler.get_scale())  # the next step may unscale its own gradients
 
     def _step(self, model: Any, inputs: Any, *rest: Any, **kwargs: Any) -> torch.Tensor:
         """Replaces ``Trainer.training_step``: forward and backward of one batch."""
@@ -103,7 +113,7 @@ def guard_trainer(trainer: Trainer, out: str | Path, **settings: Any) -> Guarded
         settings: as :class:`runner.Guard` takes them.
 
     Raises:
-        ConfigError: the Trainer uses DeepSpeed or FP16 loss scaling, which cannot be guarded.
+        ConfigError: the Trainer uses DeepSpeed, which cannot be guarded.
     """
     for name, why in _UNSUPPORTED.items():
         if getattr(trainer.args, name, None):

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from runner.embed.loop.device_gate import HostSide
 from runner.embed.loop.guard import Guard
-from runner.integrations.batches import GuardedBatches, HasBatches
+from runner.integrations.batches import GuardedBatches, HasBatches, carried
 from runner.system.error import ConfigError
 
 
@@ -35,7 +36,6 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
         self._out = out
         self._settings = settings
         self._before: HostSide | None = None  # a refused step
-        self._is_passed_over = False  # the current batch is not trained on
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse trainers that cannot be guarded."""
@@ -51,11 +51,6 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
                 "strategy='ddp'; for FSDP2 (fully_shard) use runner.Guard in a loop of "
                 "your own, such as Fabric's"
             )
-        if getattr(trainer.precision_plugin, "scaler", None) is not None:
-            raise ConfigError(
-                f"GuardCallback: precision={trainer.precision}: its loss scaling overflows on "
-                "purpose; use bf16-mixed"
-            )
         if not pl_module.automatic_optimization or len(trainer.optimizers) > 1:
             raise ConfigError(
                 "GuardCallback: needs automatic optimization and one optimizer; with manual "
@@ -64,26 +59,32 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Create the guard, which resumes the run in ``out``."""
+        self._scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._batches = GuardedBatches(
             lambda: Guard(
                 self._out,
                 model=pl_module,
                 optimizer=trainer.optimizers[0],
-                scheduler=[config.scheduler for config in trainer.lr_scheduler_configs],
+                scheduler=self._schedulers(trainer),
                 accumulate=trainer.accumulate_grad_batches,
                 **self._settings,
-            )
+            ),
+            self._scaler,
         )
         train = pl_module.training_step
         batches = self._batches
 
         def step(*args: Any, **kwargs: Any) -> Any:
             """Replaces ``training_step``; returns None, which is no loss, for a skipped batch."""
-            self._is_passed_over = not batches.take()
-            if not self._is_passed_over:
-                return train(*args, **kwargs)
-            # On several ranks Lightning refuses None, and DDP waits for every gradient.
-            return None if trainer.world_size == 1 else _no_loss(pl_module)
+            if not batches.take():
+                # On several ranks Lightning refuses None, and DDP waits for every gradient.
+                return None if trainer.world_size == 1 else _no_loss(pl_module)
+            result = train(*args, **kwargs)
+            loss = result["loss"] if isinstance(result, Mapping) else result
+            if loss is not None:
+                # As Lightning divides it; before backward it is multiplied by the loss scale.
+                batches.note(loss / trainer.accumulate_grad_batches)
+            return result
 
         pl_module.training_step = step
         self._restore = lambda: setattr(pl_module, "training_step", train)
@@ -91,21 +92,17 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.batches.begin_epoch()
 
-    def on_before_backward(
-        self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor
-    ) -> None:
-        if not self._is_passed_over:
-            self.batches.note(loss)
-
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """After the backward passes: drop the gradients if the step is not allowed."""
         self._before = None
         if not self.batches.may_step(optimizer):
-            # Lightning steps the schedulers even so.
-            schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-            self._before = HostSide([optimizer], schedulers)
+            # Lightning steps the schedulers, and updates the loss scale, even so.
+            self._before = HostSide([optimizer], self._schedulers(trainer))
+
+    def _schedulers(self, trainer: Trainer) -> list[Any]:
+        return carried([each.scheduler for each in trainer.lr_scheduler_configs], self._scaler)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

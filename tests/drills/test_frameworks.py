@@ -13,20 +13,24 @@ from tests.script_run import ends_of
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "fp16"),
     [
-        "accelerate",
-        pytest.param("fabric", marks=pytest.mark.full),
-        pytest.param("lightning", marks=pytest.mark.full),
-        pytest.param("hf", marks=pytest.mark.full),
-        pytest.param("sft", marks=pytest.mark.full),
+        ("accelerate", ""),
+        ("lightning", "1"),
+        *(
+            pytest.param(name, fp16, marks=pytest.mark.full)
+            for name, fp16 in [
+                *(("fabric", ""), ("lightning", ""), ("hf", ""), ("sft", "")),
+                *(("accelerate", "1"), ("hf", "1")),
+            ]
+        ),
     ],
 )
-def test_poisoned_killed_and_resumed_is_told_to_skip(tmp_path: Path, name: str) -> None:
+def test_poisoned_killed_and_resumed_is_told_to_skip(tmp_path: Path, name: str, fp16: str) -> None:
     if importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed")
     words = (name, str(tmp_path), "poison", "told")
-    ends = ends_of("frameworks.py", tmp_path, *words, restarts=1, KILL_AT="47")
+    ends = ends_of("frameworks.py", tmp_path, *words, restarts=1, KILL_AT="47", FP16=fp16)
     for end in ends:
         assert end["poison"] == end["told"]
         assert end["poison"]["skipped"] == ends[0]["poison"]["skipped"] != []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,23 +33,33 @@ def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.mkdir()
     monkeypatch.setenv(MEMORY_DIR, str(folder))
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    if find_spec("accelerate"):
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state()  # it holds the precision for the process
 
 
 def poisoned_and_killed(
-    tmp_path: Path, name: str, *, shuffle: bool, kills: tuple[int, ...]
+    tmp_path: Path, name: str, *, shuffle: bool, kills: tuple[int, ...], fp16: bool = False
 ) -> list[tuple[int, int]]:
     """Trained on bad samples and killed, against told to skip; what was skipped."""
     train, bad = FRAMEWORKS[name], SCATTERED if shuffle else BAD
-    arguments = ScriptArguments(out=tmp_path / "a", bad=bad, shuffle=shuffle)
+    arguments = ScriptArguments(out=tmp_path / "a", bad=bad, shuffle=shuffle, fp16=fp16)
     for kill_at in kills:
         with pytest.raises(Killed):
             train(replace(arguments, kill_at=kill_at))
     killed = train(arguments)
-    other = train(ScriptArguments(out=tmp_path / "b", bad=(), shuffle=shuffle, skip=killed.skipped))
+    other = train(replace(arguments, out=tmp_path / "b", bad=(), skip=killed.skipped))
     assert killed.skipped == other.skipped and killed.skipped
     assert journal(tmp_path / "a", "discard")
     assert not journal(tmp_path / "b", "discard") and not journal(tmp_path / "b", "rollback")
     same(killed.state, other.state)
+    if fp16:
+        ends = [json.loads((tmp_path / run / "summary.json").read_text()) for run in "ab"]
+        updates = {end["steps"] for end in ends}
+        # No overflow is an incident, and none is an update.
+        assert len(updates) == 1 and updates.pop() + sum(b - a for a, b in killed.skipped) // 2 < 64
+        assert 1 <= killed.state["scaler"]["scale"] < 2.0**24
     return killed.skipped
 
 
@@ -62,6 +74,14 @@ def test_poisoned_killed_and_resumed_is_told_to_skip(tmp_path: Path, name: str) 
     kills = (21, 47) if name in ("hf", "sft", "lightning") else (11, 23)
     poisoned_and_killed(tmp_path, name, shuffle=is_hf, kills=kills)
     assert is_hf or len(journal(tmp_path / "a", "rollback")) == 2  # one an epoch
+
+
+@pytest.mark.parametrize("name", ["hf", "lightning", "accelerate"])
+def test_in_fp16_an_overflow_is_the_scalers(tmp_path: Path, name: str) -> None:
+    """The scale is state: rolled back, resumed, and not changed by a step that was refused."""
+    pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
+    kills = (21, 47) if name in ("hf", "lightning") else (11, 23)
+    poisoned_and_killed(tmp_path, name, shuffle=name == "hf", kills=kills, fp16=True)
 
 
 @pytest.mark.full
@@ -147,14 +167,14 @@ def test_what_cannot_be_guarded_is_refused(tmp_path: Path) -> None:
         GuardCallback(tmp_path).on_fit_start(trainer, LightningModule())
 
 
-@pytest.mark.parametrize(("key", "value"), [("deepspeed", "zero3.json"), ("fp16", True)])
+@pytest.mark.parametrize(("key", "value"), [("deepspeed", "zero3.json")])
 def test_what_the_hf_trainer_cannot_have_guarded_is_refused(
     tmp_path: Path, key: str, value: object
 ) -> None:
     pytest.importorskip("transformers")
     from runner.integrations.hf import guard_trainer
 
-    trainer: Any = SimpleNamespace(args=SimpleNamespace(deepspeed=None, fp16=False))
+    trainer: Any = SimpleNamespace(args=SimpleNamespace(deepspeed=None))
     setattr(trainer.args, key, value)
     with pytest.raises(ConfigError, match=rf"guard_trainer: {key}={value!r}: .*; use "):
         guard_trainer(trainer, tmp_path)

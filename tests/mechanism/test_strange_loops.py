@@ -112,6 +112,20 @@ def test_it_is_the_loop_that_never_saw_what_was_skipped(tmp_path: Path, name: st
     assert not differing, skipped
 
 
+def test_a_scaler_whose_steps_are_read_late(tmp_path: Path) -> None:
+    """Where both withhold an update, the scale is as if the step had never been."""
+
+    def loop(given: Given) -> Any:
+        return strange_loops.scaled_fp16(given, fused=True)
+
+    ended, guard = guarded(loop, tmp_path / "run", sync=False)
+    skipped, scale = guard.skipped, ended["others"][2]["scale"]
+    guard.close()
+    assert len(skipped) >= 3 and 1 <= scale < 2.0**24
+    plain = loop(Given(lambda **given: NoGuard(skipped, **given), (), lambda: None))
+    assert digest(plain) == digest(ended)
+
+
 class Reshuffled:
     """Draws an order now and then, in the midst of a pass."""
 

@@ -23,12 +23,10 @@ _FOUND = "found_inf"
 _LOWEST_SCALE = 1.0
 
 
-def require_gated(
-    optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Scheduler]
-) -> None:
+def require_gated(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """
     Raises:
-        ConfigError: an optimizer does not read ``found_inf``, or a loss scaler is in the loop.
+        ConfigError: an optimizer does not read ``found_inf``.
     """
     for optimizer in optimizers:
         # Private in torch, by which GradScaler asks; tests/mechanism/test_guard_late.py pins it.
@@ -38,34 +36,35 @@ def require_gated(
                 f"torch's fused ones (fused=True: Adam, AdamW, SGD, Adagrad), and this is "
                 f"{type(optimizer).__name__}; leave sync out"
             )
-    if any(isinstance(scheduler, torch.amp.GradScaler) for scheduler in schedulers):
-        raise ConfigError(
-            "Guard: sync=False and a GradScaler: both gate the optimizer by found_inf, and "
-            "the scaler waits for the device; leave sync out, or use BF16 or FP32 without it"
-        )
 
 
 class DeviceGate:
     """Withholds updates while :attr:`closed` is a tensor that is 1, by hooks of the optimizers.
 
-    A ``found_inf`` that is set already is kept.
+    A ``found_inf`` that is set already, by a loss scaler, withholds them as well.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.closed: torch.Tensor | None = None
+        self._theirs: dict[int, torch.Tensor | None] = {}
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before)
             optimizer.register_step_post_hook(self._after)
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self.closed is not None:
-            theirs = getattr(optimizer, _FOUND, None)
+            theirs = self._theirs[id(optimizer)] = getattr(optimizer, _FOUND, None)
             both = self.closed if theirs is None else torch.maximum(self.closed, theirs)
             setattr(optimizer, _FOUND, both)
 
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self.closed is not None and hasattr(optimizer, _FOUND):
+        if self.closed is None:
+            return
+        theirs = self._theirs.pop(id(optimizer))
+        if theirs is None:
             delattr(optimizer, _FOUND)
+        else:
+            setattr(optimizer, _FOUND, theirs)  # the scaler deletes it
 
 
 class HostSide:
@@ -78,7 +77,7 @@ class HostSide:
         self, optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Scheduler]
     ) -> None:
         self._optimizers, self._schedulers = optimizers, schedulers
-        self._states = [copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers]
+        self._states = [_state_of(scheduler) for scheduler in schedulers]
         self._options = [
             [
                 {key: _copy(value) for key, value in group.items() if key != "params"}
@@ -105,11 +104,25 @@ def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
+def _state_of(scheduler: Scheduler) -> dict[str, Any]:
+    """A copy of its state, which a scaler's own ``state_dict`` would wait for the device for."""
+    if not isinstance(scheduler, torch.amp.GradScaler) or scheduler._scale is None:
+        return copy.deepcopy(scheduler.state_dict())
+    return {
+        "scale": scheduler._scale.clone(),
+        "growth_factor": scheduler.get_growth_factor(),
+        "backoff_factor": scheduler.get_backoff_factor(),
+        "growth_interval": scheduler.get_growth_interval(),
+        "_growth_tracker": _copy(scheduler._growth_tracker),
+    }
+
+
 class Scalers:
     """The enabled loss scalers (``torch.amp.GradScaler``) among a guard's schedulers.
 
     An overflow is the scaler's own: it skips the optimizer's step and lowers its scale, as in a
-    loop without a guard. The guard lets such a step through and counts no update.
+    loop without a guard. The guard lets such a step through and counts no update. A gradient that
+    stays non-finite at any scale is no overflow.
     """
 
     def __init__(self, schedulers: Sequence[Any]) -> None:
@@ -119,13 +132,24 @@ class Scalers:
             if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled()
         ]
 
-    def is_overflow(self, signals: StepSignals) -> bool:
-        """Whether a scaler will skip the step: gradients are Inf, the loss is finite."""
+    def scales(self) -> list[torch.Tensor | float]:
+        """The scale of each, as it is now; waits for nothing."""
+        return [
+            scaler.get_scale() if scaler._scale is None else scaler._scale.clone()
+            for scaler in self._scalers
+        ]
+
+    def is_overflow(self, signals: StepSignals, scales: Sequence[torch.Tensor | float]) -> bool:
+        """Whether a scaler skips the step: gradients are Inf or NaN, the loss is finite.
+
+        Args:
+            scales: those with which the step was computed. Waits for the device.
+        """
         return (
             bool(self._scalers)
             and math.isfinite(signals.loss)
-            and math.isinf(signals.grad_norm)  # NaN comes from data
-            and all(scaler.get_scale() >= _LOWEST_SCALE for scaler in self._scalers)
+            and not math.isfinite(signals.grad_norm)  # a norm's backward makes NaN of Inf
+            and all(float(scale) >= _LOWEST_SCALE for scale in scales)
         )
 
     def forget_step(self) -> None:

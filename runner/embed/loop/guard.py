@@ -126,7 +126,7 @@ class Guard(Holder):
         if config.guard.sync is False:
             if engine is not None:
                 raise ConfigError("sync=False: a DeepSpeed engine is told before it steps")
-            require_gated(optimizers, schedulers)
+            require_gated(optimizers)
         self._position = DataPosition()
         generators = Randomness()
         with joined(config, "Guard") as group:
@@ -156,7 +156,7 @@ class Guard(Holder):
         self._accumulates = config.batch.global_size > 1  # or it is seen to
         self._has_begun = False
         self._is_catching_up = not run.resumed.is_fresh
-        self._is_at_resumed = False  # every batch before the resumed state has been read again
+        self._resumed_at = run.state.cursor
 
     # -- for the loop ---------------------------------------------------------------------
 
@@ -283,9 +283,10 @@ class Guard(Holder):
         self._steps.replay_known_discards()
         first = self._steps.next_number()
         if number < first:
-            self._is_at_resumed = number + 1 == first
-            if self._is_catching_up and self._is_at_resumed:
-                self._carried.repeat()  # for what comes before the next batch: the end of a pass
+            if self._is_catching_up and number + 1 == self._resumed_at:
+                # For what comes before the next batch: an evaluation, its reading, the next pass.
+                self._is_catching_up = False
+                self._carried.repeat()
             return False
         if self._is_catching_up:
             self._is_catching_up = False
@@ -302,8 +303,6 @@ class Guard(Holder):
         if self._is_catching_up and number == place.epoch and place.begun is not None:
             Randomness.from_json(place.begun).restore()
         elif number >= place.epoch:
-            # At the end of a pass: what the next one draws is not to be put back.
-            self._is_catching_up = self._is_catching_up and not self._is_at_resumed
             place.epoch, place.begun = number, Randomness().to_json()
 
     def close(self) -> None:

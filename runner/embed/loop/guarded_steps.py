@@ -68,6 +68,7 @@ class _Unread:
     agreed: AgreedStep
     step: _Step
     host_side: HostSide
+    scales: list[torch.Tensor | float]
 
 
 class GuardedSteps:
@@ -229,10 +230,12 @@ class GuardedSteps:
         if self._gate is not None and self._may_read_late():
             self._measurer.clip(agreed.numbers[GRAD_NORM])
             self._gate.closed = agreed.numbers[CLOSED].float()
-            self._unread, self._step = _Unread(agreed, step, self._host_side()), None
+            scales = self._scalers.scales()
+            self._unread = _Unread(agreed, step, self._host_side(), scales)
+            self._step = None
             return True
         info = self._read(agreed, step)
-        is_overflow = self.undoes_refused and self._scalers.is_overflow(info.signals)
+        is_overflow = self._scalers.is_overflow(info.signals, self._scalers.scales())
         verdict = None if is_overflow else self._judge(info)
         if is_overflow or verdict is not None:
             self._measurer.clip(agreed.numbers[GRAD_NORM])
@@ -322,6 +325,9 @@ class GuardedSteps:
         self._unread = self._gate.closed = None
         info = self._read(unread.agreed, unread.step)
         self._is_asked_to_stop = self._is_asked_to_stop or info.stop_requested
+        if self._scalers.is_overflow(info.signals, unread.scales):
+            self._state.cursor = info.signals.stop  # the step computed meanwhile has the new scale
+            return True
         verdict = self._judge(info)
         if verdict is not None:
             self._count(info, verdict)
