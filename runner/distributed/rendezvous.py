@@ -32,6 +32,7 @@ _AT_ONCE = 1024  # keys in one message: about a megabyte of facts
 _SECONDS_A_RANK = 5e-4  # added for each rank that rank 0 serves
 _RETRY_SECONDS = 0.2
 _GRACE_SECONDS = 2.0
+_FOLLOWER_SECONDS = 10.0  # for rank 0 to find out who is missing
 _MESH_RANKS = 64
 _OTHER_FILES = 256  # descriptors that a process has open beside its connections
 _MOST_NAMED = 16
@@ -195,8 +196,7 @@ def call_roll(
     if place.is_first:
         room, verdict = _lead(store, place, introduction, seconds)
     else:
-        # Rank 0 needs a moment to find out who is missing.
-        limit = seconds + _GRACE_SECONDS + 8.0 + _SECONDS_A_RANK * place.world_size
+        limit = seconds + _FOLLOWER_SECONDS + _SECONDS_A_RANK * place.world_size
         room, verdict = _follow(store, place, introduction, limit)
     if verdict:
         raise StartError(verdict)

@@ -203,7 +203,7 @@ def test_a_copy_that_went_wrong_is_found(
     tmp_path: Path, engine: str, ranks: int, named: list[int]
 ) -> None:
     """One bit of one copy: named, and nothing that came after it is kept."""
-    common = (*engine.split(), "steps=30", "schedule.total=60", "batch.global_size=60")
+    common = (*engine.split(), "steps=26", "schedule.total=60", "batch.global_size=60")
     check = "debug.replica_check_every=5"
     healthy = finish(tmp_path / "healthy", *common, check, ranks=ranks)
     assert not healthy.journal("replica_mismatch")
@@ -224,12 +224,12 @@ def test_a_slow_rank_is_named_and_left_alone(tmp_path: Path) -> None:
     run = finish(
         tmp_path / "run",
         "watchdog.straggler_every=5",
-        "faults=[slow@step=10-30,rank=1,seconds=0.2]",
-        "steps=32",
+        "faults=[slow@step=5-20,rank=1,seconds=0.15]",
+        "steps=22",
     )
     slow = [line for line in run.journal("straggler") if "reading data" in line["reason"]]
     assert [line["ranks"] for line in slow] == [[1]], run.tail
-    assert 20 <= slow[0]["step"] <= 30 and not run.journal("crash")
+    assert 10 <= slow[0]["step"] <= 20 and not run.journal("crash")
 
 
 NCCLS_OWN = (

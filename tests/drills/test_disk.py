@@ -122,7 +122,7 @@ def keeping(tmp_path: Path) -> tuple[Path, Path]:
     return program, mark
 
 
-SLOWLY = "faults=[slow@step=14-60,seconds=0.1]"
+SLOWLY = "faults=[slow@step=14-60,seconds=0.05]"
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(0, marks=pytest.mark.full)])

@@ -58,7 +58,8 @@ def test_another_engine_with_every_command(tmp_path: Path, clean: Result) -> Non
     assert len(run.metrics()) == 60, "no step was done twice"
 
 
-@pytest.mark.parametrize("parallel", ["fsdp", pytest.param("ddp", marks=pytest.mark.full)])
+@pytest.mark.full  # always, with a mixture: tests/drills/test_mixture.py
+@pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
 def test_trouble_is_judged_alike_on_three_ranks(
     tmp_path: Path, poisoned: Result, parallel: str
 ) -> None:

@@ -46,14 +46,15 @@ def test_a_second_launch_is_refused_in_words(tmp_path: Path, clean: Result) -> N
     """
     out = tmp_path / "run"
     # The first restarts its ranks once by itself, which is to be let in.
-    faults = "faults=[kill@step=5,rank=1,slow@step=10-60,seconds=0.5]"
+    faults = "faults=[kill@step=5,rank=1,slow@step=10-40,seconds=0.5]"
     first = Started(out=out, process=named(out, faults, restarts=1))
     try:
         first.until(lambda out: metrics_step(out) >= 12, timeout=120)
+        other = named(out, restarts=0)
         second = train(out)
         assert second.code != 0 and "is in use by a living run" in second.text, second.tail
         assert "resume.take_over=true" in second.text, second.tail
-        refused = Started(out=out, process=named(out, restarts=0)).wait()
+        refused = Started(out=out, process=other).wait()
         assert refused.code != 0 and "in use by a living run" in refused.text, refused.tail
         assert "job torchrun mine" in refused.text and "is no restart" in refused.text, refused.tail
         assert re.search(r"exitcode +: 2 ", refused.text), refused.tail

@@ -43,7 +43,7 @@ SETTINGS = (
     *TINY,
     f"steps={STEPS}",
     "track.every=1",
-    "faults=[slow@step=4-60,seconds=0.12]",
+    "faults=[slow@step=4-60,seconds=0.06]",
 )
 
 

@@ -15,7 +15,7 @@ from tests.run import EVALUATED, Result, finish, skip_override, train
 
 SMALL = ("compute.precision=fp32", "steps=26", "checkpoint.memory_every=0")
 
-# Every proof takes seconds; a step of these models takes milliseconds.
+# Every proof takes a second; a step of these models takes milliseconds.
 SLOW = """
 import time
 from runner.checkpoint.disk import tier as disk_tier
@@ -23,7 +23,7 @@ verify = disk_tier.verify_files
 
 def slowly(*arguments, finite, **more):
     if finite:
-        time.sleep(2)
+        time.sleep(1)
     verify(*arguments, finite=finite, **more)
 
 disk_tier.verify_files = slowly

@@ -96,7 +96,7 @@ def test_a_file_cut_short_while_training(tmp_path: Path) -> None:
         "data.max_unreadable=0",  # else some are skipped first
     )
     untouched = finish(tmp_path / "untouched", *settings)
-    slow = (*settings, "faults=[slow@step=12-60,seconds=0.25]")
+    slow = (*settings, "faults=[slow@step=12-60,seconds=0.1]")
     started = start(tmp_path / "run", *slow)
     started.until(lambda out: metrics_step(out) >= 15)
     os.truncate(corpus, len(whole) // 4)

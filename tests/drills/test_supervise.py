@@ -32,7 +32,7 @@ from tests.run import (
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 # Long enough to be hit in the middle.
-SLOW = "faults=[slow@step=30-60,seconds=0.25]"
+SLOW = "faults=[slow@step=30-52,seconds=0.25]"
 
 
 def launch(out: Path, *overrides: str, options: tuple[str, ...] = ()) -> Started:
@@ -243,6 +243,7 @@ def test_a_fork_server_that_dies_harms_no_rank(tmp_path: Path, clean: Result) ->
     assert all("evidence" in line["detail"]["start_seconds"] for line in starts)
 
 
+@pytest.mark.full  # always a launch and its restarts above, and everything on in test_everything.py
 def test_warm_ranks_with_everything_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluation, accumulation, a mixture, probes, late copies; a discard, a kill, a stop."""
     monkeypatch.setenv(warm.LATE_COPIES, "1")

@@ -18,7 +18,6 @@ from packaging.utils import canonicalize_name
 from runner.system.error import PACKAGES
 
 ROOT = Path(__file__).parents[2]
-TINY = ("data=synthetic", "compute.precision=fp32", "eval.every=0", "data.workers=0")
 
 
 def declared() -> dict[str, importlib.metadata.Distribution]:
@@ -87,31 +86,23 @@ def test_the_environment_holds_no_extra_and_not_the_checkout(
     assert extras == "[]", done.stdout + done.stderr
 
 
-@pytest.mark.full  # on two ranks always
-def test_the_command_trains_without_extras(bin_folder: Path, tmp_path: Path) -> None:
-    """On bytes of text, in one process."""
+def test_the_command_trains_without_extras_and_with_own_presets(
+    bin_folder: Path, tmp_path: Path
+) -> None:
+    """Bytes of text in one process; packaged presets, and a user's own beside them."""
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "a.txt").write_text("the cat sat on the mat\n" * 4000)
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    (tmp_path / "mine" / "model" / "own.yaml").write_text("dim: 48\nlayers: 1\nheads: 2\n")
     settings = (
-        "model=tiny", "data.path=corpus", "data.cache=cache", "data.seq_len=32", *TINY[1:],
-        "steps=4", "schedule.warmup=1", "out=run",
+        "--config-dir", "mine", "model=own", "data.path=corpus", "data.cache=cache",
+        "data.seq_len=32", "compute.precision=fp32", "eval.every=0", "data.workers=0", "steps=4",
+        "schedule.warmup=1", "out=run",
     )  # fmt: skip
     done = run(str(bin_folder / "holdfast"), *settings, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "done" and summary["steps"] == 4
-
-
-def test_two_ranks_train_with_own_presets(bin_folder: Path, tmp_path: Path) -> None:
-    """Packaged presets, and a user's own beside them."""
-    (tmp_path / "mine" / "model").mkdir(parents=True)
-    (tmp_path / "mine" / "model" / "own.yaml").write_text("dim: 48\nlayers: 1\nheads: 2\n")
-    done = run(
-        str(bin_folder / "python"), "-m", "torch.distributed.run", "--standalone",
-        "--nproc-per-node=2", "-m", "runner", "--config-dir", "mine", "model=own", *TINY,
-        "steps=3", "schedule.warmup=1", "out=run", cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
     config = (tmp_path / "run" / "config.yaml").read_text()
     assert "dim: 48" in config and config.startswith("# settings sha256 ")
 

@@ -175,7 +175,7 @@ def test_gpus_with_which_cuda_does_not_start(
     assert find_device("cpu", place(), {}).problem == ""
 
 
-@pytest.mark.parametrize("ranks", [2, 0])
+@pytest.mark.parametrize("ranks", [2, pytest.param(0, marks=pytest.mark.full)])
 def test_a_run_on_such_gpus_ends_in_one_sentence(ranks: int, tmp_path: Path) -> None:
     """With this torch, which is built without CUDA, and GPUs that it counts."""
     program = tmp_path / "counts.py"

@@ -385,7 +385,7 @@ def test_a_sample_that_cannot_be_read_is_told_by_its_rank(
     before, broken, after = plans(stream(), Ledger(), 3)
     index, position = int(broken.indices[slot]), int(broken.positions[slot])
     fault, words, refused = FAULTS[name]
-    with ranks(2, Damaged({index: fault}), workers=workers) as feeds:
+    with ranks(2, Damaged({index: fault}), workers=workers, retry_seconds=0.2) as feeds:
         check_fetch(feeds, before, Ledger())
         fetched = [feed.fetch(broken, Ledger()) for feed in feeds]
         told = [one for rank in fetched for one in rank.unreadable]
@@ -414,7 +414,7 @@ def test_a_sample_that_cannot_be_read_is_told_by_its_rank(
 def test_whatever_a_sample_is_it_ends_nothing(name: str) -> None:
     fault, words, refused = FAULTS[name]
     plan = stream().plan(0, Ledger())
-    with ranks(1, Damaged({int(plan.indices[2]): fault})) as (feed,):
+    with ranks(1, Damaged({int(plan.indices[2]): fault}), retry_seconds=0.2) as (feed,):
         (told,) = feed.fetch(plan, Ledger()).unreadable
         assert (
             told.index == int(plan.indices[2]) and words in told.error and told.refused is refused

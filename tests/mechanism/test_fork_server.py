@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def test_a_forked_process_is_what_a_new_one_is(
     assert {one["parent"] for one in (new, forked, again)} == {os.getpid()}
 
 
-def test_its_end_is_not_the_end_of_what_it_forked(tmp_path: Path) -> None:
+def test_its_end_is_not_the_end_of_what_it_forked(tmp_path: Path, light: None) -> None:
     forks, process = Forks.start((), ENV)
     assert forks.is_ready(_SECONDS)
     words = [sys.executable, "-m", "tests.process_facts", str(tmp_path / "facts")]
@@ -105,7 +106,14 @@ class Told:
 
 
 @pytest.fixture
-def told() -> Iterator[Told]:
+def light(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have servers import the little that these tests need."""
+    start = partial(Forks.start, program="tests.light_fork_server")
+    monkeypatch.setattr(Forks, "start", start)
+
+
+@pytest.fixture
+def told(light: None) -> Iterator[Told]:
     told = Told()
     with told.warm:
         yield told
@@ -194,7 +202,8 @@ def test_where_no_process_can_be_forked(told: Told, tmp_path: Path) -> None:
 def test_it_ends_with_the_one_that_asks(tmp_path: Path) -> None:
     code = (
         "import os, sys\nfrom runner.launch.fork_server import Forks\n"
-        "forks, process = Forks.start((), os.environ)\nprint(process.pid, flush=True)\n"
+        "forks, process = Forks.start((), os.environ, program='tests.light_fork_server')\n"
+        "print(process.pid, flush=True)\n"
         "sys.stdin.read()\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1) as asker:

@@ -96,9 +96,8 @@ def test_a_restart_in_the_second_pass_finds_its_order(tmp_path: Path, name: str)
 @pytest.mark.parametrize(
     "name",
     [
-        "hf",
         "lightning",
-        *(pytest.param(n, marks=pytest.mark.full) for n in ("fabric", "accelerate")),
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("hf", "fabric", "accelerate")),
     ],
 )
 def test_killed_where_the_newest_checkpoint_is_that_of_a_pass_end(

@@ -20,6 +20,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from runner.config.schema import RunConfig
+from runner.distributed import rendezvous
 from runner.distributed.env import RankEnv
 from runner.distributed.rendezvous import (
     _absent,
@@ -55,7 +56,7 @@ def started(
     return warm.WarmPopen(
         [
             *(sys.executable, "-m", "runner", "out=/nonexistent/never", "data=synthetic"),
-            *("model=tiny", "parallel.start_seconds=3"),
+            *("model=tiny", "parallel.start_seconds=2"),
         ],
         env=os.environ | {name: str(value) for name, value in variables.items()},
         stdout=subprocess.PIPE,
@@ -87,7 +88,7 @@ def test_a_restart_forgets_that_nccls_monitors_were_asked_to_end(prefixes: Seque
 def test_absent_ranks_are_named() -> None:
     port = free_port()
     first, other = said([started(rank, 4, port) for rank in (0, 2)])
-    assert "2 of 4 ranks are absent after parallel.start_seconds=3: rank 1, 3" in first
+    assert "2 of 4 ranks are absent after parallel.start_seconds=2: rank 1, 3" in first
     assert not other.strip() or "absent" in other, "rank 0 has said it for all"
 
 
@@ -100,7 +101,7 @@ def test_a_meeting_point_that_is_not_there(host: str) -> None:
     text = process.communicate(timeout=60)[0]
     assert process.returncode == 1
     told = [line for line in text.splitlines() if "cannot reach the rendezvous store" in line]
-    assert told and f"{host}:{port}" in told[0] and "parallel.start_seconds=3" in told[0], text
+    assert told and f"{host}:{port}" in told[0] and "parallel.start_seconds=2" in told[0], text
     assert "Traceback" not in text
 
 
@@ -313,7 +314,8 @@ def test_many_ranks_are_not_connected_all_with_all() -> None:
     assert descriptors(24, 65) <= 16  # 4 and twice the logarithm of 24
 
 
-def test_rank_zero_is_absent() -> None:
+def test_rank_zero_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_FOLLOWER_SECONDS", 0.5)
     store = HashStore()
     assert "rank 0 is absent" in roll_for(store, seconds=0.5)
 

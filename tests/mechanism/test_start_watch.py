@@ -140,8 +140,9 @@ def test_a_neighbour_that_dies_ends_this_rank_and_is_told(
 @pytest.mark.parametrize(
     ("per_node", "looks", "words"),
     [
-        # Never silent for so long, however busy the machine: the neighbour tells.
-        (2, 200, "SIGKILL"),
+        # Never silent for so long, however busy the machine: the neighbour tells. Always in one
+        # process: test_a_neighbour_that_dies_ends_this_rank_and_is_told.
+        pytest.param(2, 200, "SIGKILL", marks=pytest.mark.full),
         (1, 8, "has been silent for"),
     ],
 )

@@ -75,7 +75,9 @@ print(own(), *found)
 """
 
 
-@pytest.mark.parametrize("more", [0, 5, 19])
+@pytest.mark.parametrize(
+    "more", [5, pytest.param(0, marks=pytest.mark.full), pytest.param(19, marks=pytest.mark.full)]
+)
 def test_its_thread_gives_way_to_the_step_under_nice_as_well(more: int) -> None:
     """Relative to the process: an absolute priority would put it before the step, under nice."""
     own = os.getpriority(os.PRIO_PROCESS, 0)

@@ -74,8 +74,11 @@ def test_nothing_overtakes_on_other_layouts(engine: str) -> None:
     check_order(run("order", NOTHING, f"parallel={engine}", *shard)[NOTHING])
 
 
+GUARDED = "late,at once,spinning,Guard,Ring,Guard overlapping"  # one process for two tests
+
+
 def test_a_guarded_loop_that_reads_late_never_waits() -> None:
-    found = run("guarded", "late,at once,spinning")
+    found = run("guarded", GUARDED)
     assert found["late"]["waits"] == found["late"]["races"] == found["late"]["spins"] == []
     assert found["late"]["copies"] == 2  # the numbers there, and their sums back
     assert found["at once"]["waits"] != []
@@ -83,7 +86,7 @@ def test_a_guarded_loop_that_reads_late_never_waits() -> None:
 
 
 def test_nothing_overtakes_the_copy_of_a_loops_state() -> None:
-    found = run("guarded", "Guard,Ring,Guard overlapping")
+    found = run("guarded", GUARDED)
     assert found["Guard"]["races"] == found["Ring"]["races"] == []
     races = " ".join(found["Guard overlapping"]["races"])
     assert "_fused_adamw_" in races and "lerp_" in races, "the trace does not see them"
@@ -105,6 +108,7 @@ require_used()
 """
 
 
+@pytest.mark.full  # a test of these tests
 def test_a_stand_in_that_nothing_calls_is_an_error() -> None:
     """It once stood where a function had been, and the steps ran without it."""
     ended = subprocess.run(
