@@ -77,11 +77,18 @@ class Seeing(nn.Module):
         self.second = nn.Conv2d(8, 8, 3, stride=2)
         self.head = nn.Linear(8, classes)
 
-    def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Any]]:
         x = torch.relu(self.norm(self.first(batch["image"])))
-        x = torch.relu(self.second(x)).mean((2, 3))
-        losses = F.cross_entropy(self.head(x).float(), batch["kind"], reduction="none")
-        return losses, torch.ones_like(losses, dtype=torch.int64)
+        logits = self.head(torch.relu(self.second(x)).mean((2, 3))).float()
+        losses = F.cross_entropy(logits, batch["kind"], reduction="none")
+        ones = torch.ones_like(losses, dtype=torch.int64)
+        is_second = batch["kind"] == 1
+        metrics = {
+            "accuracy": (logits.argmax(dim=1) == batch["kind"], ones),
+            "recall/second": ((logits.argmax(dim=1) == 1) & is_second, is_second),
+            "mean_loss": (losses, ones),
+        }
+        return losses, ones, metrics
 
 
 class Stage(nn.Module):

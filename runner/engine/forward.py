@@ -15,10 +15,11 @@ from torch import nn
 
 from runner.engine.buffers import RunningBuffers
 from runner.engine.modes import evaluating
-from runner.engine.protocol import Batch, Evaluated, LocalSums, MicroStep, Sequences
+from runner.engine.protocol import Batch, Evaluated, LocalSums, Metrics, MicroStep, Sequences
 
-# Of one micro-batch: cross-entropy, training loss and count, each summed by sample, [B].
-Losses = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# Of one micro-batch: cross-entropy, training loss and count, each summed by sample, [B]; and the
+# model's own metrics.
+Losses = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Metrics]
 Disturb = Callable[[Losses], Losses]
 
 
@@ -54,6 +55,7 @@ class Forward:
         self._rows = 0
         self._losses: list[torch.Tensor] = []
         self._counts: list[torch.Tensor] = []
+        self._metrics: list[Metrics] = []
         # For each micro-batch, one tensor per call of the embedding.
         self._norms: list[list[torch.Tensor]] = []
         self._norms_of_nobody: list[torch.Tensor] = []
@@ -62,7 +64,7 @@ class Forward:
     def begin(self) -> None:
         """Discard the previous step's numbers."""
         self._buffers.drop()
-        self._losses, self._counts = [], []
+        self._losses, self._counts, self._metrics = [], [], []
         self._norms, self._norms_of_nobody = [], []
 
     def training_loss(self, work: MicroStep) -> torch.Tensor:
@@ -70,10 +72,11 @@ class Forward:
         _seed_generators(work.seed, self._device)
         self._buffers.restore()  # from before the step
         self._norms.append([])
-        cross_entropy, training, counts = self._sums(work.batch)
+        cross_entropy, training, counts, metrics = self._sums(work.batch)
         self._buffers.take(counts)
         self._losses.append(cross_entropy.detach())
         self._counts.append(counts)
+        self._metrics.append(metrics)
         return training.sum()
 
     def _totals(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,21 +116,25 @@ class Forward:
             sequences=Sequences(
                 losses=tuple(self._losses), gradient_norms=norms, counts=tuple(self._counts)
             ),
+            metrics=_totals_by_name(self._metrics),
         )
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Evaluated:
         """Run forward passes only. Waits for the device once."""
-        parts = []
+        parts, own = [], []
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         count = torch.zeros((), dtype=torch.float64, device=self._device)
         with self._buffers.untouched(), evaluating(self._model):
             for batch in batches:
-                losses, _, counts = self._sums(batch)
+                losses, _, counts, metrics = self._sums(batch)
                 parts.append(losses)
+                own.append(metrics)
                 total += losses.sum(dtype=torch.float64)
                 count += counts.sum(dtype=torch.float64)
-        return Evaluated(losses=tuple(parts), total=total, num_tokens=int(count))
+        return Evaluated(
+            losses=tuple(parts), total=total, num_tokens=int(count), metrics=tuple(own)
+        )
 
     def _sums(self, batch: Batch) -> Losses:
         inputs = batch.inputs()
@@ -192,6 +199,18 @@ def _total(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     for part in parts[1:]:
         total = total + part.sum(dtype=torch.float64)
     return total
+
+
+def _totals_by_name(parts: Sequence[Metrics]) -> Metrics:
+    """Sum and count of each metric over the micro-batches that have it, FP64 scalars."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {
+        name: (
+            _total([part[name][0] for part in parts if name in part]),
+            _total([part[name][1] for part in parts if name in part]),
+        )
+        for name in names
+    }
 
 
 # Elements that one FP32 sum of squares on a CPU takes in. Tried: off by 5e-7 where they differ,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -16,6 +16,9 @@ from torch import nn
 
 from runner.engine.buffers import RunningBuffers
 from runner.engine.wider_precision import WiderTwin
+
+# By name, (sum, count) of what a model measures besides its loss: of each sample [B], or in all.
+Metrics = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 
 # (name, full shape, flat start, count) -> FP32 CPU values of a fresh parameter.
 InitialValues = Callable[[str, tuple[int, ...], int, int], torch.Tensor]
@@ -76,12 +79,14 @@ class Evaluated:
     """This rank's part of an evaluation.
 
     ``losses`` are summed cross-entropy in nats per sequence, FP32 [B] per micro-batch, on the
-    device; ``total`` is their sum, an FP64 scalar; ``num_tokens`` is the number of tokens.
+    device; ``total`` is their sum, an FP64 scalar; ``num_tokens`` is the number of tokens;
+    ``metrics`` are the model's own, [B] per micro-batch.
     """
 
     losses: tuple[torch.Tensor, ...]
     total: torch.Tensor
     num_tokens: int
+    metrics: tuple[Metrics, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +98,7 @@ class LocalSums:
     gradient summed, not averaged, over tokens), ``nonfinite`` 1.0 when this rank's own loss
     or backward pass met NaN or Inf, ``count`` the number of terms in the loss (tokens; a model's
     own losses may count something else). ``sequences`` has the same numbers per sequence.
+    ``metrics`` are the model's own.
     """
 
     loss: torch.Tensor
@@ -100,6 +106,7 @@ class LocalSums:
     nonfinite: torch.Tensor
     count: torch.Tensor
     sequences: Sequences
+    metrics: Metrics = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from runner.system.error import ConfigError
 
 Part = TypeVar("Part")
 # Of a micro-batch: cross-entropy, the loss to train on, and what is counted; [B] each.
-Losses = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Losses = tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]
 
 _SLIGHTLY_WRONG = 1.01  # what a device makes of 1 in a gradient; BF16 rounds less away
 # The phases in which an ``at=POINT`` lies; "fetch" is the begin of a step.
@@ -237,7 +237,7 @@ class MicroBatchFaults:
         for scale in scales:
             if scale is not None:
                 factor = torch.tensor(scale, device=losses[0].device)
-                losses = losses[0] * factor, losses[1] * factor, losses[2]
+                losses = losses[0] * factor, losses[1] * factor, *losses[2:]
         return losses
 
     def _at_model(self, module: nn.Module, inputs: object) -> None:

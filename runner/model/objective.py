@@ -24,7 +24,8 @@ from runner.system.error import ConfigError
 
 Batch = Mapping[str, Tensor]
 # Cross-entropy, the loss to train on, and what is counted: sums over each sample, [B] each.
-Losses = tuple[Tensor, Tensor, Tensor]
+Metrics = dict[str, tuple[Tensor, Tensor]]
+Losses = tuple[Tensor, Tensor, Tensor, Metrics]
 
 INPUT, LABELS, SEGMENTS, REAL = "input_ids", "labels", "segments", "real"
 LOGITS = "logits"
@@ -52,7 +53,7 @@ class DecoderObjective(nn.Module):
         losses = sequence_losses(
             logits, labels, fp32=self._fp32, z_loss=self._z_loss, tap=self._tap
         )
-        return *losses, (labels != NOT_COUNTED).sum(dim=1)
+        return *losses, (labels != NOT_COUNTED).sum(dim=1), {}
 
 
 class GuestObjective(nn.Module):
@@ -119,14 +120,19 @@ class GuestObjective(nn.Module):
         # Not on the meta device, which has no autocast and where FLOPs and memory are counted.
         is_mixed = self._dtype is not None
         with torch.autocast(device, dtype=torch.bfloat16) if is_mixed else nullcontext():
+            metrics: Metrics = {}
             if has_own_losses(self.network):
-                sums, counts = _own_losses(self.network, given, rows)
+                sums, counts, metrics = _own_losses(self.network, given, rows)
             else:
                 sums, counts = self._from_logits(given)
         if real is not None:
             sums = torch.where(real, sums, 0.0)
             counts = torch.where(real, counts, 0)
-        return sums, sums, counts
+            metrics = {
+                name: (torch.where(real, total, 0), torch.where(real, count, 0))
+                for name, (total, count) in metrics.items()
+            }
+        return sums, sums, counts, metrics
 
     def _from_logits(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         if INPUT not in batch or LABELS not in batch:
@@ -162,16 +168,41 @@ class GuestObjective(nn.Module):
         return tensor.to(self._dtype) if is_cast else tensor
 
 
-def _own_losses(network: nn.Module, batch: dict[str, Tensor], rows: int) -> tuple[Tensor, Tensor]:
+def _own_losses(
+    network: nn.Module, batch: dict[str, Tensor], rows: int
+) -> tuple[Tensor, Tensor, Metrics]:
     output: Any = network.losses(batch)  # type: ignore[operator]
     pair = tuple(output) if isinstance(output, tuple | list) else (output,)
-    if len(pair) == 2 and all(isinstance(t, Tensor) and t.shape == (rows,) for t in pair):
-        return pair[0].float(), pair[1].detach()
+    given: Any = {}
+    if len(pair) == 3 and isinstance(pair[2], Mapping):
+        *pair, given = pair  # type: ignore[assignment]
+    if len(pair) == 2 and all(_is_by_sample(t, rows) for t in pair):
+        return pair[0].float(), pair[1].detach(), _own_metrics(given, rows)
     raise ConfigError(
         "model._target_: losses(batch) must give two tensors, the loss and the count of each "
-        f"sample, [{rows}] both (reduction='none', and what each is a sum of); it gives "
+        f"sample, [{rows}] both (reduction='none', and what each is a sum of), and may give "
+        "metrics by name (name: (sum, count)) with them; it gives "
         f"{', '.join(map(_shape, pair))}"
     )
+
+
+def _own_metrics(given: Mapping[Any, Any], rows: int) -> Metrics:
+    """What a network's ``losses`` gives besides, without gradients."""
+    metrics: Metrics = {}
+    for name, pair in given.items():
+        numbers = tuple(pair) if isinstance(pair, tuple | list) else (pair,)
+        if len(numbers) != 2 or not all(_is_by_sample(t, rows) for t in numbers):
+            raise ConfigError(
+                f"model._target_: losses(batch) gives the metric {name!r} as "
+                f"{', '.join(map(_shape, numbers))}; give (sum, count), two tensors with a number "
+                f"for each sample, [{rows}] both; the metric is sum by count over all samples"
+            )
+        metrics[name] = numbers[0].detach(), numbers[1].detach()
+    return metrics
+
+
+def _is_by_sample(value: Any, rows: int) -> bool:
+    return isinstance(value, Tensor) and value.shape == (rows,) and not value.is_complex()
 
 
 def has_own_losses(network: nn.Module) -> bool:

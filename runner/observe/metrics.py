@@ -65,7 +65,8 @@ class MetricsLine:
             name: v if v is None or math.isfinite(v) else repr(v) for name, v in numbers.items()
         }
         rest = {name: getattr(self, name) for name in (*_COUNTS, *_TEXTS)}
-        return {**rest, **words, "samples": list(self.samples), "columns": dict(self.columns)}
+        columns = {n: v if math.isfinite(v) else repr(v) for n, v in self.columns.items()}
+        return {**rest, **words, "samples": list(self.samples), "columns": columns}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> MetricsLine:
@@ -82,7 +83,10 @@ class MetricsLine:
         return cls(
             **{**counts, **texts, **numbers},
             samples=(whole(start, "samples"), whole(stop, "samples")),
-            columns={str(name): 0 + number for name, number in dict(state["columns"]).items()},
+            columns={
+                str(name): float(number) if isinstance(number, str) else 0 + number
+                for name, number in dict(state["columns"]).items()
+            },
         )
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from runner.config.schema import TrackConfig
 from runner.observe.console import is_calm, level_of
 from runner.observe.metrics import MetricsLine
+from runner.policy.columns import EVALUATED, LAYERS, kind_of
 from runner.system import output
 from runner.system.files import make_folder, naming, replace_for_writing, write_json
 from runner.system.json_lines import count_of, read_object
@@ -82,8 +83,10 @@ def numbers_of(line: MetricsLine) -> dict[str, float]:
         "eval/loss": line.eval_loss,
         "guard/discarded": float(line.action != "apply"),
     }
-    for column, value in line.columns.items():  # those of the layers have a group of their own
-        numbers[column if column.startswith("layers/") else f"sources/{column}"] = value
+    for column, value in line.columns.items():
+        kind = kind_of(column)
+        own = column.removeprefix(EVALUATED) if kind == "eval" else column
+        numbers[own if kind == LAYERS else f"{kind}/{own}"] = value
     return {k: float(v) for k, v in numbers.items() if v is not None and math.isfinite(v)}
 
 

@@ -1,6 +1,7 @@
 """A step's numbers: one vector that is packed, summed over all ranks once a step, and read.
 
-A rank packs ``LOSS`` to ``JOBS``, the progress of the ring's jobs, and what its loop adds. The gate
+A rank packs ``LOSS`` to ``JOBS``, the progress of the ring's jobs, the user's own metrics, and what
+its loop adds. The gate
 and the judge read the sums, to which the device appends ``LOSS_PER_TOKEN``, ``GRAD_NORM`` and
 ``CLOSED``, so that both see the same bits.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from runner.distributed.agreement import FINGERPRINT_SIZE, Ranks
 from runner.policy.decision.history import Incident
 from runner.policy.decision.signals import Bounds, Limits, StepSignals
 from runner.policy.decision.skip_ledger import Unreadable
+from runner.train.own_metrics import PackedMetrics
 
 LOSS, GRAD_SQUARE, NONFINITE, TOKENS, GATES, STOP, UNREADABLE, KEPT, OBSERVERS = range(9)
 FINGERPRINT = 9
@@ -60,6 +62,7 @@ class StepInfo:
             numbers are meaningless.
         shares: number of samples assigned to each rank; given with ``unreadable``.
         measured: measurements inside the model, at this step or, on CUDA, an earlier one.
+        metrics: the user's own, by name.
     """
 
     signals: StepSignals
@@ -78,6 +81,7 @@ class StepInfo:
     shares: tuple[int, ...] = ()
     cause: Mapping[str, Any] | None = None
     measured: Measured | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def noted_cause(self) -> Mapping[str, Any]:
@@ -160,6 +164,7 @@ class AgreedStep:
         report: this rank's.
         numbers: FP64 on the device: the sums, then loss, gradient norm and gate.
         withheld: why the engine itself skipped an update that the gate let through.
+        metrics: the user's own, packed behind the progress of the ring's jobs.
     """
 
     step: int
@@ -167,6 +172,7 @@ class AgreedStep:
     report: RankReport
     numbers: torch.Tensor
     withheld: str | None = None
+    metrics: PackedMetrics | None = None
 
     def __post_init__(self) -> None:
         self._on_host = HostNumbers(self.numbers)
@@ -178,12 +184,16 @@ class AgreedStep:
     def read(self, ranks: Ranks) -> tuple[StepInfo, list[float]]:
         """Read the numbers, in the order of launching; also the sums of what the loop has added.
 
+        Collective where metrics of the user's have new names.
+
         Raises:
             RankError: a rank stands elsewhere than the others.
+            ConfigError: the user's metrics are called otherwise on another rank.
         """
         numbers = self.on_host()
         ranks.require_alike(numbers[FINGERPRINT:JOBS], self.report.identity)
-        added = JOBS + len(self.report.progress.counts)
+        own = JOBS + len(self.report.progress.counts)
+        added = own + (0 if self.metrics is None else self.metrics.length)
         signals = StepSignals(
             step=self.step,
             start=self.batch.start,
@@ -202,7 +212,8 @@ class AgreedStep:
             keeps_lines=numbers[KEPT] > 0,
             observer_failed=numbers[OBSERVERS] > 0,
             jobs=self.report.progress.jobs,
-            job_counts=tuple(numbers[JOBS:added]),
+            job_counts=tuple(numbers[JOBS:own]),
+            metrics={} if self.metrics is None else self.metrics.read(numbers[own:added]),
         )
         return info, numbers[added:LOSS_PER_TOKEN]
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 import numpy as np
+import torch
 
 from runner.config.schema import EvalConfig
 from runner.data.cursor import Indices
@@ -22,9 +23,11 @@ from runner.data.feed import Feed
 from runner.data.mixture import Mixed, MixtureOrder
 from runner.distributed.agreement import FINGERPRINT_SIZE
 from runner.engine.protocol import Evaluated
+from runner.policy.columns import EVALUATED
 from runner.policy.decision.history import Incident
 from runner.policy.decision.skip_ledger import Unreadable
 from runner.train.agreed_step import StepInfo
+from runner.train.own_metrics import MetricNames
 from runner.train.run import EngineRun
 
 # Indices into the FP64 vector that is summed over ranks.
@@ -53,6 +56,7 @@ class Evaluator:
 
     Attributes:
         by_group: the last loss of each group by name, without groups in which no token counts.
+        own: the last values of the model's own metrics, also by group as ``NAME/GROUP``.
     """
 
     def __init__(self, run: EngineRun, feed: Feed, dataset: Dataset, samples: FixedSet) -> None:
@@ -67,6 +71,10 @@ class Evaluator:
         self._batches = feed.fixed(self._indices) if len(self._indices) else []
         self._reported = ""
         self.by_group: dict[str, float] = {}
+        self.own: dict[str, float] = {}
+        self._names = MetricNames(
+            run.ranks, "losses(batch), evaluated", are_evaluated=True, groups=samples.names
+        )
 
     @classmethod
     def of(
@@ -120,13 +128,17 @@ class Evaluator:
             float(not math.isfinite(total)),
             float(any(batch.unreadable for batch in self._batches)),
         ]
-        sums = self._ranks.sum(
-            [*own, *self._ranks.fingerprint(identity), *self._own_groups(evaluated)]
-        )
+        metrics = self._names.pack(self._own_metrics(evaluated), torch.device("cpu"))
+        of_groups = self._own_groups(evaluated)
+        numbers = [*own, *self._ranks.fingerprint(identity), *of_groups, *metrics.numbers.tolist()]
+        sums = self._ranks.sum(numbers)
         self._ranks.require_alike(sums[_FINGERPRINT:_GROUPS], identity)
         loss = sums[_LOSS] / sums[_TOKENS] if sums[_TOKENS] else None
-        groups = zip(self._samples.names, sums[_GROUPS::2], sums[_GROUPS + 1 :: 2], strict=True)
+        end = _GROUPS + len(of_groups)
+        by_group = sums[_GROUPS:end]
+        groups = zip(self._samples.names, by_group[::2], by_group[1::2], strict=True)
         self.by_group = {name: total / count for name, total, count in groups if count}
+        self.own = metrics.read(sums[end:])
         if loss is None or not math.isfinite(loss) or sums[_NONFINITE] or sums[_UNREADABLE]:
             self._report_problem(evaluated, is_counted=loss is not None)
         return loss
@@ -144,6 +156,21 @@ class Evaluator:
                     sums[2 * group] += loss
                     sums[2 * group + 1] += count
         return sums
+
+    def _own_metrics(self, evaluated: Evaluated) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """This rank's sum and count of each of the model's metrics, in all and of each group."""
+        sums: dict[str, torch.Tensor] = {}
+        groups, names = self._samples.groups, self._samples.names
+        for batch, metrics in zip(self._batches, evaluated.metrics, strict=True):
+            for name, pair in metrics.items():
+                rows = torch.stack([one.double().cpu() for one in pair])
+                sums[name] = sums.get(name, 0.0) + rows.sum(dim=1)
+                for group in names if groups is not None else ():
+                    sums.setdefault(f"{name}/{group}", torch.zeros(2, dtype=torch.float64))
+                for place, row in zip(batch.positions, rows.T, strict=True):
+                    if place is not None and groups is not None:
+                        sums[f"{name}/{names[int(groups[place])]}"] += row
+        return {name: (pair[0], pair[1]) for name, pair in sums.items()}
 
     def _report_problem(self, evaluated: Evaluated, *, is_counted: bool) -> None:
         """Report a problem, unless the last evaluation had the same. Collective."""
@@ -239,19 +266,21 @@ def source_columns(
     """The columns of a step, or of an evaluation (None); none for a step that was not computed.
 
     ``samples/NAME`` counts a step's samples; ``loss/NAME`` is their training loss, in nats a token,
-    and ``eval_loss/NAME`` the held-out loss of a source or of a set of ``data.val_path``.
+    and ``eval_loss/NAME`` the held-out loss of a source or of a set of ``data.val_path``;
+    ``eval_METRIC`` and ``eval_METRIC/NAME`` are the model's own metrics.
 
     Args:
         order: order of the samples of several sources; None without sources.
     """
     if info is None:
-        return {f"eval_loss/{name}": loss for name, loss in evaluator.by_group.items()}
+        columns: dict[str, float] = {
+            f"eval_loss/{name}": loss for name, loss in evaluator.by_group.items()
+        }
+        return columns | {f"{EVALUATED}{name}": value for name, value in evaluator.own.items()}
     if info.batch is None or order is None:
         return {}
     counts = np.bincount(order.sources(info.batch.indices), minlength=len(order.names)).tolist()
-    columns: dict[str, float] = {
-        f"samples/{name}": count for name, count in zip(order.names, counts, strict=True)
-    }
+    columns = {f"samples/{name}": count for name, count in zip(order.names, counts, strict=True)}
     return columns | {
         f"loss/{name}": total / count
         for name, (total, count) in zip(order.names, info.source_sums, strict=False)

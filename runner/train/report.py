@@ -146,7 +146,7 @@ class Reporter:
             action=action,
             loss_limit=_limit(verdict.limits.loss),
             norm_limit=_limit(verdict.limits.grad_norm),
-            columns=self._columns_of(info),
+            columns={**self._columns_of(info), **info.metrics},
         )
 
     def _report(

@@ -45,6 +45,7 @@ from runner.train.agreed_step import (
     is_closed,
     on_device,
 )
+from runner.train.own_metrics import MetricNames, PackedMetrics
 
 _CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 _MAX_SUSPECTS = 8  # of one rank
@@ -150,6 +151,7 @@ class Stepper:
         self._dataset = dataset
         self._ranks = ranks
         self._rules = rules
+        self._metrics = MetricNames(ranks, "losses(batch)", are_evaluated=True)
         self._heart = heart
         self._before_update = before_update
         self._distrust = distrust
@@ -226,7 +228,8 @@ class Stepper:
             keeps_lines=plan.keeps_lines,
             observer_failed=plan.observer_failed,
         )
-        numbers, withheld = self._agree_and_apply(sums, report, plan, after)
+        metrics = self._metrics.pack(sums.metrics, self._engine.device)
+        numbers, withheld = self._agree_and_apply(sums, report, metrics, plan, after)
         layers = watch.after() if watch else None
         return InFlightStep(
             step=plan.step,
@@ -234,6 +237,7 @@ class Stepper:
             report=report,
             numbers=numbers,
             withheld=withheld,
+            metrics=metrics,
             plan=plan,
             fetched=fetched,
             sums=sums,
@@ -346,7 +350,12 @@ class Stepper:
         return self._engine.accumulate_wider(self._looked_at(works))
 
     def _agree_and_apply(
-        self, sums: LocalSums, report: RankReport, plan: StepPlan, after: InFlightStep | None
+        self,
+        sums: LocalSums,
+        report: RankReport,
+        metrics: PackedMetrics,
+        plan: StepPlan,
+        after: InFlightStep | None,
     ) -> tuple[torch.Tensor, str | None]:
         """Agree, gate and apply; see :class:`InFlightStep`. Does not wait for the device."""
         self._heart.enter("agree")
@@ -357,6 +366,7 @@ class Stepper:
             [
                 torch.stack(computed),
                 on_device(report.numbers(self._ranks), self._engine.device),
+                metrics.numbers,
                 *self._source_losses(plan.batch, sums.sequences),
             ]
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ AUGMENTED = (
     "steps=40",
     "schedule.total=40",
 )
+OWN = ("accuracy", "recall/second", "eval_accuracy", "eval_mean_loss")
 BAD = "faults=[poison@samples=520-610,kill@step=27,rank=1]"
 
 
@@ -28,6 +30,21 @@ def test_poisoned_and_killed_is_as_told_whatever_process_reads(tmp_path: Path) -
     skip = skip_override(sick.summary["skipped"])
     told = finish(tmp_path / "told", *AUGMENTED, "data.workers=0", skip)
     assert_same_end(sick, told)
+    # The model's own metrics, of each attempt; told and killed alike.
+    own = [
+        [{name: line.get(name) for name in OWN} for line in run.metrics() if applied(line)]
+        for run in (sick, told)
+    ]
+    assert own[0][-20:] == own[1][-20:]
+    for line in filter(applied, sick.metrics()):
+        assert line["mean_loss"] == line["loss"] and 0 <= line["accuracy"] <= 1
+        if line["eval_loss"] is not None:
+            assert line["eval_mean_loss"] == line["eval_loss"]
+    assert own[0][-1]["eval_accuracy"] is not None
+
+
+def applied(line: dict[str, Any]) -> bool:
+    return line["action"] == "apply"
 
 
 @pytest.mark.full

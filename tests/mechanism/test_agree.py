@@ -20,6 +20,7 @@ from runner.system.error import (
     RankError,
     RunnerError,
 )
+from runner.train.own_metrics import MetricNames
 from tests import warm
 
 WORLD = 3
@@ -117,6 +118,44 @@ def check_failures(ranks: Ranks) -> None:
     assert ranks.sum([1.0]) == [3.0]  # and all are still together
 
 
+def check_metrics(ranks: Ranks) -> None:
+    """A new name is agreed on once; one that some ranks lack, or no name, is told to all."""
+    device, names = torch.device("cpu"), MetricNames(ranks, "losses", are_evaluated=True)
+    gather, num_gathered = ranks.gather, []
+
+    def counted(value: object) -> list[object]:
+        num_gathered.append(value)
+        return gather(value)
+
+    def reduced(given: dict[str, tuple[float, float]]) -> dict[str, float]:
+        own = {name: (torch.tensor(a), torch.tensor(b)) for name, (a, b) in given.items()}
+        packed = names.pack(own, device)
+        return packed.read(ranks.sum(packed.numbers.tolist()))
+
+    ranks.gather = counted  # type: ignore[method-assign]
+    rank = ranks.rank
+    for repeat in range(4):
+        assert reduced({"right": (float(rank), 2.0), "none": (0.0, 0.0)}) == {"right": 0.5}
+        assert reduced({}) == {}
+        assert len(num_gathered) == 1, repeat
+    refused = [
+        ({"right": (1.0, 1.0)} if rank == 1 else {}, "rank 1 gives the metric 'right' and rank 0"),
+        ({"new": (1.0, 1.0)} if rank != 2 else {}, "rank 0 gives the metric 'new' and rank 2 does"),
+        ({f"r{rank}": (1.0, 1.0)}, "rank 0 gives the metric 'r0' and rank 1 does not"),
+        ({"eval_x": (1.0, 1.0)}, "a metric cannot be called 'eval_x'"),
+        ({f"step{n}": (1.0, 1.0) for n in range(300)}, "302 metrics by different names"),
+    ]
+    for given, words in refused:
+        try:
+            reduced(given)
+        except ConfigError as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError(words)
+        assert reduced({"right": (float(rank), 2.0)}) == {"right": 0.5}  # all are still together
+    ranks.gather = gather  # type: ignore[method-assign]
+
+
 def check_all() -> None:
     """The ranks' part, under torchrun."""
     place = place_from(os.environ)
@@ -125,6 +164,7 @@ def check_all() -> None:
     assert (ranks.rank, ranks.world_size) == (place.rank, place.world_size)
     check_values(ranks)
     check_failures(ranks)
+    check_metrics(ranks)
     check_patience(ranks)
     end_group()
     sys.stdout.write(f"rank {ranks.rank} ok\n")

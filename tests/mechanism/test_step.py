@@ -17,7 +17,7 @@ from runner.health.heartbeat import Heartbeat
 from runner.policy.decision.signals import Bounds, Limits
 from runner.policy.decision.skip_ledger import Ledger
 from runner.system.error import RankError
-from runner.train.agreed_step import FINGERPRINT
+from runner.train.agreed_step import FINGERPRINT, JOBS
 from runner.train.step import Stepper, StepPlan, StepRules
 from tests.mechanism.test_late import BATCH, Batches, Names, OneNumber, Story
 
@@ -117,10 +117,10 @@ def test_a_gate_that_closed_on_one_rank_alone_ends_the_run(
 
 
 def fingerprint(plan: StepPlan, feed: type[Batches] = Batches, **settings: str) -> Any:
-    """Whatever the step packs after its sums and its counts; the ring has no queues here."""
+    """What the ranks compare."""
     made = stepper(OneNumber(Story()), feed, **settings)
     told = made.launch(plan, Ledger()).numbers.tolist()
-    return tuple(told[FINGERPRINT:-3])
+    return tuple(told[FINGERPRINT:JOBS])
 
 
 def test_ranks_that_differ_in_anything_tell_different_fingerprints() -> None:

@@ -135,7 +135,7 @@ def gradients(network: nn.Module, most: int) -> tuple[Tensor, Tensor, GuestObjec
     losses = HeadLosses(fp32=True, z_loss=0.0, most_bytes=most)
     objective = GuestObjective(network, head_losses=losses, dtype=None, vocab_size=VOCAB)
     ids = torch.randint(VOCAB, (3, 13), generator=torch.Generator().manual_seed(1))
-    loss, _, _ = objective({"input_ids": ids[:, :-1], "labels": ids[:, 1:]})
+    loss, *_ = objective({"input_ids": ids[:, :-1], "labels": ids[:, 1:]})
     loss.sum().backward()  # type: ignore[no-untyped-call]
     grads = [p.grad.flatten() for p in network.parameters() if p.grad is not None]
     return loss.detach(), torch.cat(grads), objective

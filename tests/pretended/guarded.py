@@ -24,6 +24,7 @@ from runner.checkpoint.jobs import JobProgress
 from runner.checkpoint.memory.snapshot import Memory, SlotLayout, _CudaCopier
 from runner.distributed.agreement import Ranks
 from runner.embed.loop.device_gate import DeviceGate, HostSide
+from runner.embed.loop.logged import Logged
 from runner.embed.loop.measure import Measurer
 from runner.embed.opening import SingleProcessRanks
 from runner.embed.state.loop_state import LoopState
@@ -52,7 +53,7 @@ def waits(variant: str) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         ranks = Ranks(GPU)
-        measurer = Measurer(LoopState([model], [optimizer], ranks, GPU), ranks, clip=1.0)
+        measurer = Measurer(LoopState([model], [optimizer], ranks, GPU), ranks, Logged(), clip=1.0)
         gate = DeviceGate([optimizer])
         batch = torch.ones(4, 8, device=GPU)
         limits = Limits(loss=10.0, grad_norm=10.0)

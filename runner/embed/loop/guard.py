@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from runner.embed.exits import Holder, journal_errors
 from runner.embed.loop.arguments import check_alike, check_arguments, check_clip
 from runner.embed.loop.device_gate import DeviceGate, require_gated
 from runner.embed.loop.guarded_steps import GuardedSteps
+from runner.embed.loop.logged import Logged
 from runner.embed.loop.measure import Measurer
 from runner.embed.loop.rollback_state import (
     DataPosition,
@@ -128,18 +129,18 @@ class Guard(Holder):
                 raise ConfigError("sync=False: a DeepSpeed engine is told before it steps")
             require_gated(optimizers)
         self._position = DataPosition()
-        generators = Randomness()
+        generators, logged = Randomness(), Logged()
         with joined(config, "Guard") as group:
             ranks, device = group.ranks, group.device
             self._sharded: LoopState
             if engine is not None:
                 self._sharded = ZeroState(engine, ranks, device)
-                self._measurer: Measurer = ZeroMeasurer(self._sharded, ranks, engine)
+                self._measurer: Measurer = ZeroMeasurer(self._sharded, ranks, logged, engine)
             else:
                 self._sharded = LoopState(models, optimizers, ranks, device)
                 check_alike(self._sharded.parameters, optimizers, ranks)
-                self._measurer = Measurer(self._sharded, ranks, clip=clip)
-            self._carried = RollbackState(self._sharded, schedulers, self._position, ranks)
+                self._measurer = Measurer(self._sharded, ranks, logged, clip=clip)
+            self._carried = RollbackState(self._sharded, schedulers, self._position, ranks, logged)
             run = open_run(config, group, self._sharded, self._carried, command="runner.Guard")
         # Code between here and the first batch draws the same numbers at each start.
         generators.restore()
@@ -256,6 +257,44 @@ class Guard(Holder):
         >>> guard.close(); out.cleanup()
         """
         self._steps.note(loss)
+
+    def log(self, values: Mapping[str, Any] | None = None, /, **named: Any) -> None:
+        """Write numbers of the loop's own with the step, as columns of ``metrics.jsonl``.
+
+        They go with the step's own all-reduce, and wait for nothing; only in the step in which a
+        name is new the ranks agree on it first. A value is the mean over the calls of the step and
+        over the ranks, or with a count, sum by count. What is called after :meth:`ok`, such as an
+        evaluation, goes with the next step; after the last one it is not written.
+
+        Args:
+            values: by name, as ``named``; for names such as ``"dice/liver"``.
+            named: a number, a tensor of one element, or a pair (sum, count) of these.
+
+        Raises:
+            ConfigError: a value is no number, or a name is a column of ours. By :meth:`ok`, on all
+                ranks: a rank gives another name than the others.
+
+        >>> import tempfile, torch
+        >>> from runner import Guard
+        >>> model = torch.nn.Linear(4, 1)
+        >>> opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        >>> out = tempfile.TemporaryDirectory()
+        >>> guard = Guard(out.name, model=model, optimizer=opt)
+        >>> for batch in guard.over([torch.ones(8, 4)] * 3):
+        ...     output = model(batch)
+        ...     loss = output.square().mean()
+        ...     loss.backward()
+        ...     guard.log(bias=output.mean(), positive=((output > 0).sum(), len(batch)))
+        ...     if guard.ok(loss):
+        ...         opt.step()
+        ...     opt.zero_grad()
+        >>> guard.close()
+        >>> from pathlib import Path
+        >>> '"bias": ' in Path(out.name, "metrics.jsonl").read_text()
+        True
+        >>> out.cleanup()
+        """
+        self._carried.logged.add({**(values or {}), **named}, self._sharded.compute_device)
 
     def settle(self) -> None:
         """Count the update that the loop made, and save if that is due. Collective.

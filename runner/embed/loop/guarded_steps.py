@@ -29,6 +29,7 @@ from runner.system.error import ConfigError
 from runner.train.agreed_step import CLOSED, GRAD_NORM, AgreedStep, RankReport, StepInfo
 from runner.train.checkpoints import Checkpoints, LastProof
 from runner.train.guard import Guard
+from runner.train.own_metrics import Sums
 from runner.train.recovery import Recovery
 from runner.train.save_schedule import SaveSchedule
 
@@ -37,12 +38,14 @@ _AT_ONCE = 4  # steps of a start whose numbers are never read late: they show wh
 
 @dataclass(slots=True, kw_only=True)
 class _Step:
-    """Batches ``[start, stop)``, read and not decided on; ``before``: the generators before it."""
+    """Batches ``[start, stop)``, read and not decided on; ``before``: the generators before it,
+    ``logged``: the loop's metrics before it."""
 
     start: int
     stop: int
     began: float
     before: Randomness
+    logged: Sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ class _Refused:
 
     randomness: Randomness
     host_side: HostSide
+    logged: Sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +186,13 @@ class GuardedSteps:
             self._measurer.begin_step()
             before = randomness or Randomness()
             self._sharded.before_batch(keep_older=self.is_unread)
-            self._step = _Step(start=number, stop=number + 1, began=time.monotonic(), before=before)
+            self._step = _Step(
+                start=number,
+                stop=number + 1,
+                began=time.monotonic(),
+                before=before,
+                logged=self._carried.logged.sums,
+            )
             self._run.group.heart.begin_step(self._state.updates + 1)
             return
         self._step.before = randomness or self._step.before
@@ -203,7 +213,7 @@ class GuardedSteps:
         """Whether the update may be made. Collective."""
         is_allowed = self._decide(loss, tokens)
         if not is_allowed and self.undoes_refused:
-            self._decided = _Refused(Randomness(), self._host_side())
+            self._decided = _Refused(Randomness(), self._host_side(), self._carried.logged.sums)
         return is_allowed
 
     def _decide(self, loss: torch.Tensor | float, tokens: int) -> bool:
@@ -299,6 +309,7 @@ class GuardedSteps:
         """Restore buffers and generators from before the step's batches, which are let go."""
         self._sharded.undo_batch()
         step.before.restore()
+        self._carried.logged.sums = step.logged
         self._step = None
 
     def _host_side(self) -> HostSide:
@@ -338,6 +349,7 @@ class GuardedSteps:
             self._sharded.undo_batch(older=self.must_replay)
             unread.host_side.restore()
             unread.step.before.restore()
+            self._carried.logged.sums = unread.step.logged
         self._step = None
         return False
 
@@ -359,6 +371,7 @@ class GuardedSteps:
             self._scalers.forget_step()
             decided.host_side.restore()
             decided.randomness.restore()
+            self._carried.logged.sums = decided.logged
             self._sharded.undo_batch()
             self._measurer.forget_late_gradients()
         if not isinstance(decided, _Allowed):

@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 
 from runner.data.cursor import BatchPlan
 from runner.distributed.agreement import Ranks
+from runner.embed.loop.logged import Logged
 from runner.embed.state.geometry import local
 from runner.embed.state.loop_state import LoopState
 from runner.policy.decision.signals import Bounds
@@ -27,6 +28,7 @@ from runner.train.agreed_step import (
     is_closed,
     on_device,
 )
+from runner.train.own_metrics import MetricNames
 
 _TWO = 2
 _NUM_LOUDEST = 3
@@ -48,10 +50,13 @@ class Measurer:
         reads_draw: on some rank reading batches has drawn from the random generators.
 
     Args:
+        logged: the loop's own metrics.
         clip: bound of the global gradient norm; None: gradients stay as they are.
     """
 
-    def __init__(self, state: LoopState, ranks: Ranks, *, clip: float | None) -> None:
+    def __init__(
+        self, state: LoopState, ranks: Ranks, logged: Logged, *, clip: float | None
+    ) -> None:
         self._state = state
         self._ranks = ranks
         self._clip = clip
@@ -60,6 +65,8 @@ class Measurer:
         # Of the step's batches but the last, by number; and those of the step measured last.
         self._noted: dict[int, torch.Tensor] = {}
         self._judged: dict[int, torch.Tensor] = {}
+        self._logged = logged
+        self._names = MetricNames(ranks, "guard.log", are_evaluated=False)
         self._norm: torch.Tensor | None = None
         self._sizes: list[int] = []
         self._trained: list[tuple[torch.Tensor, int]] = []
@@ -124,20 +131,28 @@ class Measurer:
         is_bad = (~torch.isfinite(value)) | (~torch.isfinite(square))
         own = torch.stack([value, square, is_bad.double()])
         gate_before = 0.0  # not compared between ranks
-        rest = [float(tokens), gate_before, *report.numbers(ranks), float(draws)]
-        packed = torch.cat([own, on_device(rest, device)])
+        rest = [float(tokens), gate_before, *report.numbers(ranks)]
+        metrics = self._names.pack(self._logged.take(), device)
+        drawn = on_device([float(draws)], device)
+        packed = torch.cat([own, on_device(rest, device), metrics.numbers, drawn])
         ranks.all_reduce(packed)
         mean, norm = packed[LOSS] / ranks.world_size, packed[GRAD_SQUARE].sqrt()
         closed = is_closed(packed, mean, norm, bounds)
         decided = torch.stack([value, mean, norm, closed.double()])
-        numbers = torch.cat([packed, decided])
-        return AgreedStep(step=step, batch=plan_of(*batches), report=report, numbers=numbers)
+        return AgreedStep(
+            step=step,
+            batch=plan_of(*batches),
+            report=report,
+            numbers=torch.cat([packed, decided]),
+            metrics=metrics,
+        )
 
     def read(self, agreed: AgreedStep) -> StepInfo:
         """Read the numbers of a step, in the order of launching.
 
         Raises:
             RankError: a rank stands elsewhere than the others.
+            ConfigError: the loop's metrics are called otherwise on another rank.
         """
         info, (drawn, own) = agreed.read(self._ranks)
         self._own = own

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from runner.distributed.agreement import Ranks
 from runner.embed.data.loaders import Source
+from runner.embed.loop.logged import Logged
 from runner.embed.state.codec import pack, unpack
 from runner.embed.state.generators import Randomness
 from runner.embed.state.loop_state import LoopState
@@ -93,6 +94,7 @@ class RollbackState:
         data_goes_on: whether the data continues after a rollback, and what was read is skipped.
         has_moved: whether the last rollback has set the data position back.
         schedulers: the loop's.
+        logged: metrics that go with the next step.
     """
 
     def __init__(
@@ -101,12 +103,14 @@ class RollbackState:
         schedulers: Sequence[Scheduler],
         position: DataPosition,
         ranks: Ranks,
+        logged: Logged,
     ) -> None:
         self.data_goes_on = False
         self.has_moved = False
         self._state = state
         self.schedulers = schedulers
         self._position = position
+        self.logged = logged
         self._ranks = ranks
         self._last: Mapping[str, Any] | None = None
 
@@ -117,6 +121,7 @@ class RollbackState:
             lambda: {
                 "random": Randomness().to_json(),
                 "data": self._position.to_json(),
+                "logged": self.logged.to_json(),
                 "schedulers": [
                     pack(scheduler.state_dict(), f"scheduler {number}")
                     for number, scheduler in enumerate(self.schedulers)
@@ -135,6 +140,7 @@ class RollbackState:
         self._state.apply(state)
         self._last = state
         self.repeat()
+        self.logged.load_json(self._own().get("logged"), self._state.compute_device)
         place = self._own()["data"]
         self.has_moved = not self.data_goes_on or self._must_read_again(place)
         if self.has_moved:

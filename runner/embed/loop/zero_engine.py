@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from runner.distributed.agreement import Ranks
+from runner.embed.loop.logged import Logged
 from runner.embed.loop.measure import Measurer
 from runner.embed.state.geometry import Geometry, row
 from runner.embed.state.loop_state import LoopState
@@ -120,8 +121,8 @@ class ZeroState(LoopState):
 class ZeroMeasurer(Measurer):
     """Measures the gradients that DeepSpeed has reduced, and makes it skip refused steps."""
 
-    def __init__(self, state: ZeroState, ranks: Ranks, engine: Any) -> None:
-        super().__init__(state, ranks, clip=None)
+    def __init__(self, state: ZeroState, ranks: Ranks, logged: Logged, engine: Any) -> None:
+        super().__init__(state, ranks, logged, clip=None)
         self._order = None  # DeepSpeed has reduced the gradients, and holds the weights
         self._engine = engine
         self._stage = stage_of(engine.optimizer)

@@ -106,7 +106,7 @@ def objective(
 def mean_loss(model: nn.Module, inputs: Inputs) -> Tensor:
     """The mean loss of what counts, a scalar; dropout draws the same each time."""
     torch.manual_seed(_SEED)
-    _, training, counts = model(inputs)
+    _, training, counts, _ = model(inputs)
     loss: Tensor = training.sum() / counts.sum().clamp(min=1)
     return loss
 
@@ -122,7 +122,7 @@ def answers(network: nn.Module, inputs: Inputs, begin: int, end: int) -> Tensor:
     if has_own_losses(network):
         labels = torch.full_like(inputs[LABELS], -100)
         labels[:, begin:end] = inputs[LABELS][:, begin:end]
-        sums, _, _ = GuestObjective(network, head_losses=_whole(fp32=True), dtype=None)(
+        sums, *_ = GuestObjective(network, head_losses=_whole(fp32=True), dtype=None)(
             {**inputs, LABELS: labels}
         )
         own: Tensor = sums

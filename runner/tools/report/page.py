@@ -153,6 +153,7 @@ def parts_of(run: RunReader, place: int) -> dict[str, tuple[str, Callable[[], Ht
         "layers": (side_key, lambda: sections.layers(run)),
         "position": (side_key, lambda: sections.position(run)),
         "source": (sources_key, lambda: sections.source(run)),
+        "metrics": (key, lambda: sections.own_metrics(run)),
         "stream": (None, lambda: sections.stream(run)),
         "ranks": (side_key, lambda: sections.ranks(run)),
         "ring": (ring_key, lambda: sections.ring(run)),

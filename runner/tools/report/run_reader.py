@@ -19,12 +19,12 @@ from runner.system.units import duration
 from runner.tools.report.attempts import AttemptIndex, AttemptRow, Thinned, is_odd, row_of
 from runner.tools.report.follow import Follower, whole
 from runner.tools.report.incident import Line, line_of
-from runner.tools.report.side_files import LayerFold, RankFold, RingFold, SourceFold
+from runner.tools.report.side_files import LayerFold, MetricFold, RankFold, RingFold, SourceFold
 from runner.tools.ring_files import StoredCheckpoint, checkpoints
 
 _HOUR = 3600.0
 _MOST_RECENT = 100_000  # lines kept for the account of the last hour
-_COMMON_KEYS = 17  # of a metrics line without columns for sources
+_COMMON_KEYS = 17  # of a metrics line without further columns
 _TEXT_BYTES, _TEXT_CHARACTERS = 1 << 20, 2000  # of the samples of an explained step
 _ALIVE_SECONDS = 60.0  # the owner beats about every second; a busy file system may show it late
 
@@ -53,6 +53,7 @@ class _Fold:
     thinned: Thinned
     evaluated: Thinned
     sources: SourceFold
+    own: MetricFold
     layers: LayerFold
     ranks: RankFold
     ring: RingFold = field(default_factory=RingFold)
@@ -109,6 +110,7 @@ class RunReader:
             thinned=Thinned(columns=columns),
             evaluated=Thinned(columns=max(64, columns // 4), near=0, most_near=0),
             sources=SourceFold(few),
+            own=MetricFold(few),
             layers=LayerFold(few),
             ranks=RankFold(few),
         )
@@ -183,6 +185,7 @@ class RunReader:
             fold.evaluated.add(row, odd=False)
         if len(record) > _COMMON_KEYS:
             fold.sources.add(record)
+            fold.own.add(record)
         fold.cursor = max(fold.cursor, whole(record.get("cursor")))
         while fold.undone and fold.undone[0].time <= row.time:
             fold.account.undo(whole(fold.undone.popleft().detail.get("to_step")))

@@ -50,6 +50,7 @@ from runner.tools.report.run_reader import RunReader, RunStatus
 from runner.tools.report.side_files import LAYER_QUANTITIES, TIERS, Grid, TierCopy
 
 _MOST_RANGES = 100
+_MOST_METRICS = 64
 _STRIP = 22
 _TIME_LABELS = {
     "productive": "steps that count",
@@ -334,6 +335,25 @@ def source(run: RunReader) -> Html | None:
         table(["source", "samples in attempted steps", "share", "held-out loss"], rows),
         note(f"and {more:,} more sources") if more > 0 else None,
     )
+
+
+def own_metrics(run: RunReader) -> Html | None:
+    """A drawing for each metric of the user's own: in training, and evaluated."""
+    fold, drawn = run.fold.own, []
+    trained, evaluated = _by_source(fold.trained), _by_source(fold.evaluated)
+    for name in list(dict.fromkeys([*trained, *evaluated]))[:_MOST_METRICS]:
+        of_groups = {
+            f"evaluated, {group.removeprefix(f'{name}/')}": points
+            for group, points in evaluated.items()
+            if group.startswith(f"{name}/")
+        }
+        curves = {"in training": trained.get(name, []), "evaluated": evaluated.get(name, [])}
+        is_group = any(name.startswith(f"{other}/") for other in evaluated)
+        if not is_group or name in trained:
+            drawn.append(lines(name, "means", {**curves, **of_groups}, x_label="steps"))
+    if not any(drawn):
+        return None
+    return section("metrics", "Metrics of the model or the loop", *drawn)
 
 
 def _by_source(grid: Grid) -> dict[str, list[Point]]:

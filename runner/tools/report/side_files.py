@@ -1,6 +1,6 @@
 """The files beside metrics and journal: layers, rank times, and the lifetimes of checkpoints.
 
-Also the columns of the metrics with the numbers of each source of a mixture.
+Also the columns of the metrics with the numbers of each source of a mixture, and the user's own.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from runner.policy.columns import EVALUATED, is_ours, kind_of
 from runner.tools.report.follow import number, whole
 
 # The quantities of a layer, in the order in which they are shown; see docs/warnings.md.
@@ -24,6 +25,7 @@ LAYER_QUANTITIES = {
 _MOST_NAMES = 4096
 _MOST_QUANTITIES = 10
 _MOST_SOURCES = 256
+_MOST_METRICS = 256
 _SAMPLES, _LOSS, _TRAINED = "samples/", "eval_loss/", "loss/"
 _MOST_POSITIONS = 512
 _MOST_PROFILES = 64
@@ -194,6 +196,30 @@ class SourceFold:
             known = {name: number(value) for name, value in losses.items()}
             self.losses.add(step, known)
             self.newest |= {name: value for name, value in known.items() if value == value}
+
+
+class MetricFold:
+    """The user's own metrics, by name: of applied steps, and of evaluations.
+
+    Attributes:
+        evaluated: also by group of samples, as ``NAME/GROUP``.
+    """
+
+    def __init__(self, columns: int) -> None:
+        self.trained = Grid(columns)
+        self.evaluated = Grid(columns)
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Take one line of the metrics."""
+        own = [name for name in line if not is_ours(name)][:_MOST_METRICS]
+        values: dict[str, dict[str, float]] = {"train": {}, "eval": {}}
+        for name in own:
+            kind = kind_of(name)
+            column = name.removeprefix(EVALUATED) if kind == "eval" else name
+            values[kind][column] = number(line[name])
+        for grid, known in ((self.trained, values["train"]), (self.evaluated, values["eval"])):
+            if known and line.get("action") == "apply":
+                grid.add(whole(line.get("step")), known)
 
 
 def _of_sources(line: Mapping[str, Any], prefix: str) -> dict[str, Any]:

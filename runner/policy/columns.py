@@ -1,0 +1,31 @@
+"""The columns of ``metrics.jsonl``: ours by name, and what further ones are about."""
+
+from __future__ import annotations
+
+from typing import Final
+
+# The fields of each line, see :class:`runner.observe.metrics.MetricsLine`.
+FIELDS: Final = (
+    *("step", "cursor", "samples", "loss", "grad_norm", "lr", "tokens", "tokens_per_second"),
+    *("seconds", "data_wait_seconds", "verdict", "action", "eval_loss", "loss_limit"),
+    *("norm_limit", "time", "stalls", "nonfinite"),
+)
+EVALUATED: Final = "eval_"  # begins the column of a metric in an evaluation
+LAYERS, SOURCES = "layers", "sources"
+# What our further columns are about, by their names before a slash.
+_FURTHER: Final = {
+    LAYERS: LAYERS,
+    **dict.fromkeys(("samples", "loss", "eval_loss", "corpus_entropy"), SOURCES),
+}
+
+
+def is_ours(name: str) -> bool:
+    """Whether a column of this name is one of ours, and so none of the user's."""
+    head = name.partition("/")[0]
+    return head in FIELDS or head in _FURTHER
+
+
+def kind_of(column: str) -> str:
+    """What a further column is about: layers, sources, or a metric of the user's: train, eval."""
+    own = "eval" if column.startswith(EVALUATED) else "train"
+    return _FURTHER.get(column.partition("/")[0], own)

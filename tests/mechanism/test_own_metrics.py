@@ -1,0 +1,122 @@
+"""Metrics of a loop's own: reduced with the step, by attempt, refused in words."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runner.observe.metrics import MetricsLine
+from runner.observe.tracker import numbers_of
+from runner.policy.columns import FIELDS
+from runner.system.error import ConfigError
+from runner.system.parsing import NONFINITE
+from runner.tools.report.page import page, read_runs
+from tests.mechanism.test_guard_loop import CLIP, Job, Killed, batches, die
+
+pytestmark = pytest.mark.usefixtures("alone")
+BAD = {9, 10, 11, 12, 13, 30}
+
+
+def train(out: Path, *, kill_at: int = -1, **settings: Any) -> Any:
+    """Two batches a step; each logs its own number, once as a number, once with a count."""
+    job = Job.make()
+    gated = torch.optim.AdamW(job.model.parameters(), lr=1e-2, fused=True)
+    job.optimizer, job.scheduler = gated, torch.optim.lr_scheduler.CosineAnnealingLR(gated, 80)
+    guard = job.guard(out, clip=CLIP, accumulate=2, persist=2, **settings)
+    data = batches(BAD, 60)
+    where = {id(batch): number for number, batch in enumerate(data)}
+    for count, batch in enumerate(guard.over(data), start=1):
+        loss = job.backward(batch)
+        number = where[id(batch)]
+        guard.log(number=number, odd=(number % 2, 1), nothing=(0, 0))
+        guard.log({"of/batch": torch.tensor(float(number))})
+        if number == 20:
+            guard.log(weird=math.nan)
+        if count == kill_at:
+            die(guard)
+        if count % 2:
+            guard.note(loss)
+        else:
+            job.update(guard.ok(loss))
+            if guard.updates % 5 == 0:
+                guard.log(eval_updates=guard.updates)
+    guard.close()
+    return guard.skipped, guard.state_digest()
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_they_belong_to_the_attempt_and_survive_kills_and_rollbacks(
+    tmp_path: Path, sync: bool
+) -> None:
+    whole = train(tmp_path / "whole", sync=sync)
+    with pytest.raises(Killed):
+        train(tmp_path / "cut", sync=sync, kill_at=41)
+    assert train(tmp_path / "cut", sync=sync) == whole
+    kept = ("step", "action", "samples", "number", "odd", "of/batch", "weird", "eval_updates")
+    ends = [
+        [{key: line[key] for key in kept if key in line} for line in lines(tmp_path / name)]
+        for name in ("whole", "cut")
+    ]
+    assert ends[0] == ends[1]
+    for line in ends[0]:
+        start, stop = line["samples"]
+        assert line["number"] == line["of/batch"] == (start + stop - 1) / 2, line
+        assert line["odd"] == 0.5
+    actions = [line["action"] for line in ends[0]]
+    assert "discard" in actions and "rollback" in actions, actions
+    assert not [line for line in lines(tmp_path / "whole") if "nothing" in line]
+    odd = [line for line in ends[0] if "weird" in line]
+    assert [(line["weird"], line["samples"]) for line in odd] == [(None, [20, 22])]
+    told = {line["eval_updates"] for line in ends[0] if "eval_updates" in line}
+    assert told == {5.0, 10.0}
+    [run] = read_runs([tmp_path / "whole"])
+    text = page([run])
+    assert "Metrics of the model or the loop" in text and "of/batch" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"loss": 1.0}, "cannot be called 'loss'"),
+        ({"grad_norm/me": 1.0}, "'own_grad_norm_me'"),
+        ({"layers/x": 1.0}, "called so already"),
+        ({"2nd": 1.0}, "'2nd' is no name of a metric"),
+        ({"a b": 1.0}, "is no name of a metric"),
+        ({"x": "high"}, "'x' is str 'high'; give a number"),
+        ({"x": None}, "'x' is NoneType None"),
+        ({"x": torch.ones(3)}, r"'x' is a tensor of shape \[3\]"),
+        ({"x": (1, 2, 3)}, "'x' is tuple of 3; give a number, or"),
+    ],
+)
+def test_what_is_no_metric_is_refused(tmp_path: Path, given: dict[str, Any], words: str) -> None:
+    job = Job.make()
+    guard = job.guard(tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        guard.log(given)
+    guard.close()
+
+
+def test_a_line_keeps_them_and_trackers_get_them_by_kind() -> None:
+    columns = {"accuracy": 0.5, "eval_accuracy/web": 0.25, "layers/a": 1.0, "samples/web": 3,
+               "broken": math.inf}  # fmt: skip
+    line = MetricsLine(
+        step=1, cursor=2, samples=(0, 2), loss=1.0, grad_norm=1.0, lr=0.1, tokens=2,
+        tokens_per_second=1.0, seconds=1.0, data_wait_seconds=0.0, verdict="clean",
+        action="apply", columns=columns,
+    )  # fmt: skip
+    assert {*line.to_json()} <= {*FIELDS, NONFINITE, *columns}
+    state = json.loads(json.dumps(line.to_state(), allow_nan=False))
+    assert MetricsLine.from_state(state) == line
+    numbers = numbers_of(line)
+    own = {name: numbers[name] for name in numbers if numbers[name] in (0.5, 0.25, 3.0)}
+    assert own == {"train/accuracy": 0.5, "eval/accuracy/web": 0.25, "sources/samples/web": 3.0}
+    assert numbers["layers/a"] == 1.0 and not [name for name in numbers if "broken" in name]
