@@ -1,9 +1,11 @@
 """A loop with the guard on tensors laid out in many ways: laid_out_script.py OUT LAYOUT TODO...
 
 LAYOUT: ``plain``; ``tp`` (tensor parallel); ``sp`` (sequence parallel as well); ``fsdp_tp``;
-``hsdp_tp``; ``columns`` (FSDP2 along dimension 1). TODO: as in guarded_script.py, with checkpoints
+``hsdp_tp``; ``columns`` (FSDP2 along dimension 1); ``pp`` (two stages of a pipeline); ``pp_fsdp``;
+``pp_alike`` (both stages have the same names). TODO: as in guarded_script.py, with checkpoints
 in OUT/TODO; ``look``: the state that OUT/poison holds; ``ring``: checkpoints without a guard;
-``all``: two batches a step, read late, evaluations, a rollback, a stop and a kill; ``all_told``.
+``nanR``: rank R's gradient of one step is NaN; ``all``: two batches a step, read late, evaluations,
+a rollback, a stop and a kill; ``all_told``.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -34,6 +37,7 @@ from torch.distributed.tensor.parallel import (
 from runner import Guard, Ring
 
 NUM, DIM, LENGTH = 36, 8, 4
+NAN_AT = 12
 BAD, THREE_STEPS = (6, 20, 21), (6, 24, 26, 28)
 RULES: dict[str, Any] = {"every": 6, "clean_after": 3, "min_history": 8, "clip": 0.5}
 
@@ -43,8 +47,12 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(DIM)
         self.up, self.down = nn.Linear(DIM, 12), nn.Linear(12, DIM)
+        self.seen: torch.Tensor
+        self.register_buffer("seen", torch.zeros(()))  # forward passes, as of running statistics
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += 1
         return self.down(torch.tanh(self.up(self.norm(x))))
 
 
@@ -61,6 +69,52 @@ class Net(nn.Module):
         return self.head(x) * self.scale.mean(dim=(0, 1))
 
 
+class Stage(nn.Module):
+    """One of two: of a net, or of equal halves."""
+
+    def __init__(self, net: Net, number: int, *, are_alike: bool) -> None:
+        super().__init__()
+        blocks = list(net.blocks)
+        blocks[1 - number] = nn.Identity()
+        self.blocks = nn.ModuleList(blocks[number : number + 1] if are_alike else blocks)
+        if number == 1 and not are_alike:
+            self.head, self.scale = net.head, net.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x if isinstance(block, nn.Identity) else x + block(x)
+        return self.head(x) * self.scale.mean(dim=(0, 1)) if hasattr(self, "head") else x
+
+
+class Pipeline:
+    """A step's forward and backward in two stages: the loss on the last one, None on the other."""
+
+    def __init__(self, model: Stage, mesh: DeviceMesh, rows: int) -> None:
+        self.number = mesh.get_local_rank()
+        read = torch.zeros(rows // 2, LENGTH, DIM, requires_grad=self.number == 1)
+        width = 5 if hasattr(model, "head") else DIM
+        made = torch.zeros(rows // 2, LENGTH, width, requires_grad=True)
+        stage = PipelineStage(
+            model,
+            self.number,
+            2,
+            torch.device("cpu"),
+            # Otherwise torch asks for them by a forward pass at each start, which is counted.
+            input_args=read,
+            output_args=made,
+            group=mesh.get_group(),
+        )
+        self.schedule = ScheduleGPipe(stage, 2, loss_fn=lambda y, _: y.square().mean())
+
+    def step(self, batch: torch.Tensor) -> torch.Tensor | None:
+        if self.number == 0:
+            self.schedule.step(batch)
+            return None
+        losses: list[torch.Tensor] = []
+        self.schedule.step(target=batch, losses=losses)
+        return torch.stack(losses).detach().mean()
+
+
 def meshes(layout: str) -> tuple[DeviceMesh | None, DeviceMesh | None]:
     """Of data and of tensor parallelism."""
     size = dist.get_world_size()
@@ -74,6 +128,17 @@ def meshes(layout: str) -> tuple[DeviceMesh | None, DeviceMesh | None]:
         mesh = init_device_mesh("cpu", (2, size // 4, 2), mesh_dim_names=names)
         return mesh["copies", "data"], mesh["model"]
     return init_device_mesh("cpu", (size,)), None
+
+
+def build_stage(layout: str) -> tuple[Stage, DeviceMesh, DeviceMesh]:
+    """A stage, and the meshes of data parallelism and of the pipeline."""
+    torch.manual_seed(5)
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "data"))
+    model = Stage(Net(), mesh.get_local_rank("pp"), are_alike=layout == "pp_alike")
+    if layout == "pp_fsdp":
+        fully_shard(model, mesh=mesh["data"])
+    return model, mesh["data"], mesh["pp"]
 
 
 def build(layout: str) -> tuple[nn.Module, DeviceMesh | None]:
@@ -123,20 +188,52 @@ def batches(data: DeviceMesh | None, bad: Sequence[int], num: int = NUM) -> list
     return made
 
 
+class Trained:
+    """A model in a layout, and how it computes one batch's gradients."""
+
+    def __init__(self, layout: str) -> None:
+        self.line: DeviceMesh | None = None
+        self.model: Any
+        if not layout.startswith("pp"):
+            self.model, self.data = build(layout)
+            return
+        self.model, self.data, self.line = build_stage(layout)
+        self._pipeline = Pipeline(self.model, self.line, 12 // self.data.size())
+
+    def backward(self, batch: torch.Tensor) -> torch.Tensor | None:
+        """The loss, where this rank has it."""
+        if self.line is not None:
+            return self._pipeline.step(batch)
+        loss: torch.Tensor = self.model(batch).square().mean()
+        loss.backward()
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self, batch: torch.Tensor) -> None:
+        self.model.eval()
+        if self.line is None:
+            self.model(batch)
+        self.model.train()
+
+
 def train(out: Path, layout: str, name: str, skip: list[Any]) -> Guard:
-    model, data = build(layout)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-    guard = Guard(out, model=model, optimizer=optimizer, skip=skip, **RULES)
+    net = Trained(layout)
+    optimizer = torch.optim.AdamW(net.model.parameters(), lr=1e-2, foreach=False)
+    given: dict[str, Any] = {"model": net.model, "optimizer": optimizer, "pipeline": net.line}
+    guard = Guard(out, **given, skip=skip, **RULES)
     if name == "look":
         return guard
-    given = batches(data, BAD if name == "poison" else ())
-    for count, batch in enumerate(guard.over(given)):
+    read = batches(net.data, BAD if name == "poison" else ())
+    for count, batch in enumerate(guard.over(read)):
         is_last = dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1
         is_due = os.environ.get("KILL_AT") == str(count) and name == "poison"
         if is_due and is_last and not guard.resumed_step:
             os.kill(os.getpid(), signal.SIGKILL)
-        loss = model(batch).square().mean()
-        loss.backward()
+        loss = net.backward(batch)
+        if name == f"nan{dist.get_rank() if dist.is_initialized() else 0}" and count == NAN_AT:
+            grads = [p.grad for p in net.model.parameters() if p.grad is not None]
+            parts = [getattr(grad, "_local_tensor", grad) for grad in grads]
+            next(part for part in parts if part.numel()).view(-1)[0] = float("nan")
         if guard.ok(loss):
             optimizer.step()
         optimizer.zero_grad()
@@ -145,23 +242,21 @@ def train(out: Path, layout: str, name: str, skip: list[Any]) -> Guard:
 
 def train_with_all(out: Path, layout: str, *, is_told: bool, skip: list[Any]) -> Guard:
     """The last rank asks to stop in the first start, and dies in the second."""
-    model, data = build(layout)
+    net = Trained(layout)
     by_mesh: dict[Any, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
+    for parameter in net.model.parameters():
         by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     optimizers = [torch.optim.AdamW(own, lr=1e-2, fused=True) for own in by_mesh.values()]
-    guard = Guard(
-        out, model=model, optimizer=optimizers, accumulate=2, skip=skip, sync=is_told, **RULES
-    )
+    named: dict[str, Any] = {"model": net.model, "optimizer": optimizers, "pipeline": net.line}
+    guard = Guard(out, **named, accumulate=2, skip=skip, sync=is_told, **RULES)
     number = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     is_last = dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1
     due = {"0": (15, signal.SIGTERM), "1": (17, signal.SIGKILL)}.get(number, (-1, 0))
-    given = batches(data, () if is_told else THREE_STEPS, 56)
+    given = batches(net.data, () if is_told else THREE_STEPS, 56)
     for count, batch in enumerate(guard.over(given)):
         if count == due[0] and is_last and not is_told:
             os.kill(os.getpid(), due[1])
-        loss = model(batch).square().mean()
-        loss.backward()
+        loss = net.backward(batch)
         if count % 2 == 0:
             guard.note(loss)
             continue
@@ -171,21 +266,19 @@ def train_with_all(out: Path, layout: str, *, is_told: bool, skip: list[Any]) ->
         for optimizer in optimizers:
             optimizer.zero_grad()
         if count % 8 == 7:
-            model.eval()
-            with torch.no_grad():
-                model(given[0])
-            model.train()
+            net.evaluate(given[0])
     return guard
 
 
 def with_ring(out: Path, layout: str) -> dict[str, Any]:
     """Some steps and a checkpoint, or the state that is there."""
-    model, data = build(layout)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-    with Ring(out, {"model": model, "optimizer": optimizer}) as ring:
+    net = Trained(layout)
+    optimizer = torch.optim.AdamW(net.model.parameters(), lr=1e-2, foreach=False)
+    state = {"model": net.model, "optimizer": optimizer}
+    with Ring(out, state, pipeline=net.line) as ring:
         is_new = ring.step == 0
-        for batch in batches(data, ())[:4] if is_new else []:
-            model(batch).square().mean().backward()
+        for batch in batches(net.data, ())[:4] if is_new else []:
+            net.backward(batch)
             optimizer.step()
             optimizer.zero_grad()
         if is_new:

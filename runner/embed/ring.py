@@ -12,6 +12,7 @@ from runner.embed.exits import Holder, journal_errors
 from runner.embed.opening import joined, open_run
 from runner.embed.settings import ring_config
 from runner.embed.state.object_state import Stateful, TreeState
+from runner.embed.state.stages import Pipeline, Stages
 from runner.policy.decision.history import Incident
 from runner.policy.retention.records import State, Tier, resume_order
 from runner.system.error import CheckpointError, ConfigError
@@ -32,6 +33,8 @@ class Ring(Holder):
             them are taken; nothing is pickled.
         keep: clean checkpoints on disk.
         memory: also keep the newest checkpoints in shared memory, where they outlive the process.
+        pipeline: where the state is that of one stage of a pipeline: the mesh of one dimension
+            (``mesh["pp"]``), or the group, of the ranks that a sample passes.
         settings: ``keep_every``, ``clean_after``, ``memory_slots``, ``memory_limit_gib``,
             ``write_mib_per_second``, ``take_over``; see docs/configuration.md, ``checkpoint.*``.
 
@@ -70,12 +73,14 @@ class Ring(Holder):
         *,
         keep: int = 3,
         memory: bool = True,
+        pipeline: Pipeline | None = None,
         **settings: Any,
     ) -> None:
         _check(state)
         config = ring_config(out, memory=memory, given={"keep": keep, **settings})
         with joined(config, "Ring") as group:
-            self._tree = TreeState(state, group.ranks, group.device)
+            stages = Stages(group.ranks, pipeline)
+            self._tree = TreeState(state, group.ranks, group.device, stages)
             run = open_run(config, group, self._tree, self._tree, command="runner.Ring")
         self._hold(run)
         self._tree.before_change = run.drop_memory

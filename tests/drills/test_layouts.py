@@ -15,6 +15,7 @@ from tests.run import read_lines
 from tests.script_run import finished
 
 RANKS = {"plain": 0, "tp": 2, "sp": 2, "columns": 2, "fsdp_tp": 4, "hsdp_tp": 8}
+RANKS |= {"pp": 2, "pp_alike": 2, "pp_fsdp": 4}
 BAD = [[6, 7], [20, 22]]
 OTHERS = [
     ("plain", 0),
@@ -57,6 +58,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path,
     ("layout", "together"),
     [
         ("fsdp_tp", [0, 1]),
+        ("pp", [1]),
+        pytest.param("pp_alike", [1], marks=pytest.mark.full),
+        pytest.param("pp_fsdp", [2], marks=pytest.mark.full),
         pytest.param("tp", [0, 1], marks=pytest.mark.full),
         pytest.param("sp", [0, 1], marks=pytest.mark.full),
         pytest.param("columns", [0], marks=pytest.mark.full),
@@ -66,7 +70,10 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path,
 def test_poisoned_killed_and_resumed_it_is_the_run_told_to_skip(
     ran: Callable[[str], tuple[Path, Ends]], layout: str, together: list[int]
 ) -> None:
-    """The ranks that compute the bad sample together are named together."""
+    """The ranks that compute the bad sample together are named together.
+
+    In a pipeline those are named which have its loss.
+    """
     out, ends = ran(layout)
     assert ends["poison"]["digest"] == ends["told"]["digest"]
     assert ends["poison"]["skipped"] == BAD and ends["poison"]["resumed"] > 0
@@ -75,7 +82,25 @@ def test_poisoned_killed_and_resumed_it_is_the_run_told_to_skip(
     assert [line["ranks"] for line in lines if line["kind"] == "discard"] == [together] * 3
 
 
-@pytest.mark.parametrize("layout", ["columns", pytest.param("fsdp_tp", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=pytest.mark.full)
+        for name in RANKS
+        if name not in ("plain", "hsdp_tp")
+    ],
+)
+def test_nan_on_any_rank_is_seen_by_all(tmp_path: Path, layout: str) -> None:
+    names = [f"nan{rank}" for rank in range(RANKS[layout])]
+    ends = run(tmp_path, layout, *names, "told")
+    assert {end["digest"] for end in ends.values()} == {ends["told"]["digest"]}
+    assert all(end["skipped"] == [[12, 13]] for end in ends.values())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["pp", *(pytest.param(name, marks=pytest.mark.full) for name in ("columns", "fsdp_tp"))],
+)
 def test_all_at_once_on_a_mesh(tmp_path: Path, layout: str) -> None:
     """Accumulation, numbers read late, evaluations, a rollback, a stop, a kill, two resumes."""
     ends = run(tmp_path, layout, "all", "all_told", restarts=2)
@@ -97,3 +122,32 @@ def test_on_other_meshes_the_state_is_the_same(
     found = run(tmp_path, layout, "look", "ring", ranks=ranks)
     assert found["look"]["digest"] == ends["poison"]["digest"]
     assert found["ring"] == {"digest": ends["ring"]["digest"], "step": 4}
+
+
+@pytest.mark.parametrize(
+    ("source", "layout"),
+    [
+        ("pp", "plain"),
+        pytest.param("pp_fsdp", "pp", marks=pytest.mark.full),
+        pytest.param("pp_fsdp", "fsdp_tp", marks=pytest.mark.full),
+        pytest.param("fsdp_tp", "pp_fsdp", marks=pytest.mark.full),
+    ],
+)
+def test_a_pipelines_state_is_the_same_on_other_stages(
+    ran: Callable[[str], tuple[Path, Ends]], tmp_path: Path, source: str, layout: str
+) -> None:
+    out, ends = ran(source)
+    shutil.copytree(out / "poison", tmp_path / "poison")
+    assert run(tmp_path, layout, "look")["look"]["digest"] == ends["poison"]["digest"]
+
+
+@pytest.mark.full
+def test_stages_with_the_same_names_load_as_many_only(
+    ran: Callable[[str], tuple[Path, Ends]], tmp_path: Path
+) -> None:
+    """A ring knows tensors by their stages."""
+    out, ends = ran("pp")
+    shutil.copytree(out / "ring", tmp_path / "ring")
+    assert run(tmp_path, "pp", "ring", ranks=4)["ring"] == {**ends["ring"], "step": 4}
+    with pytest.raises(AssertionError, match=r"of a pipeline of 2 stage\(s\), this ring has 1"):
+        run(tmp_path, "tp", "ring")

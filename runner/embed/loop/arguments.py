@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from runner.distributed.agreement import Ranks
+from runner.embed.state.stages import Stages
 from runner.system.error import ConfigError
 
 # Optimizers whose state lies in another object, or on other ranks; by name, so that nothing is
@@ -98,25 +99,40 @@ def check_clip(clip: Any, optimizers: Sequence[Any]) -> None:
 
 
 def check_alike(
-    parameters: dict[str, torch.Tensor], optimizers: Sequence[Any], ranks: Ranks
+    parameters: dict[str, torch.Tensor], optimizers: Sequence[Any], ranks: Ranks, stages: Stages
 ) -> None:
-    """All ranks train the same parameters. Collective.
+    """All ranks of a stage train the same parameters, in as many groups. Collective.
 
     Raises:
         ConfigError: a parameter has another name, shape or dtype on some rank.
     """
+    groups = [len(optimizer.param_groups) for optimizer in optimizers]
     own = {name: f"{p.dtype} {list(p.shape)}" for name, p in parameters.items()}
-    own["(number of optimizers)"] = str(len(optimizers))
-    first, *others = ranks.gather(own)
-    for rank, other in enumerate(others, start=1):
-        for name in sorted({*first, *other}):
-            here, there = first.get(name, "none"), other.get(name, "none")
-            if here != there:
-                raise ConfigError(
-                    f"Guard: {name!r} is {here} on rank 0, {there} on rank {rank}: all ranks must "
-                    "train the same parameters; pipeline stages, and experts that only some ranks "
-                    "have, cannot be guarded"
-                )
+    by_rank = ranks.gather([groups, own])
+    for rank, (other, _) in enumerate(by_rank):
+        if other != by_rank[0][0]:
+            raise ConfigError(
+                f"Guard: the optimizers have {by_rank[0][0]} groups of parameters on rank 0, "
+                f"{other} on rank {rank}; give all ranks as many, also if some are empty"
+            )
+    for members in stages.members:
+        first = by_rank[members[0]][1]
+        for rank in members[1:]:
+            _require_same(first, by_rank[rank][1], members[0], rank)
+
+
+def _require_same(
+    first: Mapping[str, str], other: Mapping[str, str], first_rank: int, rank: int
+) -> None:
+    for name in sorted({*first, *other}):
+        here, there = first.get(name, "none"), other.get(name, "none")
+        if here != there:
+            raise ConfigError(
+                f"Guard: {name!r} is {here} on rank {first_rank}, {there} on rank {rank}: all "
+                "ranks must train the same parameters. Stages of a pipeline are given with "
+                'pipeline=mesh["pp"]; experts that only some ranks have are DTensors on a mesh '
+                "of all ranks, or cannot be guarded"
+            )
 
 
 def _kind(value: Any) -> str:

@@ -35,6 +35,7 @@ from runner.embed.opening import handle_signals, joined, open_run
 from runner.embed.settings import run_config
 from runner.embed.state.generators import Randomness, StepDraws
 from runner.embed.state.loop_state import LoopState
+from runner.embed.state.stages import Pipeline, Stages
 from runner.session.summary import RunEnd, sum_up
 from runner.system.error import ConfigError
 
@@ -70,6 +71,8 @@ class Guard(Holder):
         every: steps between checkpoints on disk, or ``"auto"``: chosen by their cost.
         clip: bound of the global gradient norm; :meth:`ok` clips, the loop must not.
         accumulate: batches of :meth:`over` per step, so per call of :meth:`ok`.
+        pipeline: where ``model`` is one stage of a pipeline: the mesh of one dimension
+            (``mesh["pp"]``), or the group, of the ranks that a sample passes.
         settings: ``guard.*`` and ``checkpoint.*`` by their names (``persist=2``, ``keep=3``);
             ``skip=[[a, b]]``: batches never to be read, half open; ``allow_change=True``: go on
             with other settings than the run was begun with; ``sync=False``: the device
@@ -113,6 +116,7 @@ class Guard(Holder):
         every: int | str = 50,
         clip: float | None = None,
         accumulate: int = 1,
+        pipeline: Pipeline | None = None,
         **settings: Any,
     ) -> None:
         skip = settings.pop("skip", [])
@@ -124,6 +128,8 @@ class Guard(Holder):
             check_arguments(models, optimizers, schedulers)
         elif clip is not None:
             raise ConfigError(f"clip={clip}: DeepSpeed clips; set its gradient_clipping")
+        elif pipeline is not None:
+            raise ConfigError("pipeline=: a DeepSpeed engine of ZeRO has no stages; leave it out")
         if config.guard.sync is False:
             if engine is not None:
                 raise ConfigError("sync=False: a DeepSpeed engine is told before it steps")
@@ -137,8 +143,9 @@ class Guard(Holder):
                 self._sharded = ZeroState(engine, ranks, device)
                 self._measurer: Measurer = ZeroMeasurer(self._sharded, ranks, logged, engine)
             else:
-                self._sharded = LoopState(models, optimizers, ranks, device)
-                check_alike(self._sharded.parameters, optimizers, ranks)
+                stages = Stages(ranks, pipeline)
+                self._sharded = LoopState(models, optimizers, ranks, device, stages)
+                check_alike(self._sharded.parameters, optimizers, ranks, stages)
                 self._measurer = Measurer(self._sharded, ranks, logged, clip=clip)
             self._carried = RollbackState(self._sharded, schedulers, self._position, ranks, logged)
             run = open_run(config, group, self._sharded, self._carried, command="runner.Guard")
@@ -198,7 +205,7 @@ class Guard(Holder):
             self.settle()
         self._end_pass(number)
 
-    def ok(self, loss: torch.Tensor | float, *, tokens: int = 0) -> bool:
+    def ok(self, loss: torch.Tensor | float | None, *, tokens: int = 0) -> bool:
         """Whether the optimizer may step. Collective: one all-reduce.
 
         Call it once per step on every rank, after ``backward`` and before the optimizer's step.
@@ -210,7 +217,8 @@ class Guard(Holder):
 
         Args:
             loss: this rank's, a scalar or a tensor whose mean it is; the guard judges the mean
-                over ranks, and with :meth:`note` over the batches of the step.
+                over ranks, and with :meth:`note` over the batches of the step. None where a
+                stage of a pipeline has no loss.
             tokens: in this rank's batch, for the throughput in the metrics.
 
         Raises:
@@ -223,7 +231,7 @@ class Guard(Holder):
         self._in_hand.clear()
         return is_allowed
 
-    def note(self, loss: torch.Tensor | float) -> None:
+    def note(self, loss: torch.Tensor | float | None) -> None:
         """With ``accumulate``: record the loss of a micro-batch but the last. Waits for nothing.
 
         :meth:`ok` then judges the mean of these and of the loss that it is given, and NaN in any of
@@ -603,10 +611,10 @@ class Guard(Holder):
             )
         with journal_errors(self._run):
             self._steps.checkpoints.commit(self._run.state)
-        size = sum(parameter.numel() for parameter in self._sharded.parameters.values())
+        is_small = self._sharded.num_elements <= _NO_DIGEST_ABOVE
         self._sum_up(
             f"pass {number + 1} is over",
-            digest=self.state_digest() if size <= _NO_DIGEST_ABOVE else None,
+            digest=self.state_digest() if is_small else None,
         )
 
     def _sum_up(self, reason: str, *, digest: str | None) -> None:

@@ -200,7 +200,7 @@ class GuardedSteps:
 
     # -- judging --------------------------------------------------------------------------
 
-    def note(self, loss: torch.Tensor | float) -> None:
+    def note(self, loss: torch.Tensor | float | None) -> None:
         """Record the loss of one micro-batch of an accumulated step."""
         if self._step is None:
             raise ConfigError(
@@ -209,14 +209,14 @@ class GuardedSteps:
             )
         self._measurer.note(loss, self._step.stop - 1)
 
-    def judge(self, loss: torch.Tensor | float, tokens: int) -> bool:
+    def judge(self, loss: torch.Tensor | float | None, tokens: int) -> bool:
         """Whether the update may be made. Collective."""
         is_allowed = self._decide(loss, tokens)
         if not is_allowed and self.undoes_refused:
             self._decided = _Refused(Randomness(), self._host_side(), self._carried.logged.sums)
         return is_allowed
 
-    def _decide(self, loss: torch.Tensor | float, tokens: int) -> bool:
+    def _decide(self, loss: torch.Tensor | float | None, tokens: int) -> bool:
         if self.discards_first and self.undoes_refused and self._step is not None:
             # DDP rebuilds its buckets after the first backward: only later steps reduce in the
             # run's order.
@@ -262,7 +262,7 @@ class GuardedSteps:
             self._leave()
         return False
 
-    def _launch(self, loss: torch.Tensor | float, tokens: int, step: _Step) -> AgreedStep:
+    def _launch(self, loss: torch.Tensor | float | None, tokens: int, step: _Step) -> AgreedStep:
         run, state, rollbacks = self._run, self._state, self._history.rollbacks
         number, batches = state.updates + 1, (step.start, step.stop)
         run.group.heart.enter("agree")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping
+from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from runner.distributed.agreement import Ranks
 from runner.embed.loop.logged import Logged
 from runner.embed.state.geometry import local
 from runner.embed.state.loop_state import LoopState
+from runner.embed.state.stages import Stages
 from runner.policy.decision.signals import Bounds
 from runner.system.error import ConfigError
 from runner.train.agreed_step import (
@@ -70,11 +73,12 @@ class Measurer:
         self._norm: torch.Tensor | None = None
         self._sizes: list[int] = []
         self._trained: list[tuple[torch.Tensor, int]] = []
-        self._order: LoopOrder | None = LoopOrder(state.parameters, ranks)
+        self._order: LoopOrder | None = LoopOrder(state.parameters, ranks, state.stages)
+        self._giving = [True] * ranks.world_size  # by rank: whether it has a loss
 
-    def note(self, loss: torch.Tensor | float, number: int) -> None:
+    def note(self, loss: torch.Tensor | float | None, number: int) -> None:
         """Record the loss of one micro-batch of an accumulated step."""
-        self._noted[number] = _scalar(loss, self._state.compute_device)
+        self._noted[number] = self._scalar(loss)
 
     def adds_differently_at_first(self) -> bool:
         """Whether the first backward of a process may reduce gradients in another order.
@@ -102,7 +106,7 @@ class Measurer:
 
     def launch(
         self,
-        loss: torch.Tensor | float,
+        loss: torch.Tensor | float | None,
         *,
         step: int,
         batches: tuple[int, int],
@@ -125,11 +129,12 @@ class Measurer:
         value = self._loss_of_step(loss, batches)
         square = self._square().to(device)
         if self._order is not None and self._order.is_compared:
+            self._learn_who_gives(is_giving=loss is not None)
             self._order.require_unchanged()
             if ranks.world_size > 1:
                 self._order.require_alike(self._square_of_plain())
         is_bad = (~torch.isfinite(value)) | (~torch.isfinite(square))
-        own = torch.stack([value, square, is_bad.double()])
+        own = torch.stack([self._share_of_mean(value, loss), square, is_bad.double()])
         gate_before = 0.0  # not compared between ranks
         rest = [float(tokens), gate_before, *report.numbers(ranks)]
         metrics = self._names.pack(self._logged.take(), device)
@@ -159,9 +164,51 @@ class Measurer:
         self.reads_draw = self.reads_draw or drawn > 0
         return info
 
-    def _loss_of_step(self, loss: torch.Tensor | float, batches: tuple[int, int]) -> torch.Tensor:
+    def _learn_who_gives(self, *, is_giving: bool) -> None:
+        """Collective where there is a pipeline.
+
+        Raises:
+            ConfigError: nobody gives a loss.
+        """
+        if self._state.stages.count == 1:
+            return
+        self._giving = self._ranks.gather(is_giving)
+        if not any(self._giving):
+            raise ConfigError(
+                "guard.ok: the loss is None on all ranks; the ranks of the stage that computes it "
+                "give theirs, the others None"
+            )
+
+    def _share_of_mean(
+        self, value: torch.Tensor, loss: torch.Tensor | float | None
+    ) -> torch.Tensor:
+        """What to sum over ranks so that the sum over their number is the mean over losses.
+
+        Raises:
+            ConfigError: it has a loss where it had none in the first steps, or the contrary.
+        """
+        giving, rank = self._giving, self._ranks.rank
+        if giving[rank] is not (loss is not None):
+            raise ConfigError(
+                f"guard.ok: rank {rank} gave {'a' if giving[rank] else 'no'} loss in the first "
+                "steps of this start, and now the contrary; give it at each step, or never"
+            )
+        return value if all(giving) else value * (len(giving) / sum(giving))
+
+    def _scalar(self, loss: torch.Tensor | float | None) -> torch.Tensor:
+        """
+        Raises:
+            ConfigError: it is no number, or None where none is due.
+        """
+        if loss is None and self._state.stages.count > 1:
+            return torch.zeros((), dtype=torch.float64, device=self._state.compute_device)
+        return _scalar(loss, self._state.compute_device)
+
+    def _loss_of_step(
+        self, loss: torch.Tensor | float | None, batches: tuple[int, int]
+    ) -> torch.Tensor:
         """The mean over the losses of this rank's micro-batches."""
-        value = _scalar(loss, self._state.compute_device)
+        value = self._scalar(loss)
         judged, self._noted = self._noted, {}
         if judged:
             judged[batches[1] - 1] = value
@@ -194,10 +241,11 @@ class Measurer:
                 is_sharded = is_sharded or isinstance(grad, DTensor) or grad.is_sparse
                 by_copies[copies].append(_values(parameter))
         self._norm = None
+        is_whole = not is_sharded and self._state.stages.count == 1
         shares = []
         for copies, grads in by_copies.items():
             norm = get_total_norm(grads)
-            if not is_sharded:
+            if is_whole:
                 self._norm = norm  # the same bits that torch's own clipping uses
             shares.append(norm.double().square() / copies)
         if not shares:
@@ -226,7 +274,8 @@ class Measurer:
             clip_grads_with_norm_(trained, self._clip, self._norm)
             return
         meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in trained}
-        if len(meshes) == 1 and not any(p.grad is not None and p.grad.is_sparse for p in trained):
+        is_one = len(meshes) == 1 and self._state.stages.count == 1
+        if is_one and not any(p.grad is not None and p.grad.is_sparse for p in trained):
             # Sharded: torch adds the shards' norms in its own way, so in a collective of its own.
             # It takes the gradients of one mesh only.
             clip_grad_norm_(trained, self._clip)
@@ -251,7 +300,8 @@ class Measurer:
         number = self._worst_of(plan)
         by_rank = self._ranks.gather([is_finite, loss if is_finite else 0.0, number])
         ranks = [rank for rank, (is_fine, *_) in enumerate(by_rank) if not is_fine]
-        loudest = sorted(range(len(by_rank)), key=lambda rank: -by_rank[rank][1])
+        giving = [rank for rank, gives in enumerate(self._giving) if gives]
+        loudest = sorted(giving, key=lambda rank: -by_rank[rank][1])
         return [
             Suspect(
                 rank=rank,
@@ -304,7 +354,7 @@ def _values(parameter: torch.Tensor) -> torch.Tensor:
     return local(grad)
 
 
-def _scalar(loss: torch.Tensor | float, device: torch.device) -> torch.Tensor:
+def _scalar(loss: Any, device: torch.device) -> torch.Tensor:
     """The mean loss as an FP64 scalar on ``device``.
 
     Raises:
@@ -340,9 +390,11 @@ class LoopOrder:
         parameters: of the models and optimizers, by name.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
+    def __init__(
+        self, parameters: Mapping[str, torch.Tensor], ranks: Ranks, stages: Stages
+    ) -> None:
         self._parameters = parameters
-        self._ranks = ranks
+        self._ranks, self._stages = ranks, stages
         self._num_begun = 0
         self._versions: list[int] = []
         self._values: list[float | None] = []  # in the first steps
@@ -379,7 +431,7 @@ class LoopOrder:
             )
 
     def require_alike(self, square: float) -> None:
-        """Plain weights and their gradients are the same on all ranks. Collective.
+        """Plain weights and their gradients are the same on all ranks of a stage. Collective.
 
         Args:
             square: of the norm of this rank's gradients of plain tensors.
@@ -394,7 +446,10 @@ class LoopOrder:
         ]
         weights = None if None in plain else math.fsum(value for value in plain if value)
         by_rank = self._ranks.gather([weights, _finite(square)])
-        for what, numbers in zip(("weights", "gradients"), zip(*by_rank, strict=True), strict=True):
+        for members, (at, what) in product(
+            self._stages.members, enumerate(("weights", "gradients"))
+        ):
+            numbers = [by_rank[rank][at] for rank in members]
             known = [number for number in numbers if number is not None]
             if len(known) == len(numbers) and max(known) - min(known) > _TOLERANCE * max(known):
                 raise ConfigError(

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from runner.distributed.agreement import Ranks
+from runner.embed.state.stages import Holders, Stages
 from runner.system.error import ConfigError
 
 Box = tuple[tuple[int, int], ...]  # (first index, how many) by dimension
@@ -103,12 +105,22 @@ class Geometry:
     box: Box | None = None
 
 
-def replicated(shape: Sequence[int], ranks: Ranks) -> Geometry:
-    """Of a tensor that is the same on all ranks."""
-    count, box = math.prod(shape), tuple((0, size) for size in shape)
+def replicated(shape: Sequence[int], holders: Holders, rank: int) -> Geometry:
+    """Of a tensor that is the same on some ranks, of which this is one."""
     return Geometry(
-        shape=tuple(shape), start=0, count=count, index=ranks.rank, copies=ranks.world_size, box=box
+        shape=tuple(shape),
+        start=0,
+        count=math.prod(shape),
+        index=holders.ranks.index(rank),
+        copies=len(holders.ranks),
+        group=holders.group,
+        box=tuple((0, size) for size in shape),
     )
+
+
+def nowhere(shape: Sequence[int]) -> Geometry:
+    """Of a tensor of which this rank has nothing: it is of another stage of a pipeline."""
+    return Geometry(shape=tuple(shape), start=0, count=0, index=0, copies=1)
 
 
 def row(shape: Sequence[int], number: int, num_rows: int) -> Geometry:
@@ -124,71 +136,63 @@ class Meshes:
     mesh of each tensor-parallel rank, for parameters that no plan cuts.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, stages: Stages) -> None:
         self._ranks = ranks
+        self._stages = stages
         self._holders: dict[tuple[DeviceMesh, tuple[int, ...]], Holders] = {}
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def learn(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Agree on the meshes of these tensors, which all ranks have in the same order.
+        """Agree on the meshes of these tensors, which a stage's ranks have in the same order.
 
         Collective where a tensor needs it.
 
         Raises:
-            ConfigError: the meshes of one tensor do not hold each rank once.
+            ConfigError: the meshes of one tensor do not hold each rank of its stage once.
         """
-        world = self._ranks.world_size
-        if world == 1:
+        if self._ranks.world_size == 1:
             return
         sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-        keys = {_key(tensor): None for tensor in sharded if not _is_plain(tensor, world)}
-        if not keys:
+        keys = {_key(tensor): None for tensor in sharded if not self._is_plain(tensor)}
+        if not keys and self._stages.count == 1:
             return
         # What follows raises on all ranks alike.
         by_rank = self._ranks.gather([mesh.mesh.tolist() for mesh, _ in keys])
-        if len({len(of) for of in by_rank}) > 1:
-            raise ConfigError("the ranks' tensors lie on different numbers of device meshes")
+        for members in self._stages.members:
+            _require_each_once([by_rank[rank] for rank in members], members)
+        of_stage = [by_rank[rank] for rank in self._stages.own.ranks]
         own = []
         for place, (mesh, copied) in enumerate(keys):
-            twins = [torch.tensor(of[place]) for of in by_rank]
-            lists = [tuple(twin.flatten().tolist()) for twin in twins]
-            distinct, holds_itself = sorted(set(lists)), [r in of for r, of in enumerate(lists)]
-            if not all(holds_itself) or sorted(sum(distinct, ())) != list(range(world)):
-                raise ConfigError(
-                    f"the device meshes of a tensor, {[list(twin) for twin in distinct]} on "
-                    f"different ranks, do not hold each of {world} ranks once; what only some "
-                    "ranks hold cannot be saved"
-                )
             coordinate = mesh.get_coordinate()
             assert coordinate is not None
             at = tuple(slice(None) if n in copied else c for n, c in enumerate(coordinate))
-            own.append(sorted({rank for t in twins for rank in t[at].flatten().tolist()}))
-        of_all = self._ranks.gather(own)
-        for place, (key, holders) in enumerate(zip(keys, own, strict=True)):
-            group, sets = None, sorted({tuple(of[place]) for of in of_all})
-            if 1 < len(holders) < world and key not in self._holders:
-                group, _ = dist.new_subgroups_by_enumeration([*map(list, sets)])  # type: ignore[no-untyped-call]
-            self._holders[key] = Holders(tuple(holders), group)
+            twins = [torch.tensor(of[place]) for of in of_stage]
+            own.append(tuple(sorted({rank for t in twins for rank in t[at].flatten().tolist()})))
+        for ranks in sorted({tuple(held) for of in self._ranks.gather(own) for held in of}):
+            if 1 < len(ranks) < self._ranks.world_size and ranks not in self._groups:
+                # Every rank takes part; one that is not of the group gets none.
+                self._groups[ranks] = dist.new_group(list(ranks))
+        for key, ranks in zip(keys, own, strict=True):
+            self._holders[key] = Holders(ranks, self._groups.get(ranks))
 
     def holders(self, tensor: DTensor) -> Holders | None:
         """The ranks that hold the same part as this one; None if the mesh is not known."""
         mesh, copied = _key(tensor)
-        if not _is_plain(tensor, self._ranks.world_size):
+        if not self._is_plain(tensor):
             return self._holders.get((mesh, copied))
         if len(copied) == mesh.ndim:
-            return Holders(tuple(range(self._ranks.world_size)), None)
+            return self._stages.own
         if not copied:
             return Holders((self._ranks.rank,), None)
         (dim,) = copied
         group = mesh.get_group(dim)
         return Holders(tuple(dist.get_process_group_ranks(group)), group)
 
-
-@dataclass(frozen=True, slots=True)
-class Holders:
-    """Ranks that hold the same, and their group; None: all ranks, or one."""
-
-    ranks: tuple[int, ...]
-    group: dist.ProcessGroup | None
+    def _is_plain(self, tensor: DTensor) -> bool:
+        """Whether the mesh itself has the group of the ranks that hold the same."""
+        mesh, copied = _key(tensor)
+        is_whole = mesh.size() == len(self._stages.own.ranks)
+        return is_whole and len(copied) in (0, 1, mesh.ndim)
 
 
 def _key(tensor: DTensor) -> tuple[DeviceMesh, tuple[int, ...]]:
@@ -197,30 +201,49 @@ def _key(tensor: DTensor) -> tuple[DeviceMesh, tuple[int, ...]]:
     return tensor.device_mesh, copied
 
 
-def _is_plain(tensor: DTensor, world_size: int) -> bool:
-    """Whether the mesh itself has the group of the ranks that hold the same."""
-    mesh, copied = _key(tensor)
-    return mesh.size() == world_size and len(copied) in (0, 1, mesh.ndim)
+def _require_each_once(by_rank: Sequence[Sequence[Any]], members: Sequence[int]) -> None:
+    """
+    Args:
+        by_rank: the ranks of each mesh, as the ranks of ``members`` have them.
+
+    Raises:
+        ConfigError: the meshes of one tensor do not hold each of these ranks once.
+    """
+    if len({len(of) for of in by_rank}) > 1:
+        raise ConfigError("the ranks' tensors lie on different numbers of device meshes")
+    for twins in zip(*by_rank, strict=True):
+        lists = [tuple(torch.tensor(twin).flatten().tolist()) for twin in twins]
+        distinct = sorted(set(lists))
+        hold_themselves = all(rank in of for rank, of in zip(members, lists, strict=True))
+        if not hold_themselves or sorted(sum(distinct, ())) != list(members):
+            raise ConfigError(
+                f"the device meshes of a tensor, {[list(twin) for twin in distinct]} on "
+                f"different ranks, do not hold each of {len(members)} ranks once; what only some "
+                "ranks hold cannot be saved. Where they are stages of a pipeline, say so: "
+                'pipeline=mesh["pp"]'
+            )
 
 
-def geometry(tensor: torch.Tensor, name: str, ranks: Ranks, meshes: Meshes) -> Geometry:
-    """The geometry of a DTensor, or of a plain tensor that is the same on all ranks.
+def geometry(
+    tensor: torch.Tensor, name: str, rank: int, stage: Holders, meshes: Meshes
+) -> Geometry:
+    """The geometry of a DTensor, or of a plain tensor that is the same on all ranks of a stage.
 
     Raises:
         ConfigError: it has no values of its own, or its mesh is not known.
     """
     if not isinstance(tensor, DTensor):
-        return replicated(tensor.shape, ranks)
+        return replicated(tensor.shape, stage, rank)
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate, holders = mesh.get_coordinate(), meshes.holders(tensor)
     if coordinate is None or holders is None or any(p.is_partial() for p in placements):
         raise ConfigError(
-            f"{name}: is laid out as {placements} over {mesh.size()} of {ranks.world_size} ranks; "
+            f"{name}: is laid out as {placements} over {mesh.size()} of {len(stage.ranks)} ranks; "
             "partial sums have to be reduced (redistribute), and a mesh has to hold this rank and "
             "be that of a parameter which Guard or Ring was given"
         )
-    if len(holders.ranks) == ranks.world_size:
-        return replicated(tensor.shape, ranks)
+    if holders.ranks == stage.ranks:
+        return replicated(tensor.shape, stage, rank)
     shape = tuple(tensor.shape)
     grid, box = _cut(shape, name, mesh, placements, coordinate)
     if [count for _, count in box] != list(tensor._local_tensor.shape):
@@ -232,7 +255,7 @@ def geometry(tensor: torch.Tensor, name: str, ranks: Ranks, meshes: Meshes) -> G
         shape=shape,
         start=grid.start(box),
         count=math.prod(count for _, count in box),
-        index=holders.ranks.index(ranks.rank),
+        index=holders.ranks.index(rank),
         copies=len(holders.ranks),
         group=holders.group,
         grid=None if grid.is_flat else grid,

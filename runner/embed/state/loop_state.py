@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from runner.embed.state.codec import dtype_of, inline, outline, pack, unpack
 from runner.embed.state.geometry import Geometry, local, replicated, row
 from runner.embed.state.modules import Buffers, ExtraState, Modes
 from runner.embed.state.staged_state import StagedState, home_of
+from runner.embed.state.stages import Stages, merged
 from runner.engine.modes import reshard
 from runner.system.error import CheckpointError, ConfigError
 
@@ -45,6 +47,7 @@ class LoopState(StagedState):
     Args:
         models: their parameters and changing buffers are saved.
         optimizers: their state and options.
+        stages: of the pipeline of which the models are one stage; None: there is none.
     """
 
     def __init__(
@@ -53,19 +56,31 @@ class LoopState(StagedState):
         optimizers: Sequence[torch.optim.Optimizer],
         ranks: Ranks,
         device: torch.device,
+        stages: Stages | None = None,
     ) -> None:
-        super().__init__(ranks, device)
+        super().__init__(ranks, device, stages)
         self.optimizers, self._models = list(optimizers), list(models)
         self._reshard()  # otherwise the parameters are those gathered by an earlier evaluation
         named = [
-            (_joined(prefix, name), module)
+            (plain_name(f"{_joined(prefix, name)}.").rstrip("."), module)
             for prefix, model in _prefixed(models)
             for name, module in model.named_modules()
+            # The usual placeholder for a layer of another stage.
+            if type(module) is not nn.Identity
         ]
-        self.parameters = self._named_parameters(models)
+        parameters = self._named_parameters(models)
+        new = self.stages.distinct(parameters)
+        self.parameters = {new[name]: parameter for name, parameter in parameters.items()}
         self._names = {id(p): name for name, p in self.parameters.items()}
         self._meshes.learn(self.parameters.values())
-        plain = [(plain_name(f"{name}.").rstrip("."), module) for name, module in named]
+        new = self.stages.distinct(name for name, _ in named)
+        plain = [(new[name], module) for name, module in named]
+        sizes = self.stages.gather(sum(p.numel() for p in self.parameters.values()))
+        self.num_elements = sum(sizes)  # of the parameters of all stages
+        buffers = [_joined(name, key) for name, module in plain for key in module._buffers]
+        names = self.stages.gather([*self.parameters, *buffers])
+        # By the name of a parameter or buffer: whether this rank's stage has it.
+        self._owned = {name: n == self.stages.number for n, of in enumerate(names) for name in of}
         self.modes = Modes(plain, self.parameters)
         self.buffers, self.extra = Buffers(plain), ExtraState(plain)
         # The groups with which the script began. Where a checkpoint's script began with the same,
@@ -154,24 +169,30 @@ class LoopState(StagedState):
             if parameter.numel():  # the ring cannot hold an empty tensor
                 self._add(f"param/{name}", parameter, name)
         for name in self._changing_buffers():
-            where = row(self.buffers.live(name).shape, self._ranks.rank, self._ranks.world_size)
+            shape = self.buffers.live(name).shape
+            where = row(shape, self.stages.index, len(self.stages.own.ranks))
             self._take(f"buffer/{name}", partial(self.buffers.live, name), where, None, "buffer")
-        return {
+        own = {
             "optimizers": [self._pack_optimizer(n) for n in range(len(self.optimizers))],
-            "tensors": self._end_capture(),
             "world_size": self._ranks.world_size,
             "modes": self.modes.to_json(),
             "modules": self.extra.to_json(),
         }
+        of_all = merged(self.stages.gather(own)) if self.stages.count > 1 else own
+        return {**of_all, "tensors": self._end_capture()}
 
     def _add(self, name: str, tensor: torch.Tensor, like: str | None = None) -> str:
         where = self.geometry_of(tensor, name, like)
         return self._take(name, lambda: local(tensor), where, like, home_of(tensor))
 
+    def _add_option(self, tensor: torch.Tensor, name: str) -> str:
+        where = replicated(tensor.shape, self.stages.everybody, self._ranks.rank)
+        return self._take(name, lambda: local(tensor), where, None, home_of(tensor))
+
     def _changing_buffers(self) -> list[str]:
         """Names of the buffers that change on any rank; the same list on all ranks."""
         by_rank = self._ranks.gather(self.buffers.changing())
-        names = sorted({name for names in by_rank for name in names})
+        names = sorted({name for rank in self.stages.own.ranks for name in by_rank[rank]})
         for name in names:
             self.buffers.mark(name)
         return names
@@ -193,7 +214,7 @@ class LoopState(StagedState):
         for n, group in enumerate(optimizer.param_groups):
             options = {key: value for key, value in group.items() if key != "params"}
             where = f"optim/{number}/group/{n}"
-            groups.append(pack(options, where, lambda tensor, name: self._add(name, tensor)))
+            groups.append(pack(options, where, self._add_option))
         return {
             "states": states,
             "groups": groups,
@@ -215,7 +236,7 @@ class LoopState(StagedState):
 
     def expect(self, tensors: Mapping[str, Any]) -> None:
         for name, (dtype, shape, _, home, *_) in tensors.items():
-            if home == "buffer":
+            if home == "buffer" and self._is_own(name):
                 self.buffers.give(name.removeprefix("buffer/"), shape[1:], dtype_of(dtype))
         super().expect(tensors)
         needed = {f"param/{name}" for name, p in self.parameters.items() if p.numel()}
@@ -226,6 +247,15 @@ class LoopState(StagedState):
                 f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}"
             )
 
+    def _is_own(self, name: str) -> bool:
+        if self.stages.count == 1:
+            return True
+        kind, _, rest = name.partition("/")
+        if kind == "optim":  # optim/NUMBER/PARAMETER.KEY
+            rest = rest.partition("/")[2]
+        known = [p for p in accumulate(rest.split("."), "{}.{}".format) if p in self._owned]
+        return not known or self._owned[known[-1]]
+
     def _geometry_for(
         self, name: str, shape: Sequence[int], like: str | None, home: str
     ) -> Geometry:
@@ -233,9 +263,11 @@ class LoopState(StagedState):
             key = name.removeprefix("buffer/")
             if key not in self.buffers or list(self.buffers.live(key).shape) != list(shape[1:]):
                 raise CheckpointError(f"the checkpoint is of another model: buffer {key!r}")
-            return row(shape[1:], self._ranks.rank % shape[0], shape[0])
+            return row(shape[1:], self.stages.index % shape[0], shape[0])
         if like is None:
-            return replicated(shape, self._ranks)
+            is_option = name.split("/")[2:3] == ["group"]
+            holders = self.stages.everybody if is_option else self.stages.own
+            return replicated(shape, holders, self._ranks.rank)
         parameter = self.parameters.get(like)
         where = None if parameter is None else self.geometry_of(parameter, like, like)
         if where is None or list(where.shape) != list(shape):
@@ -286,13 +318,13 @@ class LoopState(StagedState):
         Raises:
             CheckpointError: the script began with other groups than the one that saved.
         """
-        members = stored["members"]
+        members, stored_first = self._own_of(stored["members"]), self._own_of(stored["first"])
         if _alike(members, self._members(optimizer)):
             return
-        if not _alike(stored["first"], first):
+        if not _alike(stored_first, first):
             raise CheckpointError(
                 f"{type(optimizer).__name__} began with other groups of parameters "
-                f"({_sizes(stored['first'])} parameters, now {_sizes(first)}); make them as "
+                f"({_sizes(stored_first)} parameters, now {_sizes(first)}); make them as "
                 "before, or choose another out"
             )
         groups = optimizer.param_groups
@@ -300,6 +332,10 @@ class LoopState(StagedState):
         groups.extend({} for _ in range(len(members) - len(groups)))
         for group, names in zip(groups, members, strict=True):
             group["params"] = [self.parameters[name] for name in names]
+
+    def _own_of(self, groups: Sequence[Sequence[str]]) -> list[list[str]]:
+        """Groups of parameters' names without those of other stages."""
+        return [[name for name in group if self._is_own(f"param/{name}")] for group in groups]
 
     def _option_tensor(self, live: Any, name: str) -> torch.Tensor:
         if not isinstance(live, torch.Tensor):

@@ -16,6 +16,7 @@ from runner.distributed.agreement import Ranks
 from runner.embed.state.codec import dtype_of, inline, outline, pack, unpack
 from runner.embed.state.geometry import Geometry, local, replicated, row
 from runner.embed.state.staged_state import StagedState, home_of
+from runner.embed.state.stages import Stages
 from runner.system.error import CheckpointError, ConfigError
 from runner.system.parsing import json_text
 
@@ -39,11 +40,20 @@ class TreeState(StagedState):
 
     Args:
         parts: by name; a checkpoint must have the same names.
+        stages: of the pipeline of which they are one stage; None: there is none.
     """
 
-    def __init__(self, parts: Mapping[str, Stateful], ranks: Ranks, device: torch.device) -> None:
-        super().__init__(ranks, device)
+    def __init__(
+        self,
+        parts: Mapping[str, Stateful],
+        ranks: Ranks,
+        device: torch.device,
+        stages: Stages | None = None,
+    ) -> None:
+        super().__init__(ranks, device, stages)
         self._parts = dict(parts)
+        # Of a tensor's name: the state of an optimizer numbers its parameters on each stage anew.
+        self._prefix = f"stage{self.stages.number}/" if self.stages.count > 1 else ""
         self._live: dict[str, torch.Tensor] = {}
         self._differing: set[str] = set()  # names of tensors that differ between ranks
         self._compared: set[str] = set()
@@ -73,10 +83,14 @@ class TreeState(StagedState):
                 like = likes.setdefault(sharding, name)
             where, home = self.geometry_of(tensor, name), home_of(tensor)
             if name in self._differing:
-                where, home = row(tensor.shape, self._ranks.rank, self._ranks.world_size), _OWN
+                own = self.stages.index, len(self.stages.own.ranks)
+                where, home = row(tensor.shape, *own), _OWN
             self._take(name, partial(local, tensor), where, like, home)
         entries = self._end_capture()
         by_rank = self._ranks.gather(own_parts)
+        if self.stages.count > 1:
+            by_stage = [[by_rank[rank] for rank in ranks] for ranks in self.stages.members]
+            return {"tensors": entries, "parts": by_stage}
         if all(parts == by_rank[0] for parts in by_rank):
             by_rank = by_rank[:1]
         return {"tensors": entries, "parts": by_rank}
@@ -92,6 +106,7 @@ class TreeState(StagedState):
     def _take_tensor(self, tensor: torch.Tensor, name: str) -> Any:
         if not tensor.numel():  # the ring cannot hold an empty tensor
             return inline(tensor, name)
+        name = self._prefix + name
         while name in self._live:  # {"a.b": x} and {"a": {"b": y}}
             name += "'"
         self._live[name] = tensor
@@ -99,13 +114,14 @@ class TreeState(StagedState):
 
     def _modules_first(self, name: str) -> tuple[bool, str]:
         """A sort key: modules first, because an optimizer's state is sharded like a parameter."""
-        part = max((p for p in self._parts if name.startswith(p)), key=len, default="")
+        path = name.removeprefix(self._prefix)
+        part = max((p for p in self._parts if path.startswith(p)), key=len, default="")
         return not isinstance(self._parts.get(part), nn.Module), name
 
     # -- agreeing -------------------------------------------------------------------------
 
     def _agree(self) -> None:
-        """Check that all ranks hold the same names; find tensors that differ. Collective.
+        """Check that a stage's ranks hold the same names; find tensors that differ. Collective.
 
         Raises:
             ConfigError: a tensor is missing on a rank, or has another shape or dtype.
@@ -117,14 +133,22 @@ class TreeState(StagedState):
             name: [str(t.dtype), list(t.shape), isinstance(t, DTensor)]
             for name, t in sorted(self._live.items())
         }
-        if len(set(ranks.gather(_digest_of(own)))) > 1:
-            raise ConfigError(_describe_difference(ranks.gather(own)))
+        differing = self._stages_that_differ(_digest_of(own))
+        if differing:
+            by_rank = ranks.gather(own)
+            raise ConfigError(_describe_difference([by_rank[rank] for rank in differing[0]]))
         digests = dict(self._digests())
         self._compared |= set(digests)
-        if len(set(ranks.gather(_digest_of(digests)))) > 1:
-            by_rank = ranks.gather(digests)
-            self._differing |= {name for name in digests if len({own[name] for own in by_rank}) > 1}
+        if self._stages_that_differ(_digest_of(digests)):
+            gathered = ranks.gather(digests)
+            alike = [gathered[rank] for rank in self.stages.own.ranks]
+            self._differing |= {name for name in digests if len({own[name] for own in alike}) > 1}
         self._differing &= set(self._live)
+
+    def _stages_that_differ(self, value: str) -> list[tuple[int, ...]]:
+        """The ranks of each stage on which a value is not the same. Collective."""
+        by_rank = self._ranks.gather(value)
+        return [ranks for ranks in self.stages.members if len({by_rank[r] for r in ranks}) > 1]
 
     def _digests(self) -> Iterator[tuple[str, str]]:
         """Digests of plain tensors: all the first time, later only small ones."""
@@ -141,13 +165,18 @@ class TreeState(StagedState):
         self._read()
         super().expect(tensors)
 
+    def _is_own(self, name: str) -> bool:
+        return name.startswith(self._prefix) or name == _NOTHING
+
     def _geometry_for(
         self, name: str, shape: Sequence[int], like: str | None, home: str
     ) -> Geometry:
         if home == _OWN:
-            return row(shape[1:], self._ranks.rank % shape[0], shape[0])
+            return row(shape[1:], self.stages.index % shape[0], shape[0])
         cut = self._sharded_like(name, shape, like)
-        return replicated(shape, self._ranks) if cut is None else self.geometry_of(cut, name)
+        if cut is not None:
+            return self.geometry_of(cut, name)
+        return replicated(shape, self.stages.own, self._ranks.rank)
 
     def _sharded_like(self, name: str, shape: Sequence[int], like: str | None) -> DTensor | None:
         """The live DTensor whose sharding a tensor has; None if it is not sharded."""
@@ -166,7 +195,15 @@ class TreeState(StagedState):
         by_rank = stored.get("parts")
         if not isinstance(by_rank, list) or not by_rank:
             raise CheckpointError("the checkpoint was not made by runner.Ring; choose another out")
-        own = by_rank[self._ranks.rank % len(by_rank)]
+        num_stages = len(by_rank) if isinstance(by_rank[0], list) else 1
+        if num_stages != self.stages.count:
+            raise CheckpointError(
+                f"the checkpoint is of a pipeline of {num_stages} stage(s), this ring has "
+                f"{self.stages.count}: Ring loads it on as many only. runner.Guard loads weights "
+                "and optimizers on any number"
+            )
+        by_rank = by_rank[self.stages.number] if num_stages > 1 else by_rank
+        own = by_rank[self.stages.index % len(by_rank)]
         if set(own) != set(self._parts):
             raise CheckpointError(
                 f"the checkpoint holds {sorted(own)}, but the ring was given {sorted(self._parts)}"

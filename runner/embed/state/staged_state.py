@@ -13,12 +13,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from runner.checkpoint.manifest import ITEM_SIZES
 from runner.distributed.agreement import Ranks
 from runner.embed.state.codec import dtype_of
-from runner.embed.state.geometry import Box, Geometry, Grid, Meshes, geometry, local
+from runner.embed.state.geometry import Box, Geometry, Grid, Meshes, geometry, local, nowhere
+from runner.embed.state.stages import Stages
 from runner.engine.protocol import slice_of
 from runner.engine.whole_state import complete
 
@@ -170,11 +172,12 @@ class StagedState:
 
     replica = (0, 1)  # this class handles copies itself, tensor by tensor
 
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+    def __init__(self, ranks: Ranks, device: torch.device, stages: Stages | None = None) -> None:
         self.device = device
         self.before_change: Callable[[], None] = lambda: None
         self._ranks = ranks
-        self._meshes = Meshes(ranks)
+        self.stages = stages or Stages(ranks)
+        self._meshes = Meshes(ranks, self.stages)
         self._slices: list[TensorSlice] = []
         self._taken: dict[str, tuple[TensorSlice, str | None, str]] = {}
         self._loading: dict[str, TensorSlice | Regrouped] = {}
@@ -188,7 +191,7 @@ class StagedState:
 
     def geometry_of(self, tensor: torch.Tensor, name: str, like: str | None = None) -> Geometry:
         """The geometry of this rank's part of a live tensor, sharded like parameter ``like``."""
-        return geometry(tensor, name, self._ranks, self._meshes)
+        return geometry(tensor, name, self._ranks.rank, self.stages.own, self._meshes)
 
     # -- saving ---------------------------------------------------------------------------
 
@@ -212,18 +215,24 @@ class StagedState:
     def _end_capture(self) -> dict[str, Any]:
         """What was taken is what :meth:`shards` returns from now on; its entries in a checkpoint's
         ``train_state``. Collective."""
-        taken = dict(sorted(self._taken.items()))
-        slices = [part for part, _, _ in taken.values()]
+        entries = self.stages.union(
+            {
+                name: [
+                    *(str(part.dtype).removeprefix("torch."), list(part.geometry.shape)),
+                    *(like, home),
+                    *([part.geometry.grid.ends] if part.geometry.grid else []),
+                ]
+                for name, (part, like, home) in self._taken.items()
+            }
+        )
+        slices = [
+            self._taken[name][0] if name in self._taken else _of_another(name, dtype, shape)
+            for name, (dtype, shape, *_) in sorted(entries.items())
+        ]
         if self._slices and _layout(slices) != _layout(self._slices):
             self.before_change()
         self._slices, self._loading, self._taken = slices, {}, {}
-        return {
-            name: [
-                *(str(part.dtype).removeprefix("torch."), list(part.geometry.shape), like, home),
-                *([part.geometry.grid.ends] if part.geometry.grid else []),
-            ]
-            for name, (part, like, home) in taken.items()
-        }
+        return dict(sorted(entries.items()))
 
     def shards(self) -> list[TensorSlice]:
         """The slices to save or load, in the order of their names."""
@@ -244,6 +253,9 @@ class StagedState:
         self._loading, self._slices = {}, []
         self._stored_tensors = {name: entry[:4] for name, entry in tensors.items()}
         for name, (dtype, shape, like, home, *cut) in sorted(tensors.items()):
+            if not self._is_own(name):
+                self._slices.append(_of_another(name, dtype, shape))
+                continue
             where = self._geometry_for(name, shape, like, home)
             grid = Grid.from_json(cut[0], shape) if cut else None
             if grid == where.grid:
@@ -253,6 +265,10 @@ class StagedState:
                 parts = Regrouped(name, dtype_of(dtype), where, grid or Grid.whole(shape))
                 self._loading[name] = parts
                 self._slices += parts.slices
+
+    def _is_own(self, name: str) -> bool:
+        """Whether this rank's stage has a part in a tensor of a checkpoint."""
+        return True
 
     def _geometry_for(
         self, name: str, shape: Sequence[int], like: str | None, home: str
@@ -307,8 +323,31 @@ class StagedState:
 
         For a tensor that differs between ranks, it is this rank's.
         """
-        for name, tensor in sorted(self._live_tensors().items()):
-            yield name, encode(self._whole(tensor.detach(), name).cpu())
+        live = self._live_tensors()
+        owners = self.stages.union({name: self.stages.number for name in live})
+        for name, stage in sorted(owners.items()):
+            whole = torch.empty(0)
+            if name in live:
+                whole = encode(self._whole(live[name].detach(), name).cpu())
+            yield name, self._from_stage(stage, whole)
+
+    def _from_stage(self, stage: int, whole: torch.Tensor) -> torch.Tensor:
+        """What a stage's first rank has, on every rank. Collective if there are several stages."""
+        if self.stages.count == 1:
+            return whole
+        source = self.stages.members[stage][0]
+        shape = self._ranks.gather(list(whole.shape))[source]
+        on_device = whole.to(self.device).view(-1)
+        if self._ranks.rank != source:
+            on_device = torch.empty(math.prod(shape), device=self.device)
+        dist.broadcast(on_device, src=source)
+        return on_device.cpu().view(shape)
+
+
+def _of_another(name: str, dtype: str, shape: Sequence[int]) -> TensorSlice:
+    """Nothing of a tensor that only another stage has."""
+    kind = dtype_of(dtype)
+    return TensorSlice(name, kind, nowhere(shape), lambda: torch.empty(0, dtype=kind))
 
 
 def home_of(tensor: torch.Tensor) -> str:
