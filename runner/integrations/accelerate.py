@@ -67,7 +67,7 @@ class _PreparedGuard(Guard):
 
     scaled: tuple[torch.amp.GradScaler, Any] | None = None
 
-    def ok(self, loss: torch.Tensor | float, *, tokens: int = 0) -> bool:
+    def ok(self, loss: torch.Tensor | float | None, *, tokens: int = 0) -> bool:
         if self.scaled is not None:
             unscale(*self.scaled)
         return super().ok(loss, tokens=tokens)
