@@ -36,7 +36,7 @@ def slurm_command(arguments: Sequence[str]) -> int:
         check_extras(config)
     at_least(1, nodes=options.nodes, chain=options.chain, warning=options.warning)
     at_least(0, spares=options.spares)
-    batch = slurm.Batch(
+    batch = slurm.BatchScript(
         name=options.name,
         nodes=options.nodes,
         spares=options.spares,

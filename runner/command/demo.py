@@ -43,7 +43,7 @@ _LAUNCH = ("launch", "--nproc", "2", "--restarts", "0", "--torchrun-restarts", "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class DemoEnd:
     """The results of one run."""
 
     digest: str
@@ -80,7 +80,7 @@ def demo_command(arguments: Sequence[str]) -> int:
     return EXIT_DONE
 
 
-def verdict(healed: Ended, skipping: Ended) -> str | None:
+def verdict(healed: DemoEnd, skipping: DemoEnd) -> str | None:
     """What the demo failed to show; None if it showed everything."""
     if "rollback" not in healed.kinds or not healed.skipped:
         return "the first run did not go back and skip the poisoned range"
@@ -93,7 +93,7 @@ def verdict(healed: Ended, skipping: Ended) -> str | None:
     return None
 
 
-def _run(out: Path, *settings: str) -> Ended | None:
+def _run(out: Path, *settings: str) -> DemoEnd | None:
     """Train to the end; None, after a message, if that failed."""
     command = [sys.executable, "-m", "runner", *_LAUNCH, f"out={out}", *SETTINGS, *settings]
     sys.stdout.flush()
@@ -105,12 +105,12 @@ def _run(out: Path, *settings: str) -> Ended | None:
     return ended(out)
 
 
-def ended(out: Path) -> Ended:
+def ended(out: Path) -> DemoEnd:
     """Read what a finished run left in ``out``."""
     paths = RunDir(out)
     summary: dict[str, Any] = json.loads(paths.summary.read_text())
     journal, _ = read_lines(paths.journal)
-    return Ended(
+    return DemoEnd(
         digest=str(summary["state_digest"]),
         skipped=summary["skipped"],
         kinds=frozenset(str(line["kind"]) for line in journal),

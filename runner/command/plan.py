@@ -32,7 +32,7 @@ from runner.tools.goodput import (
     BYTES_PER_PARAMETER,
     LLAMA3_PARAMETERS,
     Costs,
-    Plan,
+    RunPlan,
     Strategy,
     Value,
     Values,
@@ -223,7 +223,7 @@ def _formulas(costs: Costs) -> dict[str, float]:
     }
 
 
-def _json(values: Values, costs: Costs, plans: Sequence[Plan]) -> dict[str, Any]:
+def _json(values: Values, costs: Costs, plans: Sequence[RunPlan]) -> dict[str, Any]:
     return {
         "inputs": {
             name: {"value": value.number, "from": value.source} for name, value in values.items()
@@ -239,7 +239,7 @@ def _finite(numbers: dict[str, Any]) -> dict[str, Any]:
     return {name: None if value == float("inf") else value for name, value in numbers.items()}
 
 
-def _print(values: Values, costs: Costs, plans: Sequence[Plan]) -> None:
+def _print(values: Values, costs: Costs, plans: Sequence[RunPlan]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     inputs = Table("input", "value", "from", title="Costs", title_justify="left")
     inputs.columns[1].justify = "right"
@@ -255,7 +255,7 @@ def _print(values: Values, costs: Costs, plans: Sequence[Plan]) -> None:
     )
 
 
-def _plans_table(costs: Costs, plans: Sequence[Plan]) -> Table:
+def _plans_table(costs: Costs, plans: Sequence[RunPlan]) -> Table:
     table = Table(title="At the best interval; memory is of each host", title_justify="left")
     heads = ["every", "on disk every", "goodput", "stalled", "lost per failure", "down per failure"]
     table.add_column("checkpoints")

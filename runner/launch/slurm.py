@@ -20,7 +20,7 @@ _UNUSABLE = ("down", "fail", "error", "unknown", "power")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class BatchScript:
     """What the script asks Slurm for.
 
     Args:
@@ -43,7 +43,7 @@ class Batch:
     job_options: Sequence[str] = ()
 
 
-def script(batch: Batch, overrides: Sequence[str]) -> str:
+def script(batch: BatchScript, overrides: Sequence[str]) -> str:
     """The text of the batch script."""
     options = {
         "job-name": batch.name,

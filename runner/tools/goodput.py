@@ -105,7 +105,7 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class RunPlan:
     """The best plan with one strategy.
 
     ``steps`` between snapshots, ``disk_steps`` between checkpoints on disk. On average a failure
@@ -189,7 +189,7 @@ def ring_goodput(costs: Costs, *, steps: int, per_disk: int) -> float:
     return work * lag * falls / (spent * math.expm1(power))
 
 
-def plan(costs: Costs, strategy: Strategy) -> Plan:
+def plan(costs: Costs, strategy: Strategy) -> RunPlan:
     """The intervals with the largest goodput, in whole steps.
 
     No interval is shorter than its floors: the detection latency over the number of checkpoints
@@ -208,7 +208,7 @@ def plan(costs: Costs, strategy: Strategy) -> Plan:
         _most(costs, least),
     )
     period = steps * costs.step_seconds + stall
-    return Plan(
+    return RunPlan(
         strategy=strategy,
         goodput=one_tier_goodput(costs, steps=steps, stall_seconds=stall, lag_seconds=lag),
         steps=steps,
@@ -220,7 +220,7 @@ def plan(costs: Costs, strategy: Strategy) -> Plan:
     )
 
 
-def _ring_plan(costs: Costs) -> Plan:
+def _ring_plan(costs: Costs) -> RunPlan:
     least = _least(costs, costs.detect_seconds / costs.slots - costs.stall_seconds)
 
     def best_per_disk(steps: int) -> int:
@@ -242,7 +242,7 @@ def _ring_plan(costs: Costs) -> Plan:
     rare = mtbf / max(1 - share, 1e-12)
     from_disk = _lost(per_disk * period, min(costs.save_seconds, per_disk * period), rare)
     copies = costs.slots * (2 if costs.mirrored else 1)
-    return Plan(
+    return RunPlan(
         strategy=Strategy.ring,
         goodput=ring_goodput(costs, steps=steps, per_disk=per_disk),
         steps=steps,

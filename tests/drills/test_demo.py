@@ -25,11 +25,11 @@ def healed_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def healed(healed_out: Path) -> demo.Ended:
+def healed(healed_out: Path) -> demo.DemoEnd:
     return demo.ended(healed_out)
 
 
-def test_the_two_runs_of_the_demo_end_alike(healed: demo.Ended, tmp_path: Path) -> None:
+def test_the_two_runs_of_the_demo_end_alike(healed: demo.DemoEnd, tmp_path: Path) -> None:
     told = demo.ended(
         finish(tmp_path / "told", *demo.SETTINGS, demo.skip_override(healed.skipped)).out
     )
@@ -53,7 +53,7 @@ def test_its_runs_leave_a_page(healed_out: Path) -> None:
         assert shown in text, f"{shown!r} is not on the page of a run with this journal:\n{journal}"
 
 
-def test_the_demo_fails_where_it_shows_nothing(healed: demo.Ended) -> None:
+def test_the_demo_fails_where_it_shows_nothing(healed: demo.DemoEnd) -> None:
     told = replace(healed, kinds=frozenset({"start"}), restarts=0)
     assert demo.verdict(healed, told) is None
     for wrong, words in (

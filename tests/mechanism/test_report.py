@@ -31,7 +31,7 @@ from runner.tools.report.follow import Follower
 from runner.tools.report.incident import group_incidents, line_of
 from runner.tools.report.markup import tag
 from runner.tools.report.run_reader import RunReader, RunStatus
-from runner.tools.report.side_files import Grid, LayerFold, RingFold
+from runner.tools.report.side_files import LayerFold, RingFold, ValueGrid
 from tests.made_run import Made, checkpoint, incident
 
 
@@ -305,7 +305,7 @@ def test_a_page_that_takes_long_is_not_waited_for(
 @example(3, 0, 2, 50.0)
 def test_no_look_is_lost_in_a_grid(looks: int, seed: int, columns: int, factor: float) -> None:
     """Whatever columns are joined, the one odd value is in the column of its step."""
-    grid = Grid(most_columns=columns)
+    grid = ValueGrid(most_columns=columns)
     odd = seed % looks
     for look in range(looks):
         values = {"a": 1.0 + 0.01 * (look % 7), "b": 2.0}
@@ -318,7 +318,7 @@ def test_no_look_is_lost_in_a_grid(looks: int, seed: int, columns: int, factor: 
 
 
 def test_a_picture_shows_what_is_far_above_and_what_is_not_there() -> None:
-    grid = Grid()
+    grid = ValueGrid()
     for look in range(100):
         grid.add(look, {"a": 1.0, "b": 0.1 * (1 + look / 100), "c": math.nan if look < 50 else 0.5})
     grid.add(100, {"a": 900.0, "b": float("nan")})
@@ -337,14 +337,14 @@ def test_a_picture_shows_what_is_far_above_and_what_is_not_there() -> None:
 
 
 def test_many_rows_are_joined_and_lose_no_spike() -> None:
-    grid = Grid()
+    grid = ValueGrid()
     for look in range(20):
         values = {f"layer {row}": 1.0 + row / 1000 for row in range(300)}
         grid.add(look, values | ({"layer 217": 500.0} if look == 9 else {}))
     made = picture(grid)
     assert made is not None and len(made.names) == 100
     assert made.names[72] == "layer 216 to layer 218" and made.places[72 * 20 + 9] == ABOVE
-    assert picture(Grid()) is None
+    assert picture(ValueGrid()) is None
 
 
 def test_the_profiles_that_are_kept_are_the_first_the_last_and_some_between() -> None:

@@ -21,7 +21,7 @@ from runner.system.parsing import json_text
 from runner.tools.report.attempts import AttemptRow
 from runner.tools.report.markup import Html, cut, figure, join, legend, tag
 from runner.tools.report.run_reader import Mark, RunReader
-from runner.tools.report.side_files import Grid
+from runner.tools.report.side_files import ValueGrid
 
 WIDTH, HEIGHT = 1000, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 8, 16, 26
@@ -559,7 +559,7 @@ class Picture:
     logarithm if ``is_log``. Many rows are merged, ``names`` are those that are left.
     """
 
-    grid: Grid
+    grid: ValueGrid
     names: list[str]
     low: float
     high: float
@@ -571,7 +571,7 @@ class Picture:
         return ABOVE in self.places
 
 
-def picture(grid: Grid) -> Picture | None:
+def picture(grid: ValueGrid) -> Picture | None:
     """The picture of a grid; None if it holds no finite value."""
     names, cells = list(grid.names), np.array(grid.cells())
     size = math.ceil(len(names) / _MOST_ROWS)
@@ -681,7 +681,7 @@ def _above(picture: Picture, height: float) -> list[Html]:
     ]
 
 
-def _step_labels(grid: Grid) -> list[Label]:
+def _step_labels(grid: ValueGrid) -> list[Label]:
     columns = len(grid.steps)
     places = sorted({round(at * (columns - 1) / 4) for at in range(5)})
     return [

@@ -47,7 +47,7 @@ from runner.tools.report.markup import (
     when,
 )
 from runner.tools.report.run_reader import RunReader, RunStatus
-from runner.tools.report.side_files import LAYER_QUANTITIES, TIERS, Grid, TierCopy
+from runner.tools.report.side_files import LAYER_QUANTITIES, TIERS, TierCopy, ValueGrid
 
 _MOST_RANGES = 100
 _MOST_METRICS = 64
@@ -356,7 +356,7 @@ def own_metrics(run: RunReader) -> Html | None:
     return section("metrics", "Metrics of the model or the loop", *drawn)
 
 
-def _by_source(grid: Grid) -> dict[str, list[Point]]:
+def _by_source(grid: ValueGrid) -> dict[str, list[Point]]:
     rows = zip(grid.names, grid.means(), strict=True)
     return {name: list(zip(grid.steps, row, strict=True)) for name, row in rows}
 
@@ -378,7 +378,7 @@ def ranks(run: RunReader) -> Html | None:
     return section("ranks", "Ranks over time", note(slowest(fold.own)), *drawn)
 
 
-def slowest(grid: Grid) -> str:
+def slowest(grid: ValueGrid) -> str:
     """A sentence about the rank with the highest median; empty without values."""
     rows = zip(grid.names, grid.cells(), strict=True)
     known = {name: [value for value in row if value == value] for name, row in rows}

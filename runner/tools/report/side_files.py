@@ -34,7 +34,7 @@ TIERS = ("memory", "disk", "remote")
 _MOST_GONE = 1000  # copies kept per tier; those that lived longest stay
 
 
-class Grid:
+class ValueGrid:
     """Values of named rows over time, in a bounded number of columns that keep the extremes.
 
     Added one inspection at a time; too many columns are merged in pairs.
@@ -128,8 +128,8 @@ class LayerFold:
 
     def __init__(self, columns: int) -> None:
         self._columns = columns
-        self.grids: dict[str, Grid] = {}
-        self.model = Grid(columns)
+        self.grids: dict[str, ValueGrid] = {}
+        self.model = ValueGrid(columns)
         self.profiles: list[tuple[int, list[float]]] = []
         self.positions = 0
         self._profile_stride = 1
@@ -154,7 +154,7 @@ class LayerFold:
                 if name in by_quantity or len(by_quantity) < _MOST_QUANTITIES:
                     by_quantity.setdefault(name, {})[layer] = number(value)
         for name, values in by_quantity.items():
-            self.grids.setdefault(name, Grid(self._columns)).add(step, values)
+            self.grids.setdefault(name, ValueGrid(self._columns)).add(step, values)
 
     def _add_profile(self, step: int, profile: list[float]) -> None:
         """Keep the first profile, the last, and some between."""
@@ -179,9 +179,9 @@ class SourceFold:
 
     def __init__(self, columns: int) -> None:
         self.samples: dict[str, int] = {}
-        self.losses = Grid(columns)
+        self.losses = ValueGrid(columns)
         self.newest: dict[str, float] = {}
-        self.trained = Grid(columns)
+        self.trained = ValueGrid(columns)
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Take one line of the metrics."""
@@ -206,8 +206,8 @@ class MetricFold:
     """
 
     def __init__(self, columns: int) -> None:
-        self.trained = Grid(columns)
-        self.evaluated = Grid(columns)
+        self.trained = ValueGrid(columns)
+        self.evaluated = ValueGrid(columns)
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Take one line of the metrics."""
@@ -236,8 +236,8 @@ class RankFold:
     """
 
     def __init__(self, columns: int) -> None:
-        self.own = Grid(columns)
-        self.device = Grid(columns)
+        self.own = ValueGrid(columns)
+        self.device = ValueGrid(columns)
 
     def add(self, line: Mapping[str, Any]) -> None:
         step, size = whole(line.get("step")), max(1, whole(line.get("ranks_a_value")))
