@@ -28,7 +28,7 @@ def real_text(tmp_path_factory: pytest.TempPathFactory) -> Result:
     out = tmp_path_factory.mktemp("main") / "run"
     done = shell(
         "bash", str(ROOT / "scripts" / "train.sh"), f"out={out}", "steps=40", "eval.every=20",
-        "checkpoint.every=20", "data.seq_len=128", "batch.global_size=16", "batch.micro_size=8",
+        "checkpoint.every=20", "data.seq_len=128", "batch.global_size=8", "batch.micro_size=4",
         cwd=out.parent,
     )  # fmt: skip
     return Result(out=out, code=done.returncode, text=done.stdout + done.stderr)

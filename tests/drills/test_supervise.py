@@ -221,6 +221,7 @@ def test_a_rank_that_leaves_without_a_word_is_diagnosed(
     assert "rank 1: ended with exit code 9 and without a report" in crash["reason"], crash
 
 
+@pytest.mark.full  # always without a run: tests/mechanism/test_fork_server.py
 def test_a_fork_server_that_dies_harms_no_rank(tmp_path: Path, clean: Result) -> None:
     """Then a rank dies, and again while the ranks start: everything is imported anew."""
     started = launch(tmp_path / "run", SLOW)

@@ -29,9 +29,11 @@ pytestmark = pytest.mark.usefixtures("node_memory")
 RULES: dict[str, Any] = {"every": 6, "clean_after": 2, "min_history": 6, "memory_every": 0}
 BAD = (4, 15, 25, 26, 27)  # the last three in a row: a rollback
 ENDS = (13, 8)  # batches after which the first two starts end
-COSTLY = (
+COSTLY = (  # the three last are kinds of random_windows_accumulated
     *("hugging_face_stream", "workers_that_stay"),
     *("random_windows_accumulated_and_not_said", "random_windows_accumulated_without_dropout"),
+    *("random_windows", "random_windows_of_numpy_accumulated"),
+    "random_windows_accumulated_by_a_generator",
 )
 LOOPS = [
     pytest.param(name, marks=pytest.mark.full) if name in COSTLY else name

@@ -167,7 +167,7 @@ class Full:
     def write(self, text): time.sleep(1000)
     def flush(self): time.sleep(1000)
 
-module.TELL_SECONDS = 1.0
+module.TELL_SECONDS, module.SETTLE_SECONDS = 1.0, 0.5
 LOST = RuntimeError("[/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:2")
 out = Path(sys.argv[1])
 one = watched(out)
