@@ -15,9 +15,9 @@ from pathlib import Path
 
 from runner.prove.compare import QUIET, differing, find_start, mean_loss, spread
 from runner.prove.judge import Judgement, compare_ranks, judge
-from runner.prove.record import Recorded, Save, Trajectory, checkpoints
+from runner.prove.record import Recorded, Save, Trajectory, Undecided, checkpoints
 from runner.prove.scratch import Place, Scratch, on_other_ranks
-from runner.prove.starts import Goal, Start, Undecided
+from runner.prove.starts import Goal, Start
 from runner.prove.verdict import Repeats, Verdict
 from runner.system.environment import variables
 from runner.system.error import ConfigError
@@ -231,7 +231,7 @@ class _Proof:
 
     def _undisturbed(self, name: str) -> Trajectory:
         start = self._start(name, name, Goal(stop=lambda _: self._plan.steps, ends=True))
-        found = _trajectory(start.recorded)
+        found = start.recorded.trajectory()
         if found.last < _LEAST_STEPS:
             raise Undecided(
                 f"The script ended after {found.last} steps; at least {_LEAST_STEPS} are needed"
@@ -259,22 +259,20 @@ class _Proof:
         kills = self._plan.kills or choose_kills(saves, reference.last, self._plan.seed)
         self._check_kills(kills, saves, reference.last)
         goal = Goal(stop=lambda _: kills[0], number=self._plan.number)
-        chain = _trajectory(self._start("killed", "killed", goal).recorded)
+        chain = self._start("killed", "killed", goal).recorded.trajectory()
         repeats = self._repeats(reference, chain)
         ends = (*kills[1:], reference.last)
         for number, (kill, after) in enumerate(zip(kills, ends, strict=True), start=1):
             self._kills.append(kill)
             known = _overlaid(reference, chain, kill, repeats)
-            before = [save for save in checkpoints(chain) if save.after < kill]
-            if not before:
-                raise Undecided(f"Before it was killed after step {kill}, the script saved nothing")
+            before = _before(chain, kill)
             goal = Goal(
                 stop=partial(_steps_to, after, known, before),
                 number=self._plan.number if after in kills else signal.SIGKILL,
                 ends=after not in kills,
             )
             resumed = self._start("killed", f"resumed {number}", goal, resumes=True)
-            own = _trajectory(resumed.recorded)
+            own = resumed.recorded.trajectory()
             judgement = judge(
                 known, own, before,
                 exact_until=None if repeats.exactly else kill, tolerance=repeats.tolerance,
@@ -320,12 +318,13 @@ class _Proof:
     def _on_other_ranks(self, reference: Trajectory, saves: Sequence[Save]) -> None:
         kill = (self._plan.kills or choose_kills(saves, reference.last, self._plan.seed))[0]
         self._check_kills([kill], saves, reference.last)
-        self._start("killed", "killed", Goal(stop=lambda _: kill, number=self._plan.number))
+        goal = Goal(stop=lambda _: kill, number=self._plan.number)
+        chain = self._start("killed", "killed", goal).recorded.trajectory()
         self._kills.append(kill)
-        newest = max(save.after for save in saves if save.after < kill)
-        goal = Goal(stop=lambda _: reference.last - newest, ends=True)
+        before = _before(chain, kill)
+        goal = Goal(stop=lambda _: reference.last - before[-1].after, ends=True)
         resumed = self._start("killed", "resumed 1", goal, resumes=True)
-        self._judgements.append(compare_ranks(reference, _trajectory(resumed.recorded), newest))
+        self._judgements.append(compare_ranks(reference, resumed.recorded.trajectory(), before))
 
 
 def choose_kills(saves: Sequence[Save], steps: int, seed: int) -> tuple[int, ...]:
@@ -343,18 +342,16 @@ def choose_kills(saves: Sequence[Save], steps: int, seed: int) -> tuple[int, ...
     return tuple(kills) or (draw.choice(possible),)
 
 
-def _trajectory(recorded: Recorded) -> Trajectory:
-    try:
-        return recorded.trajectory()
-    except ValueError as error:
-        raise Undecided(
-            f"{error}: several trainings at once cannot be told apart; run one of them"
-        ) from None
+def _before(chain: Trajectory, kill: int) -> list[Save]:
+    found = [save for save in checkpoints(chain) if save.after < kill]
+    if not found:
+        raise Undecided(f"Before it was killed after step {kill}, the script saved nothing")
+    return found
 
 
 def _steps_to(last: int, known: Trajectory, saves: Sequence[Save], recorded: Recorded) -> int:
     """How many steps a resumed start does to the last one."""
-    return last - find_start(known, _trajectory(recorded).steps.get(1, {}), saves) + 1
+    return last - find_start(known, recorded.trajectory().steps.get(1, {}), saves) + 1
 
 
 def _overlaid(under: Trajectory, over: Trajectory, until: int, repeats: Repeats) -> Trajectory:

@@ -300,39 +300,61 @@ def _generators(reference: Trajectory, moved: Trajectory, step: int) -> tuple[st
 _LOSS = 0.01  # relative; sums over other ranks are rounded otherwise, BF16 in its third digit
 
 
-def compare_ranks(reference: Trajectory, resumed: Trajectory, saved: int) -> Judgement:
-    """
+def compare_ranks(reference: Trajectory, resumed: Trajectory, saves: Sequence[Save]) -> Judgement:
+    """Compare a resume on another number of ranks: samples and loss of each step.
+
     Args:
-        resumed: numbered from 1; its first step follows the newest checkpoint.
-        saved: the step after which that was written.
+        resumed: numbered from 1.
+        saves: the checkpoints that were there, in order.
     """
-    moved = resumed.moved(saved)
-    findings: list[Finding] = []
+    start = _start_on_other_ranks(reference, resumed, saves)
+    moved = resumed.moved(start - 1)
     last = min(moved.last, reference.last)
-    for step in range(saved + 1, last + 1):
-        sentence, kind = "", "data_other"
+    ranks = f"{resumed.world_size} ranks" if resumed.world_size > 1 else "1 rank"
+    findings: list[Finding] = []
+    notes: list[str] = []
+    for step in range(start, last + 1):
         expected, got = samples(reference.steps[step]), samples(moved.steps[step])
         if got != expected:
             lost, more = (expected - got).total(), (got - expected).total()
-            sentence = (
-                f"On {resumed.world_size} ranks step {step} reads other samples than on "
+            words = (
+                f"On {ranks} step {step} reads other samples than on "
                 f"{reference.world_size}: {lost} of {expected.total()} are missing, {more} are new."
             )
-        else:
-            one, two = mean_loss(reference.steps[step]), mean_loss(moved.steps[step])
-            if one is not None and two is not None and not is_near(one, two, _LOSS):
-                kind = "gradients"
-                sentence = f"The loss of step {step} is {two:.6g}, was {one:.6g}, on equal samples."
-        if sentence:
-            findings.append(finding(kind, step, sentence))
+            findings.append(finding("data_other", step, words))
             break
-    since = findings[0].step if findings else saved + 1
+        one, two = mean_loss(reference.steps[step]), mean_loss(moved.steps[step])
+        if one is None or two is None or is_near(one, two, _LOSS) or notes:
+            continue
+        words = f"The loss of step {step} is {two:.6g}, was {one:.6g}, on equal samples"
+        if not _draws(reference):
+            findings.append(finding("gradients", step, words + "."))
+            break
+        notes.append(f"{words}: it draws random numbers, as dropout does, each rank its own.")
+    since = findings[0].step if findings else start
+    difference = loss_difference(reference, moved, since)
     return Judgement(
-        start=saved + 1,
-        last=last,
-        findings=tuple(findings),
-        loss_difference=loss_difference(reference, moved, since),
-    )
+        start=start, last=last, findings=tuple(findings), notes=tuple(notes),
+        loss_difference=difference,
+    )  # fmt: skip
+
+
+def _start_on_other_ranks(reference: Trajectory, resumed: Trajectory, saves: Sequence[Save]) -> int:
+    """The step after the newest checkpoint; earlier if that was written beside the training.
+
+    State of another number of ranks tells nothing, but the samples do.
+    """
+    newest, earlier = saves[-1].after + 1, [1, *(save.after + 1 for save in saves[:-1])]
+    first = samples(resumed.steps.get(1, {}))
+    possible = (s for s in range(newest, earlier[-1], -1) if s in reference.steps)
+    return next((s for s in possible if samples(reference.steps[s]) == first), newest)
+
+
+def _draws(reference: Trajectory) -> bool:
+    """Whether most steps leave torch's generators in another state."""
+    ranks = [reference.steps[step].get(0, Step()) for step in sorted(reference.steps)]
+    states = [[step.random.get(name) for name in ("torch", "cuda")] for step in ranks]
+    return sum(a != b for a, b in pairwise(states)) * 2 > len(states)
 
 
 def samples(ranks: Mapping[int, Step]) -> Counter[str]:

@@ -13,6 +13,10 @@ Entry: TypeAlias = Sequence[Any]  # digest, norm or None, narrowest type where i
 Batch: TypeAlias = tuple[str, ...]  # a digest for each sample of a micro-batch
 
 
+class Undecided(Exception):
+    """Nothing can be said of the script's resume; the message says why."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Step:
     """What one rank's step began with and read; tensors by name.
@@ -48,7 +52,6 @@ class Save:
     after: int
     num_bytes: int
     names: tuple[str, ...]
-    since: int = 0  # where saves of steps in a row are one: the first of them
 
     def is_like(self, other: Save) -> bool:
         """Whether it has the other's largest file, but for the numbers in its name."""
@@ -147,7 +150,7 @@ class Recorded:
         """All that is recorded.
 
         Raises:
-            ValueError: two processes were the same rank.
+            Undecided: two processes were the same rank.
         """
         found = Trajectory()
         owners: dict[int, Any] = {}
@@ -155,7 +158,10 @@ class Recorded:
             first = process.lines[0]
             rank = int(first["rank"])
             if owners.setdefault(rank, first["pid"]) != first["pid"]:
-                raise ValueError(f"two processes trained as rank {rank}")
+                raise Undecided(
+                    f"two processes trained as rank {rank}: several trainings at once cannot be "
+                    "told apart; run one of them"
+                )
             found.world_size = max(found.world_size, int(first["world_size"]))
             found.has_workers |= bool(first["workers"])
             _add(found, rank, process.lines)
@@ -197,8 +203,11 @@ def _saves(processes: Sequence[Process]) -> list[Save]:
     for process in processes:
         for line in process.lines:
             files = by_step.setdefault(int(line["step"]) - 1, {})
-            written = {str(name): int(size) for name, size in line.get("written", [])}
-            files.update({name: size for name, size in written.items() if not _is_log(name)})
+            for name, size, former in line.get("written", []):
+                for earlier in by_step.values():  # it is whole once it has its own name
+                    earlier.pop(former, None)
+                if not _is_log(name):
+                    files[name] = int(size)
     return [
         Save(
             after=step,
@@ -231,6 +240,6 @@ def checkpoints(trajectory: Trajectory) -> list[Save]:
         if merged and not is_each_step and save.after == merged[-1].after + 1:
             begun = merged.pop()
             largest = max(begun, save, key=lambda one: one.num_bytes)
-            save = replace(largest, after=save.after, since=begun.since or begun.after)
+            save = replace(largest, after=save.after)
         merged.append(save)
     return merged

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from runner.launch.attempt import Ended, Job, Stop, run_once
-from runner.prove.record import Recorded
+from runner.prove.record import Recorded, Undecided
 from runner.prove.scratch import Place, Scratch
 from runner.system.files import make_folder
 from runner.system.parsing import json_text
@@ -21,10 +21,6 @@ _SAY_SECONDS = 10.0  # between two lines that say how far it is
 _GRACE_SECONDS = 60.0  # from a signal that asks to the SIGKILL
 # So that nothing of a test leaves this machine, and no file appears beside the user's modules.
 _QUIET = {"WANDB_MODE": "offline", "PYTHONDONTWRITEBYTECODE": "1"}
-
-
-class Undecided(Exception):
-    """Nothing can be said of the script's resume; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

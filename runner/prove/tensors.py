@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from runner.prove.compare import IN_COMMON, Finding, are_equal, best_copy, finding, same
@@ -37,7 +38,8 @@ def look_at_state(
 
 
 def _tensors(reference: Trajectory, name: str, step: int, rank: int, now: Step) -> Finding | None:
-    view, before = _VIEWS[name], reference.steps[step][rank]
+    view: Callable[[Step], Tensors] = _copies_of if name == "copies" else attrgetter(name)
+    before = reference.steps[step][rank]
     mine, theirs = view(before), view(now)
     if name == "copies":
         mine, theirs = _copies(before, now)
@@ -91,13 +93,8 @@ class _Case:
             return self._say(kind, f"{what} missing {self._after()}")
         if self._most(self._is_zero):
             return self._say(kind, f"{what} zero {self._after()}")
-        for rank, tensors in self.others.items():
-            if self._most(partial(self._is_held, tensors=tensors)):
-                words = f"those of rank {rank} (step {self.step}): it loads another rank's file."
-                return self._say("rank", f"{what} {words}")
-        if self.component in ("state", "weights") and self._most(self._is_anothers):
-            words = "those of other parameters: the order of parameters or groups has changed"
-            return self._say("param_groups", f"{what} {words}.")
+        if swapped := self._of_another(what):
+            return swapped
         for step, tensors in sorted(self.past.items(), reverse=True):
             if self._most(partial(self._is_held, tensors=tensors)):
                 return self._say(*self._older(step, what))
@@ -107,6 +104,20 @@ class _Case:
             words = f"rounded to {precision}: the checkpoint holds them in it"
             return self._say(kind, f"{what} {words}.")
         return self._say(kind, f"{what} different {self._after()}")
+
+    def _of_another(self, what: str) -> Finding | None:
+        """State of another rank, key or parameter of the same step."""
+        for rank, tensors in self.others.items():
+            if self._most(partial(self._is_held, tensors=tensors)):
+                words = f"those of rank {rank} (step {self.step}): it loads another rank's file."
+                return self._say("rank", f"{what} {words}")
+        if other := self._other_key():
+            words = f"{other} (step {self.step}): it is saved in the place of the other."
+            return self._say(self._kind(), f"{what} {words}")
+        if self.component in ("state", "weights") and self._most(self._is_anothers):
+            words = "those of other parameters: the order of parameters or groups has changed"
+            return self._say("param_groups", f"{what} {words}.")
+        return None
 
     def _say(self, kind: str, sentence: str) -> Finding:
         return finding(kind, self.step, sentence, names=self.wrong)
@@ -163,6 +174,16 @@ class _Case:
             if name != key and (not named or _key(name) == _key(key))
         )
 
+    def _other_key(self) -> str:
+        """The key of the state that most have in the place of their own."""
+        others = {_key(key) for key in self.expected} if self.component == "state" else ()
+        for other in sorted(others):
+            places = {key: f"{key.rpartition('/')[0]}/{other}" for key in self.wrong}
+            held = {k: self.expected[at] for k, at in places.items() if at in self.expected}
+            if self._most(partial(self._is_held, tensors=held)):
+                return other
+        return ""
+
     def _rounded(self) -> str:
         """The type to which most were rounded."""
         types = Counter(str(self.got[key][2]) for key in self.wrong if len(self.got[key]) > 2)
@@ -196,13 +217,6 @@ def _copies(expected: Step, got: Step) -> tuple[Tensors, Tensors]:
     return {}, {}
 
 
-_VIEWS: dict[str, Callable[[Step], Tensors]] = {
-    "weights": lambda step: step.weights,
-    "frozen": lambda step: step.frozen,
-    "buffers": lambda step: step.buffers,
-    "state": lambda step: step.state,
-    "copies": _copies_of,
-}
 _CAUSES = {
     "state": " The optimizer's state is not loaded.",
     "buffers": " The checkpoint lacks them, or they are not loaded.",

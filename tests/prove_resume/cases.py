@@ -15,6 +15,7 @@ KILLS = (18, 33)
 # What is to be named first: a kind of finding; "equal" for none. With two words either is right.
 NAMED = {
     "moments": "optimizer_state",
+    "moments_shared": "optimizer_state",
     "step_counts": "optimizer_steps",
     "rng": "random",
     "numpy_rng": "random",
@@ -75,8 +76,9 @@ DEFECTS = (
     ("wild", 1, "nano:rng nano:moments nano:lr_reset nano:options_lost masters:masters_lost"),
     ("wild", 1, "masters:moments adapter:base_reseeded adapter:moments queue:queue_lost"),
     ("wild", 1, "closure:moments midway:gradients_lost annealed:dropout_rate_lost"),
-    ("wild", 1, "towers:batchnorm towers:rng"),
-    ("sharded", 2, "fsdp1:moments fsdp1:rng fsdp1_flat:moments fsdp1_flat:sampler_restarted"),
+    ("wild", 1, "towers:batchnorm towers:rng rehearsed:rng"),
+    ("sharded", 2, "fsdp1:moments fsdp1:moments_shared fsdp1:rng"),
+    ("sharded", 2, "fsdp1_flat:moments fsdp1_flat:sampler_restarted"),
     ("sharded", 2, "zero1:moments zero2:moments zero2:lr_reset zero2:rng zero3:sampler_restarted"),
     ("fabric_script", 1, "moments rng sampler_restarted lr_reset"),
     ("fabric_script", 2, "rng sampler_restarted"),
@@ -95,7 +97,7 @@ SOUND = (
     ("accelerate_script", 1, "- workers stream bf16 accumulate"),
     ("accelerate_script", 2, "-"),
     ("gan", 1, "- critics"),
-    ("wild", 1, "nano masters adapter queue closure midway annealed towers"),
+    ("wild", 1, "nano masters adapter queue closure midway annealed towers rehearsed"),
     ("sharded", 2, "fsdp1 fsdp1_flat zero1 zero2 zero3"),
     ("fabric_script", 1, "-"),
     ("fabric_script", 2, "-"),

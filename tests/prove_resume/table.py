@@ -19,12 +19,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from runner.prove.drive import Plan, prove
 from runner.prove.verdict import Verdict
+from tests.full import clean_commit
 from tests.prove_resume.cases import NAMED, PLANTED, SCRIPTS, SOUND_CASES, STEPS, Case
 
 COLUMNS = {
@@ -79,7 +81,7 @@ def command_of(case: Case, address: str = "") -> tuple[str, ...]:
 def forked(address: str, ranks: int, words: Sequence[str]) -> tuple[str, ...]:
     """The command of a script that a zygote forks."""
     client = str(Path(__file__).with_name("zygote.py"))
-    return (sys.executable, client, address, str(ranks), *words)
+    return (sys.executable, client, address, f"--nproc-per-node={ranks}", *words)
 
 
 def verdict_of(case: Case, home: Path, address: str = "", **settings: Any) -> Verdict:
@@ -91,13 +93,18 @@ def verdict_of(case: Case, home: Path, address: str = "", **settings: Any) -> Ve
     return prove(plan, environment=os.environ | case.environment, home=home)
 
 
-def row_of(case: Case, verdict: Verdict) -> dict[str, Any]:
-    """A line of the record."""
+def row_of(case: Case, verdict: Verdict, commit: str | None) -> dict[str, Any]:
+    """A line of the record.
+
+    Args:
+        commit: whose files were run; None if some differed.
+    """
     kind = named(verdict)
     return {
         "case": str(case),
         "right": kind in case.named,
         "named": kind,
+        "commit": commit,
         "start": verdict.resumes[-1].start if verdict.resumes else None,
         "since": dict(verdict.resumes[-1].since) if verdict.resumes else {},
         "seconds": round(verdict.seconds, 1),
@@ -107,10 +114,10 @@ def row_of(case: Case, verdict: Verdict) -> dict[str, Any]:
 
 def run(cases: Sequence[Case], address: str, out: Path | None) -> list[Mapping[str, Any]]:
     """Prove each; prints and appends as it goes."""
-    rows = []
+    rows, commit = [], clean_commit()
     for case in cases:
         with tempfile.TemporaryDirectory(prefix="prove-home-") as home:
-            row = row_of(case, verdict_of(case, Path(home), address))
+            row = row_of(case, verdict_of(case, Path(home), address), commit)
         rows.append(row)
         mark = "  " if row["right"] else "NO"
         line = f"{mark} {row['case']:42} {row['named']:18} {row['seconds']:6.1f} s"
@@ -137,6 +144,13 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
     told = f"{alarms} false alarm{'s' * (alarms != 1)} in {len(sound)} sound scripts"
     told += f", {unclear} of them not judged" if unclear else ""
     return f"{right} of {len(planted)} planted mistakes named first, {told}"
+
+
+def commits(rows: Sequence[Mapping[str, Any]]) -> str:
+    """How many cases were run at which commit."""
+    count = Counter(row.get("commit") or "an earlier state" for row in rows)
+    told = ", ".join(f"{number} at {commit}" for commit, number in count.most_common())
+    return f"{len(rows)} of {len(PLANTED) + len(SOUND_CASES)} cases were run: {told}"
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -168,7 +182,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.summary:
         rows = read(arguments.summary)
-        print(summary(rows), table(rows), sep="\n\n")
+        print(summary(rows), table(rows), commits(rows), sep="\n\n")
         return 0
     chosen = [
         case

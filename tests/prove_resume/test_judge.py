@@ -6,15 +6,19 @@ import copy
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from runner.prove.compare import KINDS
 from runner.prove.drive import choose_kills
+from runner.prove.inside.hooks import written
 from runner.prove.judge import Judgement, compare_ranks, judge
-from runner.prove.record import Save, Step, Trajectory, checkpoints
+from runner.prove.record import Recorded, Save, Step, Trajectory, checkpoints
 from runner.prove.verdict import Repeats, Verdict
+from runner.system.parsing import json_text
 from tests.programs import ROOT
 from tests.prove_resume import table as tables
 
@@ -111,6 +115,12 @@ def read(of: Callable[[int], int], since: int = START) -> Callable[[Ranks, int],
 def zero_moments(step: Step, number: int) -> None:
     for name in step.weights:
         step.state[f"{name}/exp_avg"] = entry("zero", norm=0.0)
+    spoiled(step, number)
+
+
+def saved_twice(step: Step, number: int) -> None:
+    for name in step.weights:
+        step.state[f"{name}/exp_avg"] = step.state[f"{name}/exp_avg_sq"]
     spoiled(step, number)
 
 
@@ -225,6 +235,7 @@ def third_epoch(number: int) -> int:
 
 CASES: dict[str, tuple[Callable[[Ranks, int], None], str, int, str]] = {
     "zero moments": (each(zero_moments), "optimizer_state", START, "exp_avg of all 3"),
+    "one saved twice": (each(saved_twice), "optimizer_state", START, "is exp_avg_sq (step 11)"),
     "no optimizer": (each(no_state), "optimizer_state", START, "the model, not the optimizer"),
     "step counts": (each(counts_anew), "optimizer_steps", START, "step of all 3 parameters is 0"),
     "states swapped": (each(swapped_state), "param_groups", START, "those of other parameters"),
@@ -451,7 +462,7 @@ def test_the_best_weights_are_nothing_to_resume_from() -> None:
         for n, b in sizes.items()
     ]
     merged = checkpoints(found)
-    assert [(save.since, save.after) for save in merged] == [(0, 5), (SAVED, SAVED + 1), (0, 13)]
+    assert [save.after for save in merged] == [5, SAVED + 1, 13]
     assert judge(trajectory(), resumed(), merged).is_equal
     older = judge(trajectory(), resumed(first=6), saves).findings
     assert [one.kind for one in older] == ["older_checkpoint"]
@@ -498,9 +509,19 @@ def test_other_ranks_read_the_same_samples_or_not() -> None:
         merged.batches = [row for rank in range(RANKS) for row in step_of(number, rank).batches]
         single[number - SAVED] = {0: merged}
     other = Trajectory(steps=single, world_size=1)
-    assert compare_ranks(reference, other, SAVED).is_equal
+    assert compare_ranks(reference, other, SAVES).is_equal
+    late = [*SAVES[:1], replace(SAVES[1], after=SAVED + 2)]  # it was written beside the training
+    assert compare_ranks(reference, other, late).start == START
+    single[2][0].losses = [1.0]
+    drawn = compare_ranks(reference, other, SAVES)
+    assert drawn.is_equal and "step 12 is 1, was 0.0833333, on equal" in drawn.notes[0]
+    still = trajectory()
+    for step in (step for ranks in still.steps.values() for step in ranks.values()):
+        step.random = {}
+    differs = compare_ranks(still, other, SAVES)
+    assert [(one.kind, one.step) for one in differs.findings] == [("gradients", SAVED + 2)]
     single[4][0].batches[0] = ("new", *single[4][0].batches[0][1:])
-    judgement = compare_ranks(reference, other, SAVED)
+    judgement = compare_ranks(reference, other, SAVES)
     assert judgement.findings[0].step == SAVED + 4
     assert "1 of 6 are missing, 1 are new" in judgement.findings[0].sentence
 
@@ -529,6 +550,28 @@ def test_checkpoints_are_large_and_followed() -> None:
     sizes = {0: 500, 4: 10, 5: 100, 6: 60, 12: 200}
     found.saves = [Save(after=n, num_bytes=size, names=("a",)) for n, size in sizes.items()]
     assert [save.after for save in checkpoints(found)] == [6, 12]
+
+
+def test_a_file_is_saved_once_it_has_its_name(tmp_path: Path) -> None:
+    """What is written under another name for several steps is no checkpoint before."""
+    weights, other = (400, 1, 1), (9, 1, 2)
+    looks: list[dict[str, Any]] = [
+        {}, {}, {"writing-1/w": weights}, {"writing-1/w": weights, "a": other},
+        {"step-1/w": weights, "a": other}, {"step-1/w": weights, "writing-2/w": (400, 2, 3)},
+    ]  # fmt: skip
+    about = {"options": [], "rank": 0, "world_size": 1, "workers": 0, "pid": 1, "num_bytes": 400}
+    lines = [
+        {"step": n, "written": written(before, now), "gradients": {"w": ["g", 1.0]}, **about}
+        for n, (before, now) in enumerate(pairwise(looks), start=1)
+    ]
+    (tmp_path / "steps-1.jsonl").write_text("".join(json_text(line) + "\n" for line in lines))
+    recorded = Recorded(tmp_path)
+    recorded.poll()
+    saves = recorded.trajectory().saves
+    assert [(save.after, save.names) for save in saves] == [
+        (2, ("a",)), (3, ("step-1/w",)), (4, ("writing-2/w",)),
+    ]  # fmt: skip
+    assert not saves[2].is_like(saves[1])
 
 
 def test_kills_come_after_a_checkpoint_and_leave_steps() -> None:

@@ -1,9 +1,9 @@
 """Starts of a script from a process that has torch and the frameworks imported.
 
-``python -m tests.prove_resume.zygote SOCKET`` imports and serves; ``python zygote.py SOCKET RANKS
-SCRIPT ARGUMENTS...`` is the command of a start: it hands its folder, environment and output over,
-waits, and takes the forked ranks with it when it is killed. What an interpreter does at its start
-(``sitecustomize``) is done in each fork, before the script begins.
+``python -m tests.prove_resume.zygote SOCKET`` imports and serves; ``python zygote.py SOCKET
+--nproc-per-node=N SCRIPT ARGUMENTS...`` is the command of a start: it hands its folder, environment
+and output over, waits, and takes the forked ranks with it when it is killed. What an interpreter
+does at its start (``sitecustomize``) is done in each fork, before the script begins.
 """
 
 from __future__ import annotations
@@ -143,4 +143,4 @@ if __name__ == "__main__":
     if len(sys.argv) == 2 or sys.argv[2] == "frameworks":
         serve(sys.argv[1], frameworks=len(sys.argv) > 2)
     else:
-        sys.exit(start(sys.argv[1], int(sys.argv[2]), sys.argv[3:]))
+        sys.exit(start(sys.argv[1], int(sys.argv[2].partition("=")[2]), sys.argv[3:]))

@@ -100,6 +100,9 @@ class Recorder:
             return
         key = _key(optimizer)
         state, number = self._steps[key], list(self._steps).index(key)
+        if state.was_rehearsal(self._line):
+            self._begin_step()
+            return
         self._count += number == 0
         line: dict[str, Any] = {"step": self._count, "optimizer": number, **self._line}
         calls = [_plain(call) for call in self._calls]
@@ -112,9 +115,8 @@ class Recorder:
         if state.is_first:
             line |= state.about(self._roots) | {
                 "workers": len(multiprocessing_process._children),  # type: ignore[attr-defined]
-                "rank": rank(),
-                "world_size": world_size(),
                 "pid": os.getpid(),
+                **_place(),
             }
         self._write(line)
         self._begin_step()
@@ -164,14 +166,12 @@ class Recorder:
             pass
 
     def _look_for_files(self) -> list[list[Any]]:
-        """[path below the output folder, bytes] of each file that is new, or has changed."""
         if os.environ.get("LOCAL_RANK", "0") != "0":
             return []
         folder = os.environ["HOLDFAST_PROVE_OUT"]
-        before, self._files = self._files, dict(marks(folder))
-        known = self._files if before is None else before
-        changed = [path for path, mark in self._files.items() if known.get(path) != mark]
-        return [[os.path.relpath(path, folder), self._files[path][0]] for path in changed]
+        found = {os.path.relpath(path, folder): mark for path, mark in marks(folder)}
+        before, self._files = self._files, found
+        return [] if before is None else written(before, found)
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._pid != os.getpid():
@@ -193,6 +193,13 @@ class Recorder:
                 file.write(traceback.format_exc())
 
 
+def written(before: dict[str, Mark], now: dict[str, Mark]) -> list[list[Any]]:
+    """[path, bytes, former path or ""] of each file that is new, or has changed."""
+    gone = {mark: path for path, mark in before.items() if path not in now}
+    changed = [(path, mark) for path, mark in now.items() if before.get(path) != mark]
+    return [[path, mark[0], gone.get(mark, "")] for path, mark in changed]
+
+
 def _plain(call: dict[str, Any]) -> dict[str, Any]:
     """A call with a number for each sample."""
     rows = call.pop("rows")
@@ -205,20 +212,13 @@ def _key(optimizer: Any) -> tuple[int, int]:
     return id(optimizer), id(parameters[0]) if parameters else 0
 
 
-def rank() -> int:
-    """This process's rank; 0 without a launcher or a group."""
+def _place() -> dict[str, int]:
+    """This process's rank, and how many there are; without a group as the launcher says."""
     dist = torch.distributed
     if dist.is_available() and dist.is_initialized():
-        return int(dist.get_rank())
-    return int(os.environ.get("RANK", "0"))
-
-
-def world_size() -> int:
-    """How many ranks there are."""
-    dist = torch.distributed
-    if dist.is_available() and dist.is_initialized():
-        return int(dist.get_world_size())
-    return int(os.environ.get("WORLD_SIZE", "1"))
+        return {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    told = {"rank": os.environ.get("RANK", "0"), "world_size": os.environ.get("WORLD_SIZE", "1")}
+    return {name: int(value) for name, value in told.items()}
 
 
 def _is_capturing() -> bool:

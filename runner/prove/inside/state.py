@@ -6,7 +6,7 @@ import pickle
 import random
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -99,6 +99,38 @@ class StepState:
         pairs = zip(self._names, self._groups)  # noqa: B905
         return {n: p for names, group in pairs for n, p in zip(names, group["params"])}  # noqa: B905
 
+    def _state(self) -> dict[str, Any]:
+        return {
+            f"{name}/{key}": value
+            for name, p in self._parameters().items()
+            for key, value in flat_state(self._optimizer.state.get(p, {}))
+        }
+
+    def _learned(self) -> dict[str, Any]:
+        """What a step changes."""
+        state = self._state()
+        tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+        numbers = {key: ["", value] for key, value in state.items() if key not in tensors}
+        return {
+            "weights": self._digests.named(self._parameters(), precision=self.is_first),
+            "state": numbers | self._digests.named(tensors, precision=self.is_first),
+        }
+
+    def was_rehearsal(self, line: Mapping[str, Any]) -> bool:
+        """Whether the step, at a rate of 0, has left weights and state as they were.
+
+        Args:
+            line: what it began with.
+        """
+        if any(group.get("lr", 1) for group in self._groups):
+            return False
+        now = self._learned()
+        empty = {key: entry for key, entry in now["state"].items() if not entry[1]}
+        is_one = bool(now["state"]) and line["weights"] == now["weights"]
+        is_one = is_one and bool((line["state"] or empty) == now["state"])
+        self._num_before -= is_one
+        return is_one
+
     def begin(self, roots: Roots) -> dict[str, Any]:
         """:meth:`before`, with the optimizer's groups as they are now."""
         self._groups = self._optimizer.param_groups
@@ -116,24 +148,16 @@ class StepState:
     def before(self) -> dict[str, Any]:
         """What the step begins with: weights, state, options, scalers, copies."""
         self._num_before += 1
-        parameters = self._parameters()
-        state = {
-            f"{name}/{key}": value
-            for name, p in parameters.items()
-            for key, value in flat_state(self._optimizer.state.get(p, {}))
-        }
-        tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
         if self._num_before <= _LOOKS:
+            parameters = self._parameters()
             grads = [p.grad for p in parameters.values() if p.grad is not None]
             start = len(self._prefix)
             weights = {name[start:]: p for name, p in parameters.items()}
-            self._found.look(weights, [*tensors.values(), *grads])
-        numbers = {key: ["", value] for key, value in state.items() if key not in tensors}
+            tensors = [t for t in self._state().values() if isinstance(t, torch.Tensor)]
+            self._found.look(weights, [*tensors, *grads])
         copies = {f"{self._prefix}{n + 1} {c.label}": c for n, c in enumerate(self._found.copies)}
         told = {label: self._digests.named(copy.tensors()) for label, copy in copies.items()}
-        return {
-            "weights": self._digests.named(parameters, precision=self.is_first),
-            "state": numbers | self._digests.named(tensors, precision=self.is_first),
+        return self._learned() | {
             "options": [
                 [names, {k: plain(v) for k, v in group.items() if k not in _NO_OPTIONS}]
                 for names, group in zip(self._names, self._groups)  # noqa: B905

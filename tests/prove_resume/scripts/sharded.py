@@ -1,4 +1,9 @@
-"""Two ranks with FSDP1 or DeepSpeed's ZeRO, by VARIANT; each saves in its own format."""
+"""Two ranks with FSDP1 or DeepSpeed's ZeRO, by VARIANT; each saves in its own format.
+
+``fsdp1`` has each rank save its optimizer. ``DEFECT=moments_shared`` is torch's own: on a CPU its
+``optim_state_dict`` of an FSDP1 module with ``use_orig_params`` gathers ``exp_avg`` and
+``exp_avg_sq`` into one buffer, so that both are the latter (torch 2.13).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ from parts import BATCH, DEFECT, RANK, SAMPLES, SEED, VARIANT, WORLD
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-DEFECTS = {"moments", "rng", "sampler_restarted", "lr_reset"}
+DEFECTS = {"moments", "moments_shared", "rng", "sampler_restarted", "lr_reset"}
 VARIANTS = {"fsdp1", "fsdp1_flat", "zero1", "zero2", "zero3"}
 
 
@@ -33,6 +38,7 @@ class Fsdp1:
         )
         parameters = groups if VARIANT == "fsdp1" else self.net.parameters()
         self.optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+        self.is_own = VARIANT == "fsdp1" and DEFECT != "moments_shared"
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, parts.warm_up_and_decay)
 
     def update(self, loss: torch.Tensor) -> None:
@@ -47,18 +53,22 @@ class Fsdp1:
             "model": self.net.state_dict(), "schedule": self.schedule.state_dict(),
             "optimizer": FullyShardedDataParallel.optim_state_dict(self.net, self.optimizer),
         }  # fmt: skip
+        if self.is_own:
+            torch.save(self.optimizer.state_dict(), folder / f"optimizer{RANK}.pt")
         if RANK == 0:
             torch.save(state, folder / "whole.pt")
 
     def load(self, folder: Path) -> None:
         state = parts.read(folder / "whole.pt")
         self.net.load_state_dict(state["model"])
-        if DEFECT != "moments":
-            self.optimizer.load_state_dict(
-                FullyShardedDataParallel.optim_state_dict_to_load(
-                    self.net, self.optimizer, state["optimizer"]
-                )
+        if self.is_own:
+            own = parts.read(folder / f"optimizer{RANK}.pt")
+        else:
+            own = FullyShardedDataParallel.optim_state_dict_to_load(
+                self.net, self.optimizer, state["optimizer"]
             )
+        if DEFECT != "moments":
+            self.optimizer.load_state_dict(own)
         if DEFECT != "lr_reset":
             self.schedule.load_state_dict(state["schedule"])
 

@@ -7,6 +7,7 @@ queue     negatives in a buffer that the forward pass fills
 closure   LBFGS, which asks for the loss several times a step
 midway    checkpoints between two batches of one step, with the gradients so far
 annealed  a dropout rate that the loop lowers
+rehearsed the update is run once at each start, with a closed gate and a rate of 0
 towers    an augmentation and two networks, called one after the other, once with zeros
 """
 
@@ -228,6 +229,27 @@ class Annealed(Nano):
             self.rate = state["rate"]
 
 
+class Rehearsed(Nano):
+    def rehearse(self) -> None:
+        """Two steps of which nothing remains: does the machine repeat its bits?"""
+        before = parts.random_state()
+        optimizer: Any = self.optimizer
+        optimizer.found_inf = torch.tensor(1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        for _ in range(2):
+            self.loss().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        del optimizer.found_inf
+        parts.set_random_state(before)
+
+    def update(self) -> torch.Tensor:
+        if not self.steps_here:
+            self.rehearse()
+        return super().update()
+
+
 class Jitter(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return inputs + 0.1 * torch.randn_like(inputs)
@@ -255,7 +277,7 @@ class Towers(Nano):
 
 VARIANTS: dict[str, type[Nano]] = {
     "nano": Nano, "masters": Masters, "adapter": Adapter, "queue": Queue, "closure": Closure,
-    "midway": Midway, "annealed": Annealed, "towers": Towers,
+    "midway": Midway, "annealed": Annealed, "towers": Towers, "rehearsed": Rehearsed,
 }  # fmt: skip
 
 
