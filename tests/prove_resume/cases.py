@@ -60,7 +60,7 @@ DEFECTS = (
     ("plain", 1, f"{OF_ONE} {STREAMED} scaler:scaler_lost mixup:numpy_rng sgd:moments bf16:rng"),
     ("plain", 1, "accumulate:batch_skipped compile:moments"),
     ("ddp", 2, f"{EVERY} batchnorm other_rank workers:worker_seeds {STREAMED}"),
-    ("ddp", 2, "param_groups scaler:scaler_lost"),
+    ("ddp", 2, "param_groups scaler:scaler_lost evaluate:rng"),
     ("fsdp2", 2, f"{EVERY} local:other_shard local:param_groups full:moments full:weights_bf16"),
     ("hf_trainer", 1, "moments step_counts rng epoch_seed sampler_restarted lr_reset weights_bf16"),
     ("hf_trainer", 1, "ema_lost older_checkpoint older_whole param_groups batchnorm"),
@@ -87,7 +87,7 @@ DEFECTS = (
 # Script, ranks, and the variants that resume bit for bit; "-" is the script as it is.
 SOUND = (
     ("plain", 1, "- workers stream scaler bf16 compile accumulate mixup no_random sgd"),
-    ("ddp", 2, "- workers stream scaler bf16 accumulate"),
+    ("ddp", 2, "- workers stream scaler bf16 accumulate evaluate"),
     ("fsdp2", 2, "- local full"),
     ("hf_trainer", 1, "- workers stream bf16 accumulate"),
     ("hf_trainer", 2, "-"),

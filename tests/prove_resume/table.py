@@ -79,9 +79,10 @@ def command_of(case: Case, address: str = "") -> tuple[str, ...]:
 
 
 def forked(address: str, ranks: int, words: Sequence[str]) -> tuple[str, ...]:
-    """The command of a script that a zygote forks."""
+    """The command of a script that a zygote forks; without a launcher for one rank."""
+    count = ranks if ranks > 1 else 0
     client = str(Path(__file__).with_name("zygote.py"))
-    return (sys.executable, client, address, f"--nproc-per-node={ranks}", *words)
+    return (sys.executable, client, address, f"--nproc-per-node={count}", *words)
 
 
 def verdict_of(case: Case, home: Path, address: str = "", **settings: Any) -> Verdict:

@@ -14,8 +14,8 @@ from tests import run, warm
 from tests.prove_resume import cases
 from tests.prove_resume.cases import KILLS, STEPS, Case
 
-# One of two ranks, and one that is noticed by nothing but the last digest.
-QUICK = {"fsdp2-2-local-sound", "plain-1-ema_lost"}
+# One that is noticed by nothing but the last digest.
+QUICK = {"plain-1-stream-sound", "plain-1-ema_lost"}
 SLOW = pytest.mark.full
 
 

@@ -1,9 +1,10 @@
 """Starts of a script from a process that has torch and the frameworks imported.
 
 ``python -m tests.prove_resume.zygote SOCKET`` imports and serves; ``python zygote.py SOCKET
---nproc-per-node=N SCRIPT ARGUMENTS...`` is the command of a start: it hands its folder, environment
-and output over, waits, and takes the forked ranks with it when it is killed. What an interpreter
-does at its start (``sitecustomize``) is done in each fork, before the script begins.
+--nproc-per-node=N SCRIPT ARGUMENTS...`` is the command of a start (0: one process, no launcher): it
+hands its folder, environment and output over, waits, and takes the forked ranks with it when it is
+killed. What an interpreter does at its start (``sitecustomize``) is done in each fork, before the
+script begins.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def _look_after(connection: socket.socket) -> None:
     request = json.loads(data)
     port = _free_port()
     children = []
-    for rank in range(request["ranks"]):
+    for rank in range(request["ranks"] or 1):
         child = os.fork()
         if child == 0:
             connection.close()
@@ -95,7 +96,7 @@ def _become(request: dict[str, Any], rank: int, port: int, files: list[int]) -> 
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     environment: dict[str, str] = request["environment"]
-    if request["ranks"] > 1:
+    if request["ranks"]:
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": request["ranks"]}
         places |= {"LOCAL_WORLD_SIZE": request["ranks"], "GROUP_RANK": 0, "MASTER_PORT": port}
         environment |= {name: str(value) for name, value in places.items()}

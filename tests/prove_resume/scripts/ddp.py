@@ -22,7 +22,7 @@ DEFECTS = {
     "batch_repeated", "lr_reset", "weights_bf16", "ema_lost", "scaler_lost", "worker_seeds",
     "shuffle_buffer", "older_checkpoint", "param_groups", "batchnorm", "other_rank",
 }  # fmt: skip
-VARIANTS = {"workers", "stream", "scaler", "bf16", "accumulate"}
+VARIANTS = {"workers", "stream", "scaler", "bf16", "accumulate", "evaluate"}
 ACCUMULATE = 2 if VARIANT == "accumulate" else 1
 
 
@@ -144,6 +144,15 @@ class Trainer:
         self.step += 1
         return loss.detach()
 
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        """The first rank looks at all samples, the other one waits."""
+        if RANK == 0:
+            self.net.eval()
+            self.net(parts.Samples().inputs)
+            self.net.train()
+        dist.barrier()
+
 
 def main() -> None:
     arguments = parts.settings(defects=DEFECTS, variants=VARIANTS)
@@ -153,6 +162,8 @@ def main() -> None:
     while trainer.step < arguments.steps:
         loss = trainer.update(batches)
         parts.report(trainer.step, loss)
+        if VARIANT == "evaluate" and trainer.step % 3 == 0:
+            trainer.evaluate()
         if trainer.step % arguments.save_every == 0:
             trainer.save()
     kept = trainer.ema.state_dict(), trainer.optimizer.state_dict(), trainer.scaler.state_dict()
