@@ -8,6 +8,7 @@ out/incidents/000003/cause.json              what the reports came to; the ranks
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import sys
@@ -16,6 +17,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from runner.system.environment import redacted
@@ -185,8 +187,28 @@ def stacks() -> list[dict[str, Any]]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return [
         {"thread": names.get(ident, str(ident)), "frames": _listed(traceback.extract_stack(frame))}
-        for ident, frame in sys._current_frames().items()
+        for ident, frame in _current_frames().items()
     ]
+
+
+_looking = threading.Lock()
+
+
+def _current_frames() -> dict[int, FrameType]:
+    """The frame of every thread, without a garbage collection meanwhile.
+
+    Python 3.11 holds a lock of the whole runtime while it makes them. Code that a collection runs
+    lets other threads in, and one that then begins, ends or looks as well waits for the first, and
+    the first for it, for ever: cpython's issue 106883.
+    """
+    with _looking:
+        is_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if is_enabled:
+                gc.enable()
 
 
 def stack_of(error: BaseException) -> dict[str, Any]:

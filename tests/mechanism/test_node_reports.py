@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +26,7 @@ from runner.health.rank_report import (
     node_folder,
     read_all_reports,
     reported_nodes,
+    stacks,
     write_report,
 )
 from runner.health.root_cause import RootCause, find_root_cause
@@ -144,6 +147,19 @@ def test_one_tells_for_all(tmp_path: Path) -> None:
     assert cause["kind"] == "absent" and cause["ranks"] == [24]
     [(number, journalled)] = written
     assert number == 1 and journalled.ranks == (24,)
+
+
+def test_nothing_is_collected_while_stacks_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that report at once once waited for each other for ever: cpython's issue 106883."""
+    frames, collects = sys._current_frames, []
+
+    def looked() -> object:
+        collects.append(gc.isenabled())
+        return frames()
+
+    monkeypatch.setattr(sys, "_current_frames", looked)
+    assert "MainThread" in {told["thread"] for told in stacks()}
+    assert collects == [False] and gc.isenabled()
 
 
 class NoPeers:
