@@ -130,8 +130,8 @@ class Evaluator:
         ]
         metrics = self._names.pack(self._own_metrics(evaluated), torch.device("cpu"))
         of_groups = self._own_groups(evaluated)
-        numbers = [*own, *self._ranks.fingerprint(identity), *of_groups, *metrics.numbers.tolist()]
-        sums = self._ranks.sum(numbers)
+        numbers = [*own, *self._ranks.fingerprint(identity), *of_groups]
+        sums = self._ranks.sum([*numbers, *metrics.flags, *metrics.sums.tolist()])
         self._ranks.require_alike(sums[_FINGERPRINT:_GROUPS], identity)
         loss = sums[_LOSS] / sums[_TOKENS] if sums[_TOKENS] else None
         end = _GROUPS + len(of_groups)

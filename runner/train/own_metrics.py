@@ -48,11 +48,13 @@ class PackedMetrics:
     """This rank's metrics of one step, and the names that had places when they were packed.
 
     Attributes:
-        numbers: FP64 on the device: whether there are new names, whether each known one was
-            given, and their sums and counts. To be summed over ranks.
+        flags: whether there are new names, and whether each known one was given.
+        sums: of the known ones, each with its count, FP64 on the device. To be summed over ranks
+            behind the flags, which lie on the host: they go to the device with the step's others.
     """
 
-    numbers: torch.Tensor
+    flags: tuple[float, ...]
+    sums: torch.Tensor
     names: tuple[str, ...]
     own: Sums
     _agreed: MetricNames
@@ -67,7 +69,7 @@ class PackedMetrics:
         Collective where a rank has a new name, or some ranks lack one.
 
         Args:
-            totals: :attr:`numbers` summed over the ranks.
+            totals: :attr:`flags` and :attr:`sums`, summed over the ranks.
 
         Raises:
             ConfigError: the ranks give different names, or one that cannot be; on all ranks.
@@ -100,15 +102,13 @@ class MetricNames:
     def pack(self, own: Sums, device: torch.device) -> PackedMetrics:
         """Pack this rank's metrics. Waits for nothing."""
         names = self._names
-        flags = [float(bool(own.keys() - set(names))), *(float(name in own) for name in names)]
-        numbers = torch.tensor(flags, dtype=torch.float64)
-        if device.type == "cuda":
-            numbers = numbers.pin_memory().to(device, non_blocking=True)
+        flags = (float(bool(own.keys() - set(names))), *(float(name in own) for name in names))
+        sums = torch.zeros(0, dtype=torch.float64, device=device)
         if names:
             nothing = torch.zeros((), dtype=torch.float64, device=device)
             pairs = [own.get(name, (nothing, nothing)) for name in names]
-            numbers = torch.cat([numbers, torch.stack([one for pair in pairs for one in pair])])
-        return PackedMetrics(numbers=numbers, names=names, own=own, _agreed=self)
+            sums = torch.stack([one for pair in pairs for one in pair])
+        return PackedMetrics(flags=flags, sums=sums, names=names, own=own, _agreed=self)
 
     def are_complete(self, given: Sequence[float]) -> bool:
         """Whether each name was given by all ranks or by none."""

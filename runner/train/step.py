@@ -365,8 +365,8 @@ class Stepper:
         packed = torch.cat(
             [
                 torch.stack(computed),
-                on_device(report.numbers(self._ranks), self._engine.device),
-                metrics.numbers,
+                on_device([*report.numbers(self._ranks), *metrics.flags], self._engine.device),
+                metrics.sums,
                 *self._source_losses(plan.batch, sums.sequences),
             ]
         )

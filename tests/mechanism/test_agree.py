@@ -130,7 +130,7 @@ def check_metrics(ranks: Ranks) -> None:
     def reduced(given: dict[str, tuple[float, float]]) -> dict[str, float]:
         own = {name: (torch.tensor(a), torch.tensor(b)) for name, (a, b) in given.items()}
         packed = names.pack(own, device)
-        return packed.read(ranks.sum(packed.numbers.tolist()))
+        return packed.read(ranks.sum([*packed.flags, *packed.sums.tolist()]))
 
     ranks.gather = counted  # type: ignore[method-assign]
     rank = ranks.rank

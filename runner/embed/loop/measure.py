@@ -136,10 +136,10 @@ class Measurer:
         is_bad = (~torch.isfinite(value)) | (~torch.isfinite(square))
         own = torch.stack([self._share_of_mean(value, loss), square, is_bad.double()])
         gate_before = 0.0  # not compared between ranks
-        rest = [float(tokens), gate_before, *report.numbers(ranks)]
         metrics = self._names.pack(self._logged.take(), device)
-        drawn = on_device([float(draws)], device)
-        packed = torch.cat([own, on_device(rest, device), metrics.numbers, drawn])
+        rest = [float(tokens), gate_before, *report.numbers(ranks), *metrics.flags, float(draws)]
+        told = on_device(rest, device)  # in one copy
+        packed = torch.cat([own, told[:-1], metrics.sums, told[-1:]])
         ranks.all_reduce(packed)
         mean, norm = packed[LOSS] / ranks.world_size, packed[GRAD_SQUARE].sqrt()
         closed = is_closed(packed, mean, norm, bounds)
