@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,3 +57,31 @@ def test_what_is_no_pipeline_is_refused(tmp_path: Any) -> None:
             guard.ok(None)
         guard.ok(1.0)
     guard.close()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_placeholder_that_keeps_something_is_state(tmp_path: Path) -> None:
+    """Identity stands for a layer of another stage; what it holds is saved like any module's."""
+
+    def built() -> torch.nn.Sequential:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Identity())
+        model[1].register_buffer("seen", torch.zeros(()))
+        model[1].register_forward_hook(lambda module, *_: module.seen.add_(1) and None)
+        return model
+
+    def guarded(model: torch.nn.Module) -> Guard:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return Guard(tmp_path / "out", model=model, optimizer=optimizer)
+
+    model = built()
+    model[1].eval()
+    guard, bad = guarded(model), torch.full((1, 2), float("nan"))
+    for batch in guard.over([torch.ones(1, 2), bad, torch.ones(1, 2)]):
+        loss = model(batch).sum()
+        loss.backward()
+        guard.ok(loss)
+    guard.close()
+    assert float(model[1].seen) == 2, "the refused step has left no trace"
+    again = built()
+    guarded(again).close()
+    assert float(again[1].seen) == 2 and not again[1].training

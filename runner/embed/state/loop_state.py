@@ -65,8 +65,7 @@ class LoopState(StagedState):
             (plain_name(f"{_joined(prefix, name)}.").rstrip("."), module)
             for prefix, model in _prefixed(models)
             for name, module in model.named_modules()
-            # The usual placeholder for a layer of another stage.
-            if type(module) is not nn.Identity
+            if self.stages.count == 1 or not _is_placeholder(module)
         ]
         parameters = self._named_parameters(models)
         new = self.stages.distinct(parameters)
@@ -403,6 +402,11 @@ def _prefixed(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
     if len(models) == 1:
         return [("", models[0])]
     return [(f"model{number}", model) for number, model in enumerate(models)]
+
+
+def _is_placeholder(module: nn.Module) -> bool:
+    """Whether it may stand for a layer of another stage, whose name it has, and keeps nothing."""
+    return type(module) is nn.Identity and not module._buffers
 
 
 def _joined(prefix: str, name: str) -> str:
