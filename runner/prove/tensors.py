@@ -132,7 +132,8 @@ class _Case:
             parameters = {key.rpartition("/")[0] for key in self.wrong}
             total = len({key.rpartition("/")[0] for key in {**self.expected, **self.got}})
             count = f"all {total}" if len(parameters) == total else f"{len(parameters)} of {total}"
-            return f"{', '.join(keys[:4])} of {count} parameters {_verb(len(keys))}"
+            of = "the only parameter" if total == 1 else f"{count} parameters"
+            return f"{', '.join(keys[:4])} of {of} {_verb(len(keys))}"
         total = len({**self.expected, **self.got})
         if len(self.wrong) == total > 1:
             return f"all {total} tensors are"

@@ -163,16 +163,16 @@ class AgreedStep:
         step: number of the update that it makes.
         report: this rank's.
         numbers: FP64 on the device: the sums, then loss, gradient norm and gate.
-        withheld: why the engine itself skipped an update that the gate let through.
         metrics: the user's own, packed behind the progress of the ring's jobs.
+        withheld: why the engine itself skipped an update that the gate let through.
     """
 
     step: int
     batch: BatchPlan
     report: RankReport
     numbers: torch.Tensor
+    metrics: PackedMetrics
     withheld: str | None = None
-    metrics: PackedMetrics | None = None
 
     def __post_init__(self) -> None:
         self._on_host = HostNumbers(self.numbers)
@@ -193,7 +193,7 @@ class AgreedStep:
         numbers = self.on_host()
         ranks.require_alike(numbers[FINGERPRINT:JOBS], self.report.identity)
         own = JOBS + len(self.report.progress.counts)
-        added = own + (0 if self.metrics is None else self.metrics.length)
+        added = own + self.metrics.length
         signals = StepSignals(
             step=self.step,
             start=self.batch.start,
@@ -213,7 +213,7 @@ class AgreedStep:
             observer_failed=numbers[OBSERVERS] > 0,
             jobs=self.report.progress.jobs,
             job_counts=tuple(numbers[JOBS:own]),
-            metrics={} if self.metrics is None else self.metrics.read(numbers[own:added]),
+            metrics=self.metrics.read(numbers[own:added]),
         )
         return info, numbers[added:LOSS_PER_TOKEN]
 

@@ -102,13 +102,24 @@ def test_nan_on_any_rank_is_seen_by_all(tmp_path: Path, layout: str) -> None:
     ["pp", *(pytest.param(name, marks=pytest.mark.full) for name in ("columns", "fsdp_tp"))],
 )
 def test_all_at_once_on_a_mesh(tmp_path: Path, layout: str) -> None:
-    """Accumulation, numbers read late, evaluations, a rollback, a stop, a kill, two resumes."""
+    """Accumulation, numbers read late, evaluations, a rollback, a stop, a kill, two resumes.
+
+    Also what the loop logs, which is that of the steps that were applied.
+    """
     ends = run(tmp_path, layout, "all", "all_told", restarts=2)
     assert ends["all"]["digest"] == ends["all_told"]["digest"]
     assert ends["all"]["skipped"] == [[6, 8], [22, 30]] and ends["all"]["resumed"] > 0
     kinds = [line["kind"] for line in read_lines(tmp_path / "all" / "journal.jsonl")]
     assert kinds.count("start") == 3
+    told, own = (_applied(tmp_path / name / "metrics.jsonl") for name in ("all_told", "all"))
+    assert len(told) > 20 and own == told
     assert {"discard", "rollback", "preempted", "crash"} <= set(kinds), kinds
+
+
+def _applied(path: Path) -> dict[int, tuple[list[int], float]]:
+    """By step: the batches and the loop's own number, as they were applied at last."""
+    lines = [line for line in read_lines(path) if line["action"] == "apply"]
+    return {line["step"]: (line["samples"], line["read"]) for line in lines}
 
 
 @pytest.mark.parametrize(("layout", "ranks"), OTHERS)

@@ -40,6 +40,12 @@ def encode(values: torch.Tensor) -> torch.Tensor:
     return (flat.view(torch.int16).to(torch.int32) & 0xFFFF).float()
 
 
+def _num_lanes(values: torch.Tensor) -> int:
+    """How many elements :func:`encode` makes."""
+    is_kept = values.dtype in _CONVERTED or values.dtype.itemsize == 1
+    return values.numel() if is_kept else values.numel() * values.dtype.itemsize // 2
+
+
 class TensorSlice:
     """This rank's slice of one tensor, in the type in which the ring stores its elements.
 
@@ -324,24 +330,20 @@ class StagedState:
         For a tensor that differs between ranks, it is this rank's.
         """
         live = self._live_tensors()
-        owners = self.stages.union({name: self.stages.number for name in live})
-        for name, stage in sorted(owners.items()):
+        own = self.stages.number
+        sources = self.stages.union({name: [own, _num_lanes(t)] for name, t in live.items()})
+        for name, (stage, num_lanes) in sorted(sources.items()):
             whole = torch.empty(0)
             if name in live:
                 whole = encode(self._whole(live[name].detach(), name).cpu())
-            yield name, self._from_stage(stage, whole)
-
-    def _from_stage(self, stage: int, whole: torch.Tensor) -> torch.Tensor:
-        """What a stage's first rank has, on every rank. Collective if there are several stages."""
-        if self.stages.count == 1:
-            return whole
-        source = self.stages.members[stage][0]
-        shape = self._ranks.gather(list(whole.shape))[source]
-        on_device = whole.to(self.device).view(-1)
-        if self._ranks.rank != source:
-            on_device = torch.empty(math.prod(shape), device=self.device)
-        dist.broadcast(on_device, src=source)
-        return on_device.cpu().view(shape)
+            if self.stages.count > 1:
+                source = self.stages.members[stage][0]
+                # Never into ``whole``, which may be the live tensor.
+                received = torch.empty(num_lanes, device=self.device)
+                sent = whole.to(self.device) if self._ranks.rank == source else received
+                dist.broadcast(sent, src=source)
+                whole = sent.cpu()
+            yield name, whole
 
 
 def _of_another(name: str, dtype: str, shape: Sequence[int]) -> TensorSlice:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from runner.policy.columns import FIELDS
 from runner.policy.decision.history import History, Incident
 from runner.policy.retention.records import State
 from runner.run_dir.paths import SAMPLES, RunDir, read_explanation
@@ -24,7 +25,8 @@ from runner.tools.ring_files import StoredCheckpoint, checkpoints
 
 _HOUR = 3600.0
 _MOST_RECENT = 100_000  # lines kept for the account of the last hour
-_COMMON_KEYS = 17  # of a metrics line without further columns
+# Of a metrics line without further columns; it names what is not finite only where there is such.
+_COMMON_KEYS = len(FIELDS) - 1
 _TEXT_BYTES, _TEXT_CHARACTERS = 1 << 20, 2000  # of the samples of an explained step
 _ALIVE_SECONDS = 60.0  # the owner beats about every second; a busy file system may show it late
 

@@ -330,8 +330,8 @@ def source(run: RunReader) -> Html | None:
     return section(
         "source",
         "Loss by source",
-        lines("Held-out loss", _UNIT, _by_source(fold.losses), x_label="steps"),
-        lines("Training loss", f"{_UNIT}, means", _by_source(fold.trained), x_label="steps"),
+        lines("Held-out loss", _UNIT, _curves(fold.losses), x_label="steps"),
+        lines("Training loss", f"{_UNIT}, means", _curves(fold.trained), x_label="steps"),
         table(["source", "samples in attempted steps", "share", "held-out loss"], rows),
         note(f"and {more:,} more sources") if more > 0 else None,
     )
@@ -340,7 +340,7 @@ def source(run: RunReader) -> Html | None:
 def own_metrics(run: RunReader) -> Html | None:
     """A drawing for each metric of the user's own: in training, and evaluated."""
     fold, drawn = run.fold.own, []
-    trained, evaluated = _by_source(fold.trained), _by_source(fold.evaluated)
+    trained, evaluated = _curves(fold.trained), _curves(fold.evaluated)
     for name in list(dict.fromkeys([*trained, *evaluated]))[:_MOST_METRICS]:
         of_groups = {
             f"evaluated, {group.removeprefix(f'{name}/')}": points
@@ -356,7 +356,7 @@ def own_metrics(run: RunReader) -> Html | None:
     return section("metrics", "Metrics of the model or the loop", *drawn)
 
 
-def _by_source(grid: ValueGrid) -> dict[str, list[Point]]:
+def _curves(grid: ValueGrid) -> dict[str, list[Point]]:
     rows = zip(grid.names, grid.means(), strict=True)
     return {name: list(zip(grid.steps, row, strict=True)) for name, row in rows}
 
