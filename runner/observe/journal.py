@@ -35,9 +35,16 @@ _MOST = {
     "cut_steps": _LIMIT,
     "cut_start": _LIMIT,
     "interval_steps": _LIMIT,
+    "from_step": _LIMIT,
+    "parts": 1 << 40,
+    "crashes": 10**7,
 }
 _MOST_ABANDONED = 10**6  # checkpoints that one rollback can leave behind
-_POSITIONS = {"unreadable": ("positions", "indices"), "redo": ("skipped",)}  # lists in ``detail``
+_POSITIONS = {  # lists in ``detail``
+    "unreadable": ("positions", "indices"),
+    "out_of_memory": ("positions",),
+    "redo": ("skipped",),
+}
 _MOST_PROBES = 1_000_000  # replays that one incident may have cost
 
 

@@ -9,7 +9,9 @@ import pytest
 from runner.system.json_lines import read_lines
 from tests.drills.compare import assert_every_sample_once
 from tests.drills.test_supervise import launch
+from tests.oom_script import BAD, FULL_AT
 from tests.run import finish
+from tests.script_run import ends_of
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 SHORT = ("steps=24", "schedule.total=24", "batch.micro_size=8")
@@ -48,3 +50,19 @@ def test_micro_batches_are_halved_until_they_fit(
     again = finish(run.out, *told, "steps=26")
     assert "micro-batches of 2 sequences, not 8" in again.text, again.tail
     assert "micro_size: 8" in (run.out / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("choice", ["skip", pytest.param("halve", marks=pytest.mark.full)])
+def test_a_users_loop_goes_on_by_its_choice(tmp_path: Path, choice: str) -> None:
+    """Poisoned, out of memory, killed: bit for bit the plain loop that makes the same choice."""
+    for end in ends_of("oom_script.py", tmp_path, str(tmp_path), choice, restarts=4):
+        assert end["run"] == end["plain"]
+        full = [[FULL_AT, FULL_AT + 1]] if choice == "skip" else []
+        assert end["skipped"] == [[BAD, BAD + 1], *full]
+    lines, _ = read_lines(tmp_path / "run" / "journal.jsonl")
+    told = [line for line in lines if line["kind"] == "out_of_memory"]
+    assert all(line["ranks"] == [1] and "CUDA out of memory" in line["reason"] for line in told)
+    decided = [line["decision"] for line in told]
+    step = FULL_AT  # a batch before it was skipped, and steps count from 1
+    halved = [f"compute batches in {parts} parts from step {step} on" for parts in (2, 4)]
+    assert decided == (halved if choice == "halve" else ["skip 1 batch"])

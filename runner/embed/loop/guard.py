@@ -24,6 +24,7 @@ from runner.embed.loop.device_gate import DeviceGate, require_gated
 from runner.embed.loop.guarded_steps import GuardedSteps
 from runner.embed.loop.logged import Logged
 from runner.embed.loop.measure import Measurer
+from runner.embed.loop.out_of_memory import MemoryPlan, check_choice
 from runner.embed.loop.rollback_state import (
     DataPosition,
     RollbackState,
@@ -76,7 +77,8 @@ class Guard(Holder):
         settings: ``guard.*`` and ``checkpoint.*`` by their names (``persist=2``, ``keep=3``);
             ``skip=[[a, b]]``: batches never to be read, half open; ``allow_change=True``: go on
             with other settings than the run was begun with; ``sync=False``: the device
-            gates the update, and the host checks the result one step later, see docs/loop.md.
+            gates the update, and the host checks the result one step later, see docs/loop.md;
+            ``on_oom="halve"`` or ``"skip"``: what a start does after one that ran out of memory.
 
     Raises:
         ConfigError: an invalid setting, or ``out`` is in use or holds another run.
@@ -119,7 +121,7 @@ class Guard(Holder):
         pipeline: Pipeline | None = None,
         **settings: Any,
     ) -> None:
-        skip = settings.pop("skip", [])
+        skip, on_oom = settings.pop("skip", []), check_choice(settings.pop("on_oom", "raise"))
         config = run_config(out, every=every, accumulate=accumulate, skip=skip, given=settings)
         models, optimizers, schedulers = map(_as_list, (model, optimizer, scheduler))
         check_clip(clip, optimizers)
@@ -154,6 +156,7 @@ class Guard(Holder):
         self._gate = DeviceGate(self._sharded.optimizers) if config.guard.sync is False else None
         self._steps = GuardedSteps(run, self._sharded, self._carried, self._measurer, self._gate)
         self._steps.read_again = self._read_again
+        self._memory = MemoryPlan(on_oom, run.history.incidents, run.written.report)
         self._sharded.before_change = run.drop_memory
         self._hold(run)
         handle_signals(group)
@@ -226,6 +229,7 @@ class Guard(Holder):
             RankError: a rank is at another step than the others.
         """
         with journal_errors(self._run):
+            self._memory.require_parts(self.updates + 1)
             is_allowed = self._steps.judge(loss, tokens)
         self._replay_aborted()
         self._in_hand.clear()
@@ -304,6 +308,40 @@ class Guard(Holder):
         """
         self._carried.logged.add({**(values or {}), **named}, self._sharded.compute_device)
 
+    def parts(self, batch: Any) -> Iterator[tuple[Any, float]]:
+        """The batch, or what fits into memory of it, part by part, with ``on_oom="halve"``.
+
+        Args:
+            batch: this rank's: a tensor, or a list, tuple or mapping of tensors whose first
+                dimension is the sample's. All ranks' batches have equally many samples.
+
+        Yields:
+            A part, and its share of the batch's samples, by which its mean loss is multiplied.
+
+        Raises:
+            ConfigError: the batch cannot be split, or not further.
+
+        >>> import tempfile, torch
+        >>> from runner import Guard
+        >>> model = torch.nn.Linear(4, 1)
+        >>> opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        >>> out = tempfile.TemporaryDirectory()
+        >>> guard = Guard(out.name, model=model, optimizer=opt, on_oom="halve")
+        >>> for batch in guard.over([torch.ones(8, 4) for _ in range(6)]):
+        ...     total = 0.0
+        ...     for part, share in guard.parts(batch):
+        ...         loss = model(part).square().mean() * share
+        ...         loss.backward()
+        ...         total += loss.detach()
+        ...     if guard.ok(total):
+        ...         opt.step()
+        ...     opt.zero_grad()
+        >>> guard.updates
+        6
+        >>> guard.close(); out.cleanup()
+        """
+        return self._memory.split(batch, self.updates + 1)
+
     def settle(self) -> None:
         """Count the update that the loop made, and save if that is due. Collective.
 
@@ -328,6 +366,7 @@ class Guard(Holder):
             self._has_begun = True
             self._steps.checkpoints.begin(self._run.state)
         self._steps.replay_known_discards()
+        self._leave_out()
         first = self._steps.next_number()
         if number < first:
             if self._is_catching_up and number + 1 == self._resumed_at:
@@ -468,6 +507,8 @@ class Guard(Holder):
             story.replay_known_discards()
             if story.has_rolled_back:
                 continue
+            if self._leave_out():
+                continue
             source = place.source
             assert source is not None
             number = story.next_number()
@@ -486,6 +527,17 @@ class Guard(Holder):
                 if place.epoch == len(self._sources) - 1:
                     return None
                 self._start(place.epoch + 1)  # a rollback had gone back to an earlier pass
+
+    def _leave_out(self) -> bool:
+        """Skip the batches with which memory ran out, where they come next. Collective."""
+        story = self._steps
+        if story.in_hand is not None or not self._memory.leaves_out(self.updates + 1):
+            return False
+        if story.is_unread:
+            self._finish_reading()
+        else:
+            story.leave_out(self._memory)
+        return True
 
     def _read(self, source: Source, number: int) -> tuple[Any]:
         """

@@ -18,6 +18,7 @@ import torch
 from runner.distributed.device import code_digest
 from runner.embed.loop.device_gate import DeviceGate, HostSide, Scalers
 from runner.embed.loop.measure import Measurer
+from runner.embed.loop.out_of_memory import MemoryPlan
 from runner.embed.loop.rollback_state import RollbackState
 from runner.embed.opening import OpenRun
 from runner.embed.state.generators import Randomness
@@ -193,7 +194,7 @@ class GuardedSteps:
                 before=before,
                 logged=self._carried.logged.sums,
             )
-            self._run.group.heart.begin_step(self._state.updates + 1)
+            self._run.group.heart.begin_step(self._state.updates + self.num_uncounted + 1)
             return
         self._step.before = randomness or self._step.before
         self._step.stop = number + 1
@@ -409,6 +410,16 @@ class GuardedSteps:
         self._undo_reading(step)
         self._measurer.forget_gradients()
         return step.start, step.stop
+
+    def leave_out(self, plan: MemoryPlan) -> None:
+        """Skip the batches of the next step, with which memory ran out. Collective."""
+        numbers, position = [], self.next_number()
+        for _ in range(self._run.config.batch.global_size):
+            position = next(iter(self._history.ledger.allowed(position)))[0]
+            numbers.append(position)
+            position += 1
+        self._run.written.report(plan.left_out(numbers))
+        self._state.cursor = position
 
     def skip_batches(self, start: int, stop: int) -> None:
         """Skip batches that were read, not applied, and cannot be read again. Collective."""

@@ -118,9 +118,9 @@ class History:
             self._skip(*incident.samples)
         elif incident.kind == "redo":
             self._add_redo(incident)
-        elif incident.kind == "unreadable":
-            self.unreadable.update(incident.detail["indices"])
-            for position in incident.detail["positions"]:
+        elif incident.kind in ("unreadable", "out_of_memory"):
+            self.unreadable.update(incident.detail.get("indices", ()))
+            for position in incident.detail.get("positions", ()):
                 self._skip(position, position + 1)
         elif incident.kind == "mixture":
             self.mixtures.append((incident.detail["start"], dict(incident.detail["weights"])))

@@ -12,7 +12,7 @@ from runner.tools.report.follow import whole
 # Kinds that a person reads about first; others are notices or belong to the settings.
 _ENDING = {"rollback", "rebaseline", "halt"}
 _OF_STEPS = {"discard", "redo"} | _ENDING
-INCIDENT_KINDS = _OF_STEPS | {"crash", "unreadable", "evaluation"}
+INCIDENT_KINDS = _OF_STEPS | {"crash", "unreadable", "out_of_memory", "evaluation"}
 READING = "reading"  # a signature found in the run's own curve
 CHANGE_KINDS = {"setting_changed", "mixture", "interval"}
 # Lines that comment on an incident.
