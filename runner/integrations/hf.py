@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import Trainer, TrainerCallback
 
 from runner.embed.loop.guard import Guard
 from runner.integrations.batches import GuardedBatches, HasBatches, carried
+from runner.integrations.rollouts import Rollouts
 from runner.system.error import ConfigError
 
 _UNSUPPORTED = {
@@ -52,6 +54,7 @@ class GuardedTrainer(HasBatches):
         self._out = out
         self._settings = settings
         self._optimizer: Any = None
+        self._rollouts = Rollouts.of(trainer)
         self._training_step = trainer.training_step
         self._clip = float(trainer.args.max_grad_norm or 0.0)
         trainer.args.max_grad_norm = (
@@ -97,7 +100,11 @@ class GuardedTrainer(HasBatches):
         if not self.batches.take():
             return torch.zeros((), device=self._trainer.args.device)
         loss: torch.Tensor = self._training_step(model, inputs, *rest, **kwargs)
-        self.batches.note(loss)
+        judged = loss
+        if self._rollouts is not None:
+            judged = loss * math.nan if self._rollouts.have_failed else loss
+            self.guard.log(self._rollouts.numbers())
+        self.batches.note(judged)
         return loss
 
 
@@ -113,7 +120,8 @@ def guard_trainer(trainer: Trainer, out: str | Path, **settings: Any) -> Guarded
         settings: as :class:`runner.Guard` takes them.
 
     Raises:
-        ConfigError: the Trainer uses DeepSpeed, which cannot be guarded.
+        ConfigError: the Trainer uses DeepSpeed, which cannot be guarded; or it trains on its
+            rollouts in several steps.
     """
     for name, why in _UNSUPPORTED.items():
         if getattr(trainer.args, name, None):

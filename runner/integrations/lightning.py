@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from torch.distributed.tensor import DTensor
 
 from runner.embed.loop.device_gate import HostSide
 from runner.embed.loop.guard import Guard
@@ -45,11 +46,13 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
                 f"GuardCallback: {strategy}: its engine applies the update itself; use python -m "
                 "runner parallel=zero3, or another strategy"
             )
-        if not isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):
+        if not isinstance(
+            trainer.strategy, DDPStrategy | SingleDeviceStrategy | ModelParallelStrategy
+        ):
             raise ConfigError(
-                f"GuardCallback: {strategy}: a batch can be skipped only on one device and with "
-                "strategy='ddp'; for FSDP2 (fully_shard) use runner.Guard in a loop of "
-                "your own, such as Fabric's"
+                f"GuardCallback: {strategy}: a batch can be skipped only on one device, with "
+                "strategy='ddp', and with ModelParallelStrategy and fully_shard (FSDP2) in "
+                "configure_model; use one of these, or runner.Guard in a loop of your own"
             )
         if not pl_module.automatic_optimization or len(trainer.optimizers) > 1:
             raise ConfigError(
@@ -122,4 +125,5 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
 def _no_loss(module: torch.nn.Module) -> torch.Tensor:
     """A zero loss whose gradient is zero for every parameter, even if a weight is NaN."""
     trained = [p for p in module.parameters() if p.requires_grad]
-    return torch.stack([p.flatten()[:0].sum() for p in trained]).sum()
+    own = [p.to_local() if isinstance(p, DTensor) else p for p in trained]
+    return torch.stack([p.flatten()[:0].sum() for p in own]).sum()

@@ -1,0 +1,42 @@
+"""The guard under TRL's trainers and under FSDP2 of frameworks, on two ranks: poisoned, killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.mechanism.test_integrations import NEEDS
+from tests.run import read_lines
+from tests.script_run import ends_of
+
+TRL, FSDP2 = "trl_trainers.py", "sharded_trainers.py"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("script", "name", "kill_at", "reward"),
+    [
+        *((TRL, name, "20", "") for name in ("dpo", "reward", "kto")),
+        *((TRL, "grpo", "9", how) for how in ("nan", "none", "raise")),
+        *((FSDP2, f"{name}_fsdp", "47", "") for name in ("lightning", "fabric", "accelerate")),
+    ],
+)
+def test_poisoned_killed_and_resumed_is_told_to_skip(
+    tmp_path: Path, script: str, name: str, kill_at: str, reward: str
+) -> None:
+    """Of GRPO the rewards are poisoned: NaN, none from any function, or an exception."""
+    pytest.importorskip(NEEDS[name.removesuffix("_fsdp") if script == FSDP2 else "sft"])
+    words = (name, str(tmp_path), "poison", "told")
+    ends = ends_of(script, tmp_path, *words, restarts=1, KILL_AT=kill_at, REWARD=reward)
+    for end in ends:
+        assert end["poison"] == end["told"] == ends[0]["poison"]
+        assert end["poison"]["skipped"]
+    lines = read_lines(tmp_path / f"{name}-poison" / "journal.jsonl")
+    kinds = [line["kind"] for line in lines]
+    assert kinds.count("start") == 2 and "discard" in kinds
+    told = read_lines(tmp_path / f"{name}-told" / "journal.jsonl")
+    assert not [line for line in told if line["kind"] in ("discard", "rollback")]
+    if name == "grpo":
+        steps = read_lines(tmp_path / "grpo-poison" / "metrics.jsonl")
+        assert all(line["rewards/distinct"] >= 0 for line in steps if line["action"] == "apply")
