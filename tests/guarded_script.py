@@ -7,7 +7,7 @@ LAYOUT: ``plain``, ``ddp``, ``fsdp``; ``sampler``: DDP with a DataLoader that ha
 TODO: ``poison`` (rank 1 alone sees NaN), ``told`` (told to skip what that run skipped), ``break``
 (left without a word within a step, and begun again), ``kill`` (SIGKILL, once), ``bare`` (no guard:
 what was skipped is read and not used). Where LATE is set the poisoned run reads the numbers of a
-step one step late.
+step one step late. At the batch STOP_AT of a run that was never stopped, rank 1 gets SIGTERM.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,12 @@ def train(out: Path, layout: str, *, poison: bool, stop_at: int = -1, **settings
         if layout == "windows"
         else data(rank, poison=poison and not is_micro)
     )
+    stop = int(os.environ.get("STOP_AT", "-1")) if poison and not guard.resumed_step else -1
     for count, batch in enumerate(guard.over(loader)):
+        if rank == 1 and stop - 4 <= count <= stop:
+            time.sleep(1.2 if count < stop else 0)  # two slow steps
+            if count == stop:
+                os.kill(os.getpid(), signal.SIGTERM)
         loss = model(batch).square().mean()
         loss.backward()
         if layout in TWO_A_STEP and count % 2 == 0:
@@ -182,6 +188,8 @@ def main() -> None:
             ends[name] = {"digest": bare(layout, skipped), "skipped": skipped}
             continue
         settings: dict[str, Any] = {"skip": skipped} if name == "told" else {}
+        if "STOP_AT" in os.environ:
+            settings["grace_seconds"] = 4.0
         if name == "poison" and os.environ.get("LATE"):
             settings["sync"] = False
         guard = train(folder, layout, poison=name != "told", **settings)

@@ -35,7 +35,7 @@ def run_config(
     """The settings of an embedded run; unused ones keep their defaults.
 
     Args:
-        given: of ``guard.*``, ``checkpoint.*`` and ``resume.*``, without the group.
+        given: of ``guard.*``, ``checkpoint.*``, ``preempt.*`` and ``resume.*``, without the group.
 
     Raises:
         ConfigError: an unknown key, or a value that cannot be.
@@ -61,7 +61,7 @@ def run_config(
     return config
 
 
-# Settings of checkpoint.* and resume.* that a ring without the guard uses.
+# Settings of checkpoint.*, preempt.* and resume.* that a ring without the guard uses.
 _OF_RING = (
     "keep",
     "keep_every",
@@ -69,6 +69,8 @@ _OF_RING = (
     "write_mib_per_second",
     "memory_slots",
     "memory_limit_gib",
+    "grace_seconds",
+    "margin_seconds",
     *_RESUME,
 )
 _RARELY = 1_000_000  # steps; the script decides when to save
@@ -79,7 +81,7 @@ def ring_config(out: str | Path, *, memory: bool, given: dict[str, Any]) -> RunC
 
     Args:
         memory: whether snapshots are kept in memory.
-        given: of ``checkpoint.*`` and ``resume.*``, without the group.
+        given: of :data:`_OF_RING`.
 
     Raises:
         ConfigError: an unknown key, or a value that cannot be.
@@ -100,18 +102,18 @@ def _set(config: RunConfig, key: str, value: Any) -> None:
         )
     specs = {
         spec.name: (group, spec)
-        for group in (config.resume, config.checkpoint, config.guard)
+        for group in (config.resume, config.preempt, config.checkpoint, config.guard)
         for spec in dataclasses.fields(group)
         if group is not config.resume or spec.name in _RESUME
     }
     if key not in specs:
-        for name in ("guard", "checkpoint", "resume"):
+        for name in ("guard", "checkpoint", "preempt", "resume"):
             if what := former_key(f"{name}.{key}"):
                 raise ConfigError(f"{key}={value!r}: {what}")
         known = specs.keys() - _NOT_HERE.keys()
         raise ConfigError(
-            f"{key}={value!r}: no such setting{suggestion(key, known)}; guard.* and checkpoint.* "
-            "of docs/configuration.md are taken, without the group"
+            f"{key}={value!r}: no such setting{suggestion(key, known)}; guard.*, checkpoint.* "
+            "and preempt.* of docs/configuration.md are taken, without the group"
         )
     group, spec = specs[key]
     hint = get_type_hints(type(group))[key]

@@ -79,6 +79,10 @@ class StopRequest:
             self._asked = (time.monotonic(), "the job's time limit is near")
         return self._asked is not None
 
+    def is_short_for(self, seconds: float) -> bool:
+        """Whether the grace may be over before something that takes this long, and a save."""
+        return 2 * seconds > self._grace_seconds
+
     @property
     def is_late(self) -> bool:
         """Whether the grace is over."""
@@ -152,6 +156,10 @@ class StopRequested(BaseException):
 class StopLook:
     """Looks at the request in evaluations and probes, whose numbers do not carry it.
 
+    Attributes:
+        is_in_steps: whether the next step looks before each micro-batch: a start's first one, which
+            may compile, and those that are slow for the grace. Equal on all ranks.
+
     Args:
         is_asked: whether this rank was asked to stop.
     """
@@ -160,6 +168,7 @@ class StopLook:
         self._is_asked = is_asked
         self._ranks = ranks
         self._known = threading.Event()
+        self.is_in_steps = True
 
     def through(self, ranks: Ranks) -> StopLook:
         """The same request, learnt by exchanges of another kind."""

@@ -165,6 +165,7 @@ def take_inventory(
             group.ranks,
             show=group.console.work,
             moved=lambda: group.heart.enter("start"),
+            is_asked_to_stop=lambda: group.stop.is_set,
         )
         restored = restorer.restore_if_lost()
     inventory = scan(

@@ -12,7 +12,7 @@ from runner.distributed.env import RankEnv
 from runner.fault.spec import parse_faults
 from runner.observe.page_writer import PageWriter
 from runner.policy.decision.history import Incident
-from runner.policy.retention.records import on_disk
+from runner.policy.retention.records import Tier, on_disk
 from runner.run_dir.paths import keep_for_owner
 from runner.session.begin import FaultyRun, begin, build, resume
 from runner.session.group import join
@@ -55,24 +55,27 @@ def open_run(group: RankGroup, config: RunConfig) -> FaultyRun:
     """Acquire the run directory, build the run, and resume what ``out`` holds.
 
     Raises:
-        RunnerError: the run cannot begin; raised on every rank alike.
+        RunnerError: the run cannot begin, or a rank was asked to stop; raised on every rank alike.
     """
-    lease, remote = acquire_lease(group, config)
-    config = settled(group, config, remote)
-    corpus = open_corpus(group, config)
-    identity = Identity(
-        config_digest=digest(flat(config)), data_fingerprint=corpus.dataset.fingerprint()
-    )
-    inventory = take_inventory(group, config, lease, remote, corpus)
-    written = open_journal(group, config, lease, identity, inventory)
-    config = replace(config, batch=settle_memory(config.batch, inventory, written))
-    group.times.mark("opening")
-    run = build(group, config, lease, identity, corpus, inventory, written)
-    group.times.mark("model")
-    resume(run, config, inventory)
-    group.times.mark("state")
-    begin(run, config, inventory, remote)
-    return run
+    with group.left_at_a_stop("before the first step"):
+        lease, remote = acquire_lease(group, config)
+        config = settled(group, config, remote)
+        corpus = open_corpus(group, config)
+        identity = Identity(
+            config_digest=digest(flat(config)), data_fingerprint=corpus.dataset.fingerprint()
+        )
+        inventory = take_inventory(group, config, lease, remote, corpus)
+        written = open_journal(group, config, lease, identity, inventory)
+        config = replace(config, batch=settle_memory(config.batch, inventory, written))
+        group.times.mark("opening")
+        run = build(group, config, lease, identity, corpus, inventory, written)
+        group.times.mark("model")
+        resume(run, config, inventory)
+        group.times.mark("state")
+        if run.resumed.tier is Tier.disk:  # the loop saves what was in memory only
+            group.stop_look.now()
+        begin(run, config, inventory, remote)
+        return run
 
 
 def fit(run: EngineRun) -> RunEnd:

@@ -29,6 +29,7 @@ from runner.checkpoint.remote.upload import Uploads
 from runner.config.compose import from_yaml
 from runner.config.schema import CheckpointConfig, RunConfig
 from runner.distributed.agreement import Ranks, all_or_none_slowly
+from runner.health.preemption import StopRequested
 from runner.observe.journal import read_journal
 from runner.policy.decision.history import History, Incident
 from runner.policy.retention.records import Record, State, folder_name, resume_order
@@ -198,6 +199,8 @@ class Restorer:
     Args:
         show: called with the progress of this rank's share, in bytes.
         moved: called when any rank's download has progressed.
+        is_asked_to_stop: whether this rank was asked to stop; a download then ends in
+            :class:`StopRequested`, on all ranks alike.
     """
 
     remote: RemoteRun
@@ -208,6 +211,7 @@ class Restorer:
     ranks: Ranks
     show: Callable[[str, int, int], None] = lambda what, done, total: None
     moved: Callable[[], None] = lambda: None
+    is_asked_to_stop: Callable[[], bool] = lambda: False
 
     def restore_if_lost(self) -> RestoredRun | None:
         """:meth:`restore` where ``out`` has nothing to load. Collective.
@@ -264,14 +268,16 @@ class Restorer:
         manifest, data = fetched
         ranks.of_first("preparing the download", lambda: self._prepare(folder, manifest))
         # It may take longer than a collective may, and longer on some ranks than on others.
-        all_or_none_slowly(
+        serial = all_or_none_slowly(
             ranks,
             "downloading",
             lambda tell: self._fetch(folder, manifest, tell),
             moved=self.moved,
             show=self.show,
-            is_asked_to_stop=lambda: False,
+            is_asked_to_stop=self.is_asked_to_stop,
         )
+        if serial is None:
+            raise StopRequested
         ranks.all_or_none(
             "taking the run back",
             lambda: self.store.take_back(manifest, data) if ranks.rank == 0 else None,
@@ -322,10 +328,8 @@ class Restorer:
             temporary.rename(self.run_dir.out / name)
         sync_directory(self.run_dir.out)
 
-    def _fetch(
-        self, folder: str, manifest: Manifest, tell: Callable[[str, int, int], None]
-    ) -> None:
-        """Fetch this rank's share of the files. ``tell`` may raise, to end it."""
+    def _fetch(self, folder: str, manifest: Manifest, tell: Callable[[str, int, int], None]) -> int:
+        """Fetch this rank's share of the files; their serial. ``tell`` may raise, to end it."""
         writing = self.store.writing_folder(manifest.serial)
         names = by_kind(manifest.files)[self.ranks.rank :: self.ranks.world_size]
         due, fetched = sum(manifest.files[name].num_bytes for name in names), 0
@@ -342,6 +346,7 @@ class Restorer:
                 self._get(f"ring/{folder}/{name}", writing / name, manifest.files[name])
         finally:
             files.moved = before  # what is read next, of another checkpoint, is no part of this
+        return manifest.serial
 
     def _get(self, name: str, target: Path, facts: FileFacts) -> None:
         _answered(lambda: self.remote.ring.files.fetch(name, target, facts))

@@ -82,7 +82,8 @@ class Loop:
 
     def step(self) -> None:
         """Run one step, then carry out the guard's decision. Raises as :meth:`run`."""
-        info = self._steps.next(self._state)
+        with self._saved_at_a_stop():
+            info = self._steps.next(self._state)
         with self._saved_at_a_stop(info):
             if info.known is None:  # otherwise the journal has the step, uncomputed
                 self._guard.note_lines(info)

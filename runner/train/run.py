@@ -6,7 +6,8 @@ ours and a user's loop have alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from runner.distributed.observers import Observers
 from runner.distributed.rendezvous import Facts
 from runner.engine.protocol import Engine
 from runner.health.heartbeat import Heartbeat
-from runner.health.preemption import StopLook, StopRequest
+from runner.health.preemption import StopLook, StopRequest, StopRequested, who_asked
 from runner.health.rank_monitor import RankMonitor
 from runner.model.blueprint import Blueprint
 from runner.observe.backlog import Backlog
@@ -40,6 +41,7 @@ from runner.policy.retention.records import Tier
 from runner.run_dir.lease import RunLease
 from runner.run_dir.paths import RunDir
 from runner.run_dir.start_times import StartTimes
+from runner.system.error import Preempted
 from runner.train.state import TrainState
 
 if TYPE_CHECKING:  # they are made from a run
@@ -86,6 +88,22 @@ class RankGroup:
     def asked_to_stop(self) -> list[str]:
         """Who asked each rank to stop, by rank; empty for no request. Collective."""
         return list(self.ranks.gather(self.stop.reason))
+
+    @contextmanager
+    def left_at_a_stop(self, what: str) -> Iterator[None]:
+        """Leave when a request to stop is seen inside, where there is nothing to save.
+
+        Args:
+            what: what is left, for the reason.
+
+        Raises:
+            Preempted: it was seen; on all ranks alike.
+        """
+        try:
+            yield
+        except StopRequested:
+            who = who_asked(self.asked_to_stop())
+            raise Preempted(f"asked to stop ({who}) {what}; this start trained nothing") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,8 +68,8 @@ LookedAt = Callable[[Sequence[MicroStep]], Sequence[MicroStep]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """The plan of a step, equal on all ranks except ``stop``, ``keeps_lines``, ``observer_failed``
-    and ``progress``.
+    """The plan of a step, equal on all ranks except ``stop``, ``keeps_lines``, ``observer_failed``,
+    ``is_slow`` and ``progress``.
 
     ``step`` is the number of its update; ``progress`` the progress of the ring's jobs;
     ``decisions`` a text of the decisions that the host knows so far; ``is_wide`` computes the step
@@ -86,6 +86,7 @@ class StepPlan:
     decisions: str
     is_wide: bool = False
     observer_failed: bool = False
+    is_slow: bool = False
 
 
 @dataclass(kw_only=True)
@@ -194,13 +195,19 @@ class Stepper:
         return self._ranks.may_repeat(step)
 
     def launch(
-        self, plan: StepPlan, ledger: Ledger, *, after: InFlightStep | None = None
+        self,
+        plan: StepPlan,
+        ledger: Ledger,
+        *,
+        after: InFlightStep | None = None,
+        looked_at: LookedAt | None = None,
     ) -> InFlightStep:
         """Compute one global batch and update the weights unless the gate closes.
 
         Args:
             after: the previous step, if its numbers were not read. The gate stays closed if that
                 step was not applied, or carries a stop request.
+            looked_at: has the engine look at the stop request before each micro-batch.
         """
         began = time.monotonic()
         self._heart.begin_step(plan.step)
@@ -210,7 +217,7 @@ class Stepper:
         works = self._works(plan.batch, fetched)
         watched = None if plan.is_wide else self.layers
         watch = watched if watched and watched.begin(plan.step) else None
-        sums = self._accumulate(works, is_wide=plan.is_wide)
+        sums = self._accumulate((looked_at or self._looked_at)(works), is_wide=plan.is_wide)
         if watch:
             watch.before()
         report = RankReport(
@@ -227,6 +234,7 @@ class Stepper:
             is_unreadable=fetched.failure is not None or bool(fetched.unreadable),
             keeps_lines=plan.keeps_lines,
             observer_failed=plan.observer_failed,
+            is_slow=plan.is_slow,
         )
         metrics = self._metrics.pack(sums.metrics, self._engine.device)
         numbers, withheld = self._agree_and_apply(sums, report, metrics, plan, after)
@@ -342,12 +350,12 @@ class Stepper:
             )
         return works
 
-    def _accumulate(self, works: list[MicroStep], *, is_wide: bool) -> LocalSums:
+    def _accumulate(self, works: Sequence[MicroStep], *, is_wide: bool) -> LocalSums:
         if not is_wide:
-            return self._engine.accumulate(self._looked_at(works))
+            return self._engine.accumulate(works)
         twin = self._engine.twin
         self._ranks.all_or_none("building the model in a wider precision", twin.open)
-        return self._engine.accumulate_wider(self._looked_at(works))
+        return self._engine.accumulate_wider(works)
 
     def _agree_and_apply(
         self,

@@ -32,6 +32,8 @@ class StepPlanner:
         self._ring = run.ring
         self._backlog = run.backlog
         self._stop = run.group.stop
+        self.stop_look = run.group.stop_look
+        self.own_seconds = 0.0  # of this rank's last step
 
     def batch(self, cursor: int) -> BatchPlan:
         """Plan the global batch that starts at a stream position."""
@@ -49,6 +51,7 @@ class StepPlanner:
             keeps_lines=self._backlog.look(),
             stop=self._stop.is_set,
             observer_failed=self.observers.has_failed,
+            is_slow=self._stop.is_short_for(self.own_seconds),
             progress=self._ring.progress(),
             decisions=f"{history.num_discarded} discards, {len(rollbacks)} rollbacks, last {last}",
             is_wide=history.is_wide(batch.start),
@@ -97,6 +100,7 @@ class StepRunner:
 
         Raises:
             RankError: a rank's loader failed, or a rank is at another step than the others.
+            StopRequested: a rank was asked to stop within a slow step.
         """
         step, self._ahead = self._ahead, None
         if step is None:
@@ -109,6 +113,7 @@ class StepRunner:
             self._ahead = self._launch_after(step, state)
         info = self._stepper.read(step)
         self.planner.observers.step = info.signals.step
+        self.planner.own_seconds, self.planner.stop_look.is_in_steps = info.seconds, info.is_slow
         if info.observer_failed:
             self.planner.observers.settle()
         if info.signals.gated or info.stop_requested:
@@ -127,7 +132,9 @@ class StepRunner:
         self, batch: BatchPlan, updates: int, bounds: Bounds, after: InFlightStep | None = None
     ) -> InFlightStep:
         plan = self.planner.plan(batch, updates, bounds)
-        return self._stepper.launch(plan, self.planner.journal.history.ledger, after=after)
+        look, ledger = self.planner.stop_look, self.planner.journal.history.ledger
+        looked_at = look.over if look.is_in_steps else None
+        return self._stepper.launch(plan, ledger, after=after, looked_at=looked_at)
 
     def _launch_after(self, step: InFlightStep, state: TrainState) -> InFlightStep:
         """Launch the next step, assuming that ``step`` is applied and clean."""
@@ -143,6 +150,7 @@ class StepRunner:
         updates = state.updates + 1
         return (
             self._late
+            and not self.planner.stop_look.is_in_steps
             and not self._is_boundary(updates)
             and not self._known_discards
             and step.withheld is None

@@ -75,6 +75,27 @@ def test_random_windows_of_the_generator_that_dropout_draws_from(
     assert [line["step"] for line in lines if line["kind"] == "rollback"]
 
 
+@pytest.mark.parametrize(
+    ("layout", "late"),
+    [
+        ("micro", {"LATE": "1"}),
+        pytest.param("micro", {}, marks=pytest.mark.full),
+        pytest.param("windows", {}, marks=pytest.mark.full),
+    ],
+)
+def test_a_stop_within_a_slow_step_leaves_no_trace(
+    tmp_path: Path, layout: str, late: dict[str, str]
+) -> None:
+    """P15: rank 1 is asked to stop while it computes the first batch of the seventh update."""
+    ends = run(tmp_path, layout, "poison", "told", restarts=1, STOP_AT="14", **late)
+    assert ends["poison"] == ends["told"] and ends["poison"]["skipped"]
+    lines = read_lines(tmp_path / f"{layout}-poison" / "journal.jsonl")
+    [stopped] = [line for line in lines if line["kind"] == "preempted"]
+    assert stopped["reason"] == "asked to stop (rank 1: SIGTERM); saved at step 6"
+    starts = [line["step"] for line in lines if line["kind"] == "start"]
+    assert starts == [0, 6]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["ddp", "sampler"])
 def test_on_three_ranks_buckets_are_as_before_the_restart(tmp_path: Path, layout: str) -> None:

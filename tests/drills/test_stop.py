@@ -3,6 +3,7 @@ never been stopped: the state of the last applied step is saved, and the rest is
 
 from __future__ import annotations
 
+import shutil
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ SETTINGS = (
     *("checkpoint.keep_best=true", "guard.remedy=verdict", "explain=full"),
 )
 BAD_SAMPLES = "faults=[poison@samples=480-481]"
+SLOW = ("faults=[slow@step=11-12,rank=1,seconds=3]", "preempt.grace_seconds=5")
 STEPS = {
     "plain": (),
     "best": (
@@ -27,6 +29,15 @@ STEPS = {
         "schedule._target_=tests.drills.test_stop.destroying",
     ),
     "samples": (BAD_SAMPLES,),
+    # Two such steps take longer than the grace.
+    "slow": SLOW,
+    "slow buffers": (
+        *SLOW,
+        "model._target_=tests.guests.Residual",
+        "data._target_=tests.guests.Images",
+    ),
+    "slow zero": (*SLOW, "parallel=zero2"),
+    "compiled": ("compute.compile=true",),
     "average": ("optim.ema=0.9", "parallel=ddp"),
     "zero": (BAD_SAMPLES, "parallel=zero2", "optim.ema=0.9"),
     "passing": ("faults=[nan_grad@step=15,rank=1]",),
@@ -66,6 +77,11 @@ NEXT = "the next start makes the evaluation of step"
 ANEW = "is bad and not explained yet: the next start computes it again"
 PHASES = {
     "step": Phase("plain", "runner.train.step:Stepper.launch 13 2", 14),
+    "slow step": Phase("slow", "runner.train.step:Stepper.launch 13 2", 12),
+    "slow step of buffers": Phase("slow buffers", "runner.train.step:Stepper.launch 13 2", 12),
+    "slow step under ZeRO": Phase("slow zero", "runner.train.step:Stepper.launch 13 2", 12),
+    "first step": Phase("plain", "runner.train.step:Stepper.launch 1 2", 0),
+    "first compile": Phase("compiled", "runner.train.step:Stepper.launch 1 1", 0),
     "step before an evaluation": Phase("plain", "runner.train.step:Stepper.launch 12 2", 12, NEXT),
     "evaluation": Phase("best", f"{EVALUATOR}.loss 2 3", 12, NEXT),
     "evaluation of an average": Phase("average", f"{EVALUATOR}.loss 2 3", 12, NEXT),
@@ -153,6 +169,37 @@ def test_a_stop_in_any_phase_leaves_no_trace(
     else:
         assert again.metrics() == other.metrics(), again.tail
         assert decisions(again) == decisions(other)
+
+
+@pytest.mark.parametrize(
+    ("place", "is_lost"),
+    [
+        ("runner.engine.fsdp:FsdpEngine.finish_load 1 0", False),
+        pytest.param("runner.startup.restore:Restorer._fetch 1 0", True, marks=pytest.mark.full),
+    ],
+)
+def test_a_stop_in_a_restart_ends_it_before_the_first_step(
+    tmp_path: Path, runs: Path, undisturbed: dict[str, Result], place: str, is_lost: bool
+) -> None:
+    """While it loads its checkpoint, or takes it back from an object store."""
+    out = tmp_path / "run"
+    settings = SETTINGS
+    if is_lost:
+        settings += (f"checkpoint.remote=file://{tmp_path}/store",)
+    asked = {"STOPPED_SIGNAL": "15", "STOPPED_RANKS": "1", "STOPPED_LOG": str(tmp_path / "log")}
+    first = {**asked, "STOPPED_IN": PHASES["step"].place}
+    assert train(out, *settings, program=PROGRAM, env=first).summary["exit_code"] == 75
+    if is_lost:
+        shutil.rmtree(out)
+    restart = train(out, *settings, program=PROGRAM, env={**asked, "STOPPED_IN": place})
+    assert "exitcode  : 75" in restart.text, restart.tail
+    said = "asked to stop (rank 1: SIGTERM) before the first step; this start trained nothing"
+    assert said in restart.text, restart.tail
+    again, other = train(out, *settings), never_stopped(undisturbed, runs, "plain")
+    starts = [line["step"] for line in again.journal("start")]
+    assert len(starts) == 2 and (starts == [0, 14] or is_lost), "none of the start that was left"
+    assert again.digest == other.digest and again.counted() == other.counted(), again.tail
+    assert again.metrics() == other.metrics()
 
 
 def best(run: Result) -> set[int]:

@@ -308,6 +308,9 @@ class Stop:
 
         stream.plan = watched  # type: ignore[method-assign]
 
+    def is_short_for(self, seconds: float) -> bool:
+        return False
+
     @property
     def is_set(self) -> bool:
         return self._stop_at is not None and self.newest_start >= self._stop_at
@@ -349,7 +352,7 @@ def live(story: Story, folder: Path, *, late: bool) -> tuple[End, Lines]:
         group=SimpleNamespace(
             heart=Heartbeat(),
             stop=stop,
-            stop_look=SimpleNamespace(note=bool),
+            stop_look=SimpleNamespace(note=bool, is_in_steps=False),
             asked_to_stop=lambda: ["asked"],
         ),
         corpus=SimpleNamespace(stream=stream),

@@ -37,6 +37,7 @@ from runner.embed.settings import run_config
 from runner.embed.state.generators import Randomness, StepDraws
 from runner.embed.state.loop_state import LoopState
 from runner.embed.state.stages import Pipeline, Stages
+from runner.health.preemption import StopRequested
 from runner.session.summary import RunEnd, sum_up
 from runner.system.error import ConfigError
 
@@ -239,13 +240,15 @@ class Guard(Holder):
         """With ``accumulate``: record the loss of a micro-batch but the last. Waits for nothing.
 
         :meth:`ok` then judges the mean of these and of the loss that it is given, and NaN in any of
-        them discards the step, also where the gradients are finite.
+        them discards the step, also where the gradients are finite. Where two steps take longer
+        than ``grace_seconds`` the ranks agree here on a request to stop, so all have to call it.
 
         Args:
             loss: this rank's.
 
         Raises:
             ConfigError: no batch is in hand.
+            Preempted: as :meth:`over`.
 
         >>> import tempfile, torch
         >>> from runner import Guard
@@ -269,6 +272,16 @@ class Guard(Holder):
         >>> guard.close(); out.cleanup()
         """
         self._steps.note(loss)
+        look = self._run.group.stop_look
+        if not look.is_in_steps:
+            return
+        try:
+            look.now()
+        except StopRequested:
+            self._finish_reading()
+            self._abort_step(is_end=True)
+            with journal_errors(self._run):
+                self._steps.leave()
 
     def log(self, values: Mapping[str, Any] | None = None, /, **named: Any) -> None:
         """Write numbers of the loop's own with the step, as columns of ``metrics.jsonl``.

@@ -127,6 +127,8 @@ class GuardedSteps:
         self.read_again: Callable[[], None] = lambda: None
         self.num_judged = 0  # steps of this start that the loop has asked about
         self._is_asked_to_stop = False
+        self._own_seconds = 0.0  # of this rank's last step
+        run.group.stop_look.is_in_steps = False  # a loop may forget to note its first losses
         self._step: _Step | None = None  # its batches are in hand
         self._decided: _Allowed | _Refused | None = None  # until :meth:`settle`
         self._unread: _Unread | None = None  # until the step after it is judged
@@ -260,7 +262,7 @@ class GuardedSteps:
             self.read_again()
         self._step = None
         if info.stop_requested:
-            self._leave()
+            self.leave()
         return False
 
     def _launch(self, loss: torch.Tensor | float | None, tokens: int, step: _Step) -> AgreedStep:
@@ -288,6 +290,7 @@ class GuardedSteps:
                 },
                 progress=run.ring.progress(),
                 stop=run.group.stop.is_set,
+                is_slow=run.group.stop.is_short_for(self._own_seconds),
                 keeps_lines=run.backlog.look(),
             ),
             draws=self.reads_draw,
@@ -295,6 +298,7 @@ class GuardedSteps:
 
     def _read(self, agreed: AgreedStep, step: _Step) -> StepInfo:
         info = replace(self._measurer.read(agreed), seconds=time.monotonic() - step.began)
+        self._own_seconds, self._run.group.stop_look.is_in_steps = info.seconds, info.is_slow
         self._guard.note_lines(info)
         self.checkpoints.apply_progress(info, self._state)
         return info
@@ -385,7 +389,7 @@ class GuardedSteps:
             assert step is not None
             self._count(replace(info, seconds=time.monotonic() - step.began), verdict)
         if info.stop_requested:
-            self._leave()
+            self.leave()
 
     def _count(self, info: StepInfo, verdict: Verdict) -> None:
         state, groups = self._state, self._sharded.optimizers[0].param_groups
@@ -397,7 +401,8 @@ class GuardedSteps:
         self.checkpoints.after_update(state, info.seconds)
         self._run.group.heart.enter("other")
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Save the state within the grace. Collective; always raises Preempted."""
         self.checkpoints.save_and_leave(self._state)
 
     # -- the end --------------------------------------------------------------------------
