@@ -40,7 +40,8 @@ def _raise() -> None:
 class ScriptArguments:
     """The arguments of a script.
 
-    ``bad``: samples that are poisoned; ``kill_at``: the step before which ``kill`` is called.
+    ``bad``: samples that are poisoned; ``kill_at``: the step before which ``kill`` is called;
+    ``stop_at``: the step in whose evaluation a stop is asked for.
     """
 
     out: Path
@@ -48,12 +49,17 @@ class ScriptArguments:
     shuffle: bool = False
     fp16: bool = False
     kill_at: int | None = None
+    stop_at: int | None = None
     kill: Callable[[], None] = _raise
     skip: Sequence[Any] | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
         return RULES if self.skip is None else {**RULES, "skip": self.skip}
+
+    def maybe_stop(self, step: int, guard: Any) -> None:
+        if step == self.stop_at:
+            guard._run.group.stop.ask("SIGTERM")
 
     def maybe_kill(self, step: int, guard: Any) -> None:
         if step == self.kill_at and (self.kill is _raise or guard.resumed_step == 0):
@@ -64,9 +70,10 @@ class ScriptArguments:
 
 @dataclass(kw_only=True)
 class Ended:
-    """The final state, and the skipped batches."""
+    """The final state, the skipped batches, and the losses of evaluations by step."""
 
     state: dict[str, Any]
+    evaluated: dict[int, float] = field(default_factory=dict)
     skipped: list[tuple[int, int]] = field(default_factory=list)
 
 
@@ -179,13 +186,18 @@ def fit_hf(trainer: Any, arguments: ScriptArguments) -> Ended:
         def on_substep_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             arguments.maybe_kill(state.global_step, guarded.guard)
 
+        def on_prediction_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            arguments.maybe_stop(state.global_step, guarded.guard)
+
     trainer.add_callback(Kill())
     guarded = guard_trainer(trainer, arguments.out, **arguments.settings)
     trainer.train()
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     model = trainer.accelerator.unwrap_model(trainer.model)
+    rows = [row for row in trainer.state.log_history if "eval_loss" in row]
+    evaluated = {row["step"]: row["eval_loss"] for row in rows}
     state = state_of(model, optimizer, trainer.lr_scheduler, trainer.accelerator.scaler)
-    return Ended(state=state, skipped=guarded.guard.skipped)
+    return Ended(state=state, skipped=guarded.guard.skipped, evaluated=evaluated)
 
 
 def train_hf(script: ScriptArguments) -> Ended:
@@ -245,6 +257,9 @@ def train_lightning(arguments: ScriptArguments) -> Ended:
         def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
             return self.net(batch)
 
+        def validation_step(self, batch: torch.Tensor, number: int) -> None:
+            losses[self.trainer.global_step] = float(self.net(batch))
+
         def configure_optimizers(self) -> Any:
             optimizer, schedule = optimizer_and_schedule(self)
             return {
@@ -252,7 +267,12 @@ def train_lightning(arguments: ScriptArguments) -> Ended:
                 "lr_scheduler": {"scheduler": schedule, "interval": "step"},
             }
 
+    losses: dict[int, float] = {}
+
     class Kill(Callback):
+        def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
+            arguments.maybe_stop(trainer.global_step, guard.guard)
+
         def on_train_batch_start(
             self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
         ) -> None:
@@ -266,13 +286,15 @@ def train_lightning(arguments: ScriptArguments) -> Ended:
         max_epochs=2, accumulate_grad_batches=ACCUMULATE, gradient_clip_val=0.5,
         accelerator="cpu", devices=num_ranks(), strategy="ddp" if num_ranks() > 1 else "auto",
         logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[guard, Kill()],
+        enable_model_summary=False, callbacks=[Kill(), guard],
+        val_check_interval=18, num_sanity_val_steps=0,
         plugins=[MixedPrecision("16-mixed", "cpu", scaler)] if arguments.fp16 else None,
     )  # fmt: skip
-    trainer.fit(module, loader_of(arguments))
+    held_out = torch.utils.data.DataLoader(tokens(())[:8], batch_size=4)  # type: ignore[arg-type]
+    trainer.fit(module, loader_of(arguments), held_out)
     schedule = trainer.lr_scheduler_configs[0].scheduler
     state = state_of(module, trainer.optimizers[0], schedule, arguments.fp16 and scaler)
-    return Ended(state=state, skipped=guard.guard.skipped)
+    return Ended(state=state, skipped=guard.guard.skipped, evaluated=losses)
 
 
 def train_fabric(arguments: ScriptArguments) -> Ended:

@@ -6,6 +6,8 @@ from the beginning; batches that the run has already used are skipped without tr
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -89,6 +91,30 @@ class HasBatches:
         """The batches of the current training."""
         assert self._batches is not None, "training has not begun"
         return self._batches
+
+    _before_evaluation: Randomness | None = None
+
+    def evaluation(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, after which the random generators are as before it.
+
+        A DataLoader draws a seed from them for each pass. An evaluation at a step whose checkpoint
+        is resumed, or between steps that a rollback undoes, would leave other draws than none.
+        """
+
+        @functools.wraps(evaluate)
+        def evaluated(*args: Any, **kwargs: Any) -> Any:
+            before = self._before_evaluation = Randomness()
+            try:
+                return evaluate(*args, **kwargs)
+            finally:
+                before.restore()
+
+        return evaluated
+
+    def check_stop(self) -> None:
+        """As the guard's, in an evaluation; does nothing before training has begun."""
+        if self._batches is not None:
+            self.guard.check_stop(before=self._before_evaluation)
 
     @property
     def guard(self) -> Guard:

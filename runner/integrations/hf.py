@@ -42,6 +42,9 @@ class _Callback(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._guarded.batches.guard.settle()
 
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._guarded.check_stop()  # in an evaluation, whose batches are as many on each rank
+
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._guarded.batches.guard.close()
 
@@ -61,6 +64,7 @@ class GuardedTrainer(HasBatches):
             0.0  # the Trainer clips before its callback; the guard clips after it
         )
         trainer.training_step = self._step
+        trainer.evaluate = self.evaluation(trainer.evaluate)
         trainer.add_callback(_Callback(self))
 
     def begin(self, model: Any, optimizer: Any, scheduler: Any) -> None:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
         self._out = out
         self._settings = settings
         self._before: HostSide | None = None  # a refused step
+        self._looks_in_validation = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse trainers that cannot be guarded."""
@@ -90,7 +92,13 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
             return result
 
         pl_module.training_step = step
-        self._restore = lambda: setattr(pl_module, "training_step", train)
+        validation = trainer.fit_loop.epoch_loop.val_loop
+        validate, validation.run = validation.run, self.evaluation(validation.run)
+
+        def restore() -> None:
+            pl_module.training_step, validation.run = train, validate
+
+        self._restore = restore
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.batches.begin_epoch()
@@ -117,8 +125,20 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
         else:
             self.guard.settle()
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Learn whether the ranks have equally many batches, so that they can agree at each."""
+        own, strategy = float(sum(trainer.num_val_batches)), trainer.strategy
+        mean = strategy.reduce(torch.tensor(own, device=pl_module.device), reduce_op="mean")
+        is_even = strategy.reduce_boolean_decision(math.isfinite(own) and own == float(mean))
+        self._looks_in_validation = is_even
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        """Look at the request to stop."""
+        if self._looks_in_validation:
+            self.check_stop()
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._restore()  # type: ignore[no-untyped-call]
+        self._restore()
         self.guard.close()
 
 

@@ -508,19 +508,26 @@ def test_it_gives_up_with_its_exit_code(tmp_path: Path) -> None:
     assert journal(tmp_path, "halt")
 
 
-def test_a_stop_is_saved_and_has_its_exit_code(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_in_evaluation", [False, True])
+def test_a_stop_is_saved_and_has_its_exit_code(tmp_path: Path, is_in_evaluation: bool) -> None:
     job = Job.make()
-    guard = job.guard(tmp_path)
+    guard = job.guard(tmp_path, grace_seconds=60.0)
     with pytest.raises(SystemExit) as caught:
         for number, batch in enumerate(guard.over(batches(num=20))):
             loss = job.backward(batch)
             if number == 12:
                 guard._run.group.stop.ask("SIGTERM")
             job.update(guard.ok(loss))
+            if is_in_evaluation and number in (5, 12):
+                job.model.eval()
+                guard.check_stop()
+                assert number == 5, "it has left"
+                job.model.train()
     assert caught.value.code == 75
     again = Job.make()
     other = again.guard(tmp_path)
     assert other.resumed_step == 13
+    assert again.model.training
     same(job.model.state_dict(), again.model.state_dict())
     other.close()
 

@@ -14,7 +14,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from runner.startup.shared_memory import MEMORY_DIR
-from runner.system.error import ConfigError
+from runner.system.error import ConfigError, Preempted
 from tests.frameworks import BAD, FRAMEWORKS, RULES, SCATTERED, Killed, ScriptArguments
 from tests.mechanism.test_guard_loop import journal, same
 
@@ -82,6 +82,21 @@ def test_in_fp16_an_overflow_is_the_scalers(tmp_path: Path, name: str) -> None:
     pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
     kills = (21, 47) if name in ("hf", "lightning") else (11, 23)
     poisoned_and_killed(tmp_path, name, shuffle=name == "hf", kills=kills, fp16=True)
+
+
+@pytest.mark.parametrize("name", ["hf", "lightning"])
+def test_a_stop_in_an_evaluation_saves_at_once(tmp_path: Path, name: str) -> None:
+    pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
+    arguments = ScriptArguments(out=tmp_path / "a", bad=())
+    with pytest.raises(Preempted, match=r"SIGTERM.*saved at step 27$"):
+        FRAMEWORKS[name](replace(arguments, stop_at=27))
+    resumed, other = (
+        FRAMEWORKS[name](replace(arguments, out=tmp_path / run)) for run in ("a", "b")
+    )
+    assert [line["step"] for line in journal(tmp_path / "a", "start")] == [0, 27]
+    same(resumed.state, other.state)
+    after = {step: loss for step, loss in other.evaluated.items() if step >= 27}
+    assert len(after) > 1 and resumed.evaluated.items() >= after.items()
 
 
 @pytest.mark.full

@@ -157,6 +157,7 @@ class Guard(Holder):
         self._gate = DeviceGate(self._sharded.optimizers) if config.guard.sync is False else None
         self._steps = GuardedSteps(run, self._sharded, self._carried, self._measurer, self._gate)
         self._steps.read_again = self._read_again
+        self._modes = self._sharded.modes.to_json()  # as the last step was computed
         self._memory = MemoryPlan(on_oom, run.history.incidents, run.written.report)
         self._sharded.before_change = run.drop_memory
         self._hold(run)
@@ -230,6 +231,7 @@ class Guard(Holder):
             RankError: a rank is at another step than the others.
         """
         with journal_errors(self._run):
+            self._modes = self._sharded.modes.to_json()
             self._memory.require_parts(self.updates + 1)
             is_allowed = self._steps.judge(loss, tokens)
         self._replay_aborted()
@@ -272,12 +274,30 @@ class Guard(Holder):
         >>> guard.close(); out.cleanup()
         """
         self._steps.note(loss)
-        look = self._run.group.stop_look
-        if not look.is_in_steps:
+        if self._run.group.stop_look.is_in_steps:
+            self.check_stop()
+
+    def check_stop(self, *, before: Randomness | None = None) -> None:
+        """Save the last update and leave if a rank was asked to stop. Collective: one all-reduce.
+
+        For what takes longer than ``grace_seconds`` without a :meth:`ok`: call it for each batch of
+        an evaluation, on all ranks, which must have equally many.
+
+        Args:
+            before: the random generators that are saved; None: as they are.
+
+        Raises:
+            Preempted: as :meth:`over`.
+        """
+        if self._is_closed:
             return
         try:
-            look.now()
+            self._run.group.stop_look.now()
         except StopRequested:
+            if before is not None:
+                before.restore()
+            self._sharded.modes.load_json(self._modes)  # an evaluation's are not the run's
+            self.settle()
             self._finish_reading()
             self._abort_step(is_end=True)
             with journal_errors(self._run):
