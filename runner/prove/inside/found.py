@@ -114,6 +114,9 @@ def _state(module: Any) -> dict[str, torch.Tensor]:
 def _are_copies_by_name(
     thing: dict[Any, Any], weights: Mapping[str, torch.Tensor], known: set[int]
 ) -> bool:
+    # Most dictionaries of a process hold no tensors: renaming their keys would take seconds.
+    if sum(issubclass(type(value), torch.Tensor) for value in thing.values()) < len(weights):
+        return False
     if not all(type(key) is str for key in thing):
         return False
     own = {plain_name(key): value for key, value in thing.items()}
