@@ -62,6 +62,7 @@ DEFECTS = (
     ("ddp", 2, f"{EVERY} batchnorm other_rank workers:worker_seeds {STREAMED}"),
     ("ddp", 2, "param_groups scaler:scaler_lost evaluate:rng"),
     ("fsdp2", 2, f"{EVERY} local:other_shard local:param_groups full:moments full:weights_bf16"),
+    ("fsdp2", 2, "evaluate:rng evaluate:sampler_restarted"),
     ("hf_trainer", 1, "moments step_counts rng epoch_seed sampler_restarted lr_reset weights_bf16"),
     ("hf_trainer", 1, "ema_lost older_checkpoint older_whole param_groups batchnorm"),
     ("hf_trainer", 1, f"workers:worker_seeds {STREAMED} stream:batch_skipped"),
@@ -88,7 +89,7 @@ DEFECTS = (
 SOUND = (
     ("plain", 1, "- workers stream scaler bf16 compile accumulate mixup no_random sgd"),
     ("ddp", 2, "- workers stream scaler bf16 accumulate evaluate"),
-    ("fsdp2", 2, "- local full"),
+    ("fsdp2", 2, "- local full evaluate"),
     ("hf_trainer", 1, "- workers stream bf16 accumulate"),
     ("hf_trainer", 2, "-"),
     # Not accumulate: step 30 then ends an epoch, and Lightning goes on one epoch too far.

@@ -53,6 +53,7 @@ class Recorder:
 
     def _begin_step(self) -> None:
         self._reads_next = True  # whether what a module is called with is a batch
+        self._evaluates = False  # whether the batch that was noted last may be an evaluation's
         self._calls: list[dict[str, Any]] = []
         self._later: list[dict[str, Any]] = []
         self._losses: list[torch.Tensor] = []
@@ -61,12 +62,16 @@ class Recorder:
     def note_call(self, module: Any, args: Any, kwargs: Any) -> None:
         """A module is called with gradients: note its batch, and the state before it.
 
-        The batch is that of the first call since the last backward pass. Before the first one of
-        a process a module may be called in vain, so that the later calls are noted as well.
+        The batch is that of the first call since the last backward pass; one in evaluation mode
+        counts if none in training mode follows. Before the first backward pass of a process a
+        module may be called in vain, so that the later calls are noted as well.
         """
         if not any(module.training or p.requires_grad for p in module.parameters()):
             return  # an augmentation, a loss, a teacher
         self._roots.add(module)
+        if self._evaluates and module.training:
+            self._calls.pop()
+            self._reads_next = True
         if not self._reads_next and self._has_learned:
             return
         call: dict[str, Any] = {"rows": self._digests.rows(list(tensors_in([args, kwargs])))}
@@ -74,11 +79,14 @@ class Recorder:
             buffers = self._digests.named(dict(self._roots.named("buffers")))
             call |= {"random": random_states(), "buffers": buffers}
         (self._calls if self._reads_next else self._later).append(call)
+        if self._reads_next:
+            self._evaluates = not module.training
         self._reads_next = False
 
     def note_loss(self, loss: torch.Tensor) -> None:
         """A backward pass begins."""
         self._reads_next = self._has_learned = True
+        self._evaluates = False
         self._losses.append(loss.detach().clone())
 
     @torch.no_grad()

@@ -22,7 +22,7 @@ DEFECTS = {
     "batch_repeated", "lr_reset", "weights_bf16", "ema_lost", "older_checkpoint", "param_groups",
     "other_shard",
 }  # fmt: skip
-VARIANTS = {"local", "full"}  # how it saves; the default is DCP
+VARIANTS = {"local", "full", "evaluate"}  # the first two are how it saves; the default is DCP
 FULL = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -165,6 +165,15 @@ class Trainer:
         self.step += 1
         return loss.detach()
 
+    def evaluate(self) -> None:
+        """Each rank looks at its share of all samples; ``no_grad`` is easily left out."""
+        data = parts.Samples()
+        self.model.eval()
+        outputs = self.model(data.inputs[RANK::WORLD])
+        loss = nn.functional.cross_entropy(outputs, data.labels[RANK::WORLD]).detach()
+        dist.all_reduce(loss)
+        self.model.train()
+
 
 def _oldest(folder: Path) -> Path:
     return min(folder.parent.glob("step-*"), key=parts.number_of)
@@ -188,6 +197,8 @@ def main() -> None:
     while trainer.step < arguments.steps:
         loss = trainer.update(batches)
         parts.report(trainer.step, loss)
+        if VARIANT == "evaluate" and trainer.step % 3 == 0:
+            trainer.evaluate()
         if trainer.step % arguments.save_every == 0:
             trainer.save()
     state = trainer.model.state_dict(), trainer.optimizer.state_dict(), trainer.ema
