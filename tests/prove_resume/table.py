@@ -1,12 +1,13 @@
 """Proves every script with a planted defect, and every sound one; prints what was named first.
 
-    python -m tests.prove_resume.table [--only TEXT] [--out FILE] [--real]
-    python -m tests.prove_resume.table --summary FILE
+    python -m tests.prove_resume.table [--only TEXT] [--out FILE] [--minutes N] [--real]
+    python -m tests.prove_resume.table --page
 
 ``--real`` starts each process anew, as a user's are; else they are forked from one that has torch
 imported, which takes a tenth of the time. A case that differs from what was planted is a failure.
-``--summary`` only prints the table of docs/prove_resume.md from such a file, in which a later line
-of a case replaces an earlier one.
+With ``--out`` cases are left out that the file has, so that a table may take several sittings of
+``--minutes``. ``--page`` only writes the numbers of docs/records/prove-resume.jsonl into
+docs/prove_resume.md.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -29,6 +32,8 @@ from runner.prove.verdict import Verdict
 from tests.full import clean_commit
 from tests.prove_resume.cases import NAMED, PLANTED, SCRIPTS, SOUND_CASES, STEPS, Case
 
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, RECORD = DOCS / "prove_resume.md", DOCS / "records" / "prove-resume.jsonl"
 COLUMNS = {
     "plain": "bare loop",
     "ddp": "DDP",
@@ -113,10 +118,15 @@ def row_of(case: Case, verdict: Verdict, commit: str | None) -> dict[str, Any]:
     }
 
 
-def run(cases: Sequence[Case], address: str, out: Path | None) -> list[Mapping[str, Any]]:
-    """Prove each; prints and appends as it goes."""
-    rows, commit = [], clean_commit()
+def run(
+    cases: Sequence[Case], address: str, out: Path | None, minutes: float
+) -> list[Mapping[str, Any]]:
+    """Prove each that ``out`` lacks; prints and appends as it goes, begins none after a time."""
+    rows, commit, end = [], clean_commit(), time.monotonic() + 60 * minutes
+    done = {row["case"] for row in read(out)} if out and out.exists() else set[str]()
     for case in cases:
+        if str(case) in done or time.monotonic() > end:
+            continue
         with tempfile.TemporaryDirectory(prefix="prove-home-") as home:
             row = row_of(case, verdict_of(case, Path(home), address), commit)
         rows.append(row)
@@ -173,17 +183,29 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def page_of(page: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """The page with the numbers of these rows."""
+    for pattern, text in (
+        (r"\d+ of \d+ planted mistakes named first, .*(?=\.\n)", summary(rows)),
+        (r"\d+ of \d+ cases were run: .*(?=; each)", commits(rows)),
+        (r"(?s:\| mistake \|.*?(?=\n\n))", table(rows)),
+    ):
+        before, _, after = re.split(rf"({pattern})", page)
+        page = before + text + after
+    return page
+
+
 def main() -> int:
     """Prove the chosen cases; 1 if any is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", action="append", default=[], help="a part of the case's name")
     parser.add_argument("--out", type=Path, help="append a JSON line a case")
     parser.add_argument("--real", action="store_true", help="start every process anew")
-    parser.add_argument("--summary", type=Path, help="only sum up such a file")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no case later")
+    parser.add_argument("--page", action="store_true", help="only write the record's numbers")
     arguments = parser.parse_args()
-    if arguments.summary:
-        rows = read(arguments.summary)
-        print(summary(rows), table(rows), commits(rows), sep="\n\n")
+    if arguments.page:
+        PAGE.write_text(page_of(PAGE.read_text(), read(RECORD)))
         return 0
     chosen = [
         case
@@ -192,7 +214,7 @@ def main() -> int:
     ]
     with contextlib.ExitStack() as stack:
         address = "" if arguments.real else stack.enter_context(zygote())
-        done = run(chosen, address, arguments.out)
+        done = run(chosen, address, arguments.out, arguments.minutes)
     print(summary(done))
     return 0 if all(row["right"] for row in done) else 1
 

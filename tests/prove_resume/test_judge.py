@@ -19,7 +19,6 @@ from runner.prove.judge import Judgement, compare_ranks, judge
 from runner.prove.record import Recorded, Save, Step, Trajectory, checkpoints
 from runner.prove.verdict import Repeats, Verdict
 from runner.system.parsing import json_text
-from tests.programs import ROOT
 from tests.prove_resume import table as tables
 
 STEPS, EPOCH, SAVED, RANKS = 24, 8, 10, 2
@@ -275,10 +274,9 @@ def test_what_differs_first(name: str) -> None:
 
 
 def test_the_page_says_what_the_record_says() -> None:
-    """``python -m tests.prove_resume.table --summary`` prints it anew."""
-    rows = tables.read(ROOT / "docs" / "records" / "prove-resume.jsonl")
-    page = (ROOT / "docs" / "prove_resume.md").read_text()
-    assert tables.table(rows) in page and tables.summary(rows) in page
+    """``python -m tests.prove_resume.table --page`` writes it anew."""
+    page = tables.PAGE.read_text()
+    assert tables.page_of(page, tables.read(tables.RECORD)) == page
     assert all(f"`{kind}`" in page for kind in KINDS)
 
 

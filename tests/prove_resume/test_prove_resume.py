@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,25 @@ def test_the_users_own_output_is_never_touched(
     verdict = prove_resume(forked(address, 1, words), steps=20, out="checkpoints")
     assert verdict.is_equal and len(verdict.kills) == 2, verdict.text()
     assert everything(tmp_path) == before
+
+
+def test_the_fixture_in_a_projects_own_tests(tmp_path: Path, address: str) -> None:
+    """It passes where the resume is equal; else the test fails, with what the verdict says."""
+    words = (str(SCRIPTS / "odd.py"), "relative", "--out", "out", "--save-every", "5")
+    (tmp_path / "test_ours.py").write_text(
+        "def test_equal(prove_resume):\n"
+        f"    verdict = prove_resume({forked(address, 1, words)}, steps=20, out='checkpoints')\n"
+        "    assert len(verdict.kills) == 2\n"
+        "def test_not_judged(prove_resume):\n"
+        "    prove_resume('true', out='checkpoints')\n"
+    )
+    entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    done = python(
+        *("-m", "pytest", "-q", "-p", entries["pytest11"]["holdfast"]), cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+    )  # fmt: skip
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    assert "Could not be judged. The command ended without an optimizer step" in done.stdout
 
 
 def test_a_script_that_reaches_for_it_is_refused(tmp_path: Path, address: str) -> None:
