@@ -217,6 +217,7 @@ class PendingTensors:
                 "out holds a run of `python -m runner`, not of a loop of your own; choose another "
                 "out"
             )
+        self._sharded.require_fit(stored["loop"])
         return tensors
 
     def slots_for(self, records: Sequence[Record]) -> MemoryParts:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from runner.distributed.agreement import Ranks
+from runner.embed.state.base_weights import BaseWeights
 from runner.embed.state.codec import dtype_of, inline, outline, pack, unpack
 from runner.embed.state.geometry import Geometry, local, replicated, row
 from runner.embed.state.modules import Buffers, ExtraState, Modes
@@ -67,10 +68,14 @@ class LoopState(StagedState):
             for name, module in model.named_modules()
             if self.stages.count == 1 or not _is_placeholder(module)
         ]
+        self._base = BaseWeights(named, ranks, self.stages)
+        base = {id(tensor) for tensor in self._base.tensors.values()}
         parameters = self._named_parameters(models)
         new = self.stages.distinct(parameters)
-        self.parameters = {new[name]: parameter for name, parameter in parameters.items()}
-        self._names = {id(p): name for name, p in self.parameters.items()}
+        known = {new[name]: parameter for name, parameter in parameters.items()}
+        self.parameters = {name: p for name, p in known.items() if id(p) not in base}
+        # An optimizer may have been given frozen ones.
+        self._known, self._names = known, {id(p): name for name, p in known.items()}
         self._meshes.learn(self.parameters.values())
         new = self.stages.distinct(name for name, _ in named)
         plain = [(new[name], module) for name, module in named]
@@ -164,6 +169,7 @@ class LoopState(StagedState):
             ConfigError: something in the optimizers' state cannot be saved.
         """
         self._reshard()
+        self._base.require_unchanged()
         for name, parameter in self.parameters.items():
             if parameter.numel():  # the ring cannot hold an empty tensor
                 self._add(f"param/{name}", parameter, name)
@@ -178,7 +184,7 @@ class LoopState(StagedState):
             "modules": self.extra.to_json(),
         }
         of_all = merged(self.stages.gather(own)) if self.stages.count > 1 else own
-        return {**of_all, "tensors": self._end_capture()}
+        return {**of_all, "base": self._base.to_json(), "tensors": self._end_capture()}
 
     def _add(self, name: str, tensor: torch.Tensor, like: str | None = None) -> str:
         where = self.geometry_of(tensor, name, like)
@@ -233,6 +239,9 @@ class LoopState(StagedState):
 
     # -- loading --------------------------------------------------------------------------
 
+    def require_fit(self, stored: Mapping[str, Any]) -> None:
+        self._base.require_same(stored.get("base", {}))
+
     def expect(self, tensors: Mapping[str, Any]) -> None:
         for name, (dtype, shape, _, home, *_) in tensors.items():
             if home == "buffer" and self._is_own(name):
@@ -282,6 +291,7 @@ class LoopState(StagedState):
         Raises:
             CheckpointError: :meth:`capture` did not make it, or the optimizer is another.
         """
+        self.require_fit(stored)
         self._reshard()  # the next forward pass is to gather what is loaded
         try:
             with torch.no_grad():
@@ -330,7 +340,7 @@ class LoopState(StagedState):
         del groups[len(members) :]
         groups.extend({} for _ in range(len(members) - len(groups)))
         for group, names in zip(groups, members, strict=True):
-            group["params"] = [self.parameters[name] for name in names]
+            group["params"] = [self._known[name] for name in names]
 
     def _own_of(self, groups: Sequence[Sequence[str]]) -> list[list[str]]:
         """Groups of parameters' names without those of other stages."""

@@ -197,6 +197,8 @@ def _is_of_a_library(kind: type) -> bool:
         "pytorch_lightning",
         "deepspeed",
         "peft",
+        "bitsandbytes",
+        "torchao",
     )
 
 

@@ -250,6 +250,13 @@ class StagedState:
 
     # -- loading --------------------------------------------------------------------------
 
+    def require_fit(self, stored: Mapping[str, Any]) -> None:
+        """Before the tensors of a checkpoint are looked at; ``stored``: what a capture returned.
+
+        Raises:
+            ConfigError: it cannot be that of this run.
+        """
+
     def expect(self, tensors: Mapping[str, Any]) -> None:
         """Allocate memory for the tensors of a checkpoint.
 
