@@ -585,6 +585,11 @@ class PreemptConfig:
     margin_seconds: float = key(
         120.0, "stop by itself so long before the scheduler's time limit", ge=0
     )
+    notice: str = key(
+        "auto",
+        "who tells that a machine is taken back: aws, gcp, azure, file:PATH, a URL; auto: the "
+        "cloud it runs in; none",
+    )
 
 
 @dataclass(slots=True, kw_only=True)

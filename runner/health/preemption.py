@@ -44,6 +44,9 @@ def who_asked(reasons: Sequence[str]) -> str:
 class StopRequest:
     """Whether this rank was asked to stop. A second request ends the process at once.
 
+    Attributes:
+        advice: why a checkpoint was wanted last.
+
     Args:
         grace_seconds: from the request to the exit, at most.
         stop_at: time at which to stop without a request, in seconds since the epoch; None: never.
@@ -59,6 +62,9 @@ class StopRequest:
         # On the monotonic clock from here on: a jump of the wall clock would end the run.
         self._stop_at = None if stop_at is None else time.monotonic() + stop_at - time.time()
         self._asked: tuple[float, str] | None = None
+        self._signalled: float | None = None  # when the first signal came
+        self.advice = ""
+        self._has_told = True
         self._lock = threading.Lock()
         self._pipe: int | None = None
 
@@ -101,10 +107,25 @@ class StopRequest:
         """Who asked this rank to stop; empty if nothing did."""
         return self._asked[1] if self._asked else ""
 
-    def ask(self, reason: str) -> None:
-        """Ask this rank to stop, as a signal would."""
+    def ask(self, reason: str, *, within: float | None = None) -> None:
+        """Ask this rank to stop, as a signal would.
+
+        Args:
+            within: seconds in which it has to; None: the grace.
+        """
         if self._asked is None:
+            if within is not None:
+                self._grace_seconds = max(1.0, within)
             self._asked = (time.monotonic(), reason)
+
+    def advise(self, reason: str) -> None:
+        """Have a checkpoint saved soon, without a stop."""
+        self.advice, self._has_told = reason, False
+
+    def is_advised(self) -> bool:
+        """Whether :meth:`advise` was called; True once for each time."""
+        has_told, self._has_told = self._has_told, True
+        return not has_told
 
     def look(self, under_way: str) -> None:
         """End a rank that was asked to stop and cannot; called by the watchdog.
@@ -139,7 +160,9 @@ class StopRequest:
         now = time.monotonic()
         if self._asked is None:
             self._asked = (now, number.name)
-        elif now > self._asked[0] + _SAME_REQUEST_SECONDS:
+        if self._signalled is None:  # after a notice or a time limit, a signal follows
+            self._signalled = now
+        elif now > self._signalled + _SAME_REQUEST_SECONDS:
             _end(f"{number.name} for the second time: ending at once", 128 + number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -24,6 +24,7 @@ from runner.distributed.env import JobEnv, RankEnv, tell_begun
 from runner.distributed.rendezvous import Facts
 from runner.health.cause_reporter import TELL_SECONDS, CauseReporter
 from runner.health.heartbeat import Heartbeat, hang_message
+from runner.health.notice import Notices
 from runner.health.preemption import StopRequest
 from runner.health.root_cause import RootCause
 from runner.health.start_watch import StartMonitor
@@ -124,6 +125,7 @@ class RankMonitor:
 
     Args:
         stop: the request to stop, whose grace period is watched too.
+        notices: what asks whether this machine is taken back, on one rank of each node.
     """
 
     def __init__(
@@ -134,7 +136,9 @@ class RankMonitor:
         run_dir: RunDir,
         watchdog: WatchdogConfig,
         stop: StopRequest,
+        notices: Notices | None = None,
     ) -> None:
+        self._notices = notices
         self.heart = Heartbeat()
         self._place = place
         self._launch = launch
@@ -155,9 +159,16 @@ class RankMonitor:
         self._was_uncaught = False
         self._looked: dict[str, float] = {}
 
+    @property
+    def hears_notices(self) -> bool:
+        """Whether it asks if this machine is taken back."""
+        return self._notices is not None
+
     def start(self) -> None:
         """Watch the launcher and requests to stop, while ranks wait for each other."""
         self._watchdog.start()
+        if self._notices is not None:
+            self._notices.begin()
 
     def _look_at_stop(self) -> None:
         self._stop.look(f"{self.heart.phase} of step {self.heart.step}")
@@ -236,6 +247,8 @@ class RankMonitor:
         """Stop watching: the run has come to an end that all ranks know of."""
         self._watchdog.stop()
         self._start.stop()
+        if self._notices is not None:
+            self._notices.end()
         if self._fatal is not None:
             faulthandler.disable()
             self._fatal[1].close()

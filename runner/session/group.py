@@ -41,6 +41,7 @@ from runner.distributed.env import (
 from runner.distributed.process_group import Departure, end_group, start_group, take_device
 from runner.distributed.rendezvous import Facts
 from runner.engine.modes import be_deterministic
+from runner.health.notice import notices
 from runner.health.preemption import StopLook, StopRequest
 from runner.health.rank_monitor import RankMonitor
 from runner.observe.console import Console
@@ -141,7 +142,15 @@ def watched(
         stop_at=None if end is None else end - preempt.margin_seconds,
         has_agent=launch.has_agent,
     )
-    monitor = RankMonitor(place=place, launch=launch, run_dir=run_dir, stop=stop, watchdog=watchdog)
+    asking = notices(preempt.notice, stop)  # raises on all ranks alike
+    monitor = RankMonitor(
+        place=place,
+        launch=launch,
+        run_dir=run_dir,
+        stop=stop,
+        watchdog=watchdog,
+        notices=asking if place.local_rank == 0 else None,
+    )
     return stop, monitor
 
 

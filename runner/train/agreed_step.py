@@ -23,8 +23,9 @@ from runner.policy.decision.signals import Bounds, Limits, StepSignals
 from runner.policy.decision.skip_ledger import Unreadable
 from runner.train.own_metrics import PackedMetrics
 
-LOSS, GRAD_SQUARE, NONFINITE, TOKENS, GATES, STOP, UNREADABLE, KEPT, OBSERVERS, SLOW = range(10)
-FINGERPRINT = 10
+LOSS, GRAD_SQUARE, NONFINITE, TOKENS, GATES = range(5)
+STOP, UNREADABLE, KEPT, OBSERVERS, SLOW, ADVICE = range(5, 11)
+FINGERPRINT = 11
 JOBS = FINGERPRINT + FINGERPRINT_SIZE  # two counts per background queue: done, failed
 LOSS_PER_TOKEN, GRAD_NORM, CLOSED = range(-3, 0)
 
@@ -53,6 +54,7 @@ class StepInfo:
         stop_requested: whether any rank received a stop request.
         keeps_lines: whether rank 0 keeps lines in memory because it cannot write a file.
         observer_failed: whether what only looks has failed on some rank.
+        is_advised: whether a checkpoint is wanted soon.
         is_slow: whether steps are so slow that each micro-batch looks at the request to stop.
         learning_rate: the rate of its plan.
         jobs: the ring's jobs that ``job_counts`` (sums of :attr:`JobProgress.counts`) describe.
@@ -73,6 +75,7 @@ class StepInfo:
     keeps_lines: bool = False
     observer_failed: bool = False
     is_slow: bool = False
+    is_advised: bool = False
     jobs: Sequence[int] = ()
     job_counts: tuple[float, ...] = ()
     learning_rate: float = 0.0
@@ -151,11 +154,12 @@ class RankReport:
     is_unreadable: bool = False
     observer_failed: bool = False
     is_slow: bool = False
+    is_advised: bool = False
 
     def numbers(self, ranks: Ranks) -> list[float]:
         """As packed from ``STOP`` on."""
         flags = [self.stop, self.is_unreadable, self.keeps_lines, self.observer_failed]
-        flags.append(self.is_slow)
+        flags += [self.is_slow, self.is_advised]
         return [*map(float, flags), *ranks.fingerprint(self.identity), *self.progress.counts]
 
 
@@ -216,6 +220,7 @@ class AgreedStep:
             keeps_lines=numbers[KEPT] > 0,
             observer_failed=numbers[OBSERVERS] > 0,
             is_slow=numbers[SLOW] > 0,
+            is_advised=numbers[ADVICE] > 0,
             jobs=self.report.progress.jobs,
             job_counts=tuple(numbers[JOBS:own]),
             metrics=self.metrics.read(numbers[own:added]),

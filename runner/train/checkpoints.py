@@ -6,11 +6,13 @@ The ring knows how; see :mod:`runner.checkpoint.ring`.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from runner.checkpoint.manifest import is_finite
 from runner.checkpoint.protocol import CheckpointMetadata, ShardedState
+from runner.health.notice import SPARE_SECONDS
 from runner.health.preemption import StopRequested, who_asked
 from runner.observe.metrics import held_out_before
 from runner.policy.decision.history import Incident
@@ -45,6 +47,7 @@ class Checkpoints:
         corpus: CorpusCheck | None = None,
     ) -> None:
         self._group = run.group
+        self._report = run.written.report
         self._ring = run.ring
         self._schedule = schedule
         self._last = last
@@ -66,9 +69,12 @@ class Checkpoints:
         checkpoint whose probation was over when the run ended.
         """
         if self._ring.saved_step < 0:
+            began = time.monotonic()
             with self._reporter.stall("checkpoint"):
                 self._save(state)
                 self._ring.drain()
+            if self._group.monitor.hears_notices:
+                self._group.console.say(what_notices_save(time.monotonic() - began))
         self.prove(state)
 
     def apply_progress(self, info: StepInfo, state: TrainState) -> None:
@@ -78,10 +84,21 @@ class Checkpoints:
             ConfigError: the corpus is not the one that the run was begun on.
         """
         self._ring.apply_progress(info.job_counts, info.jobs)
+        if info.is_advised:
+            self._save_soon(info)
         if self._corpus is not None:
             self._corpus.look(state.updates)
         if info.signals.gated:
             self._settle_corpus(state)
+
+    def _save_soon(self, info: StepInfo) -> None:
+        """Save a step that is not launched yet: one may be, before this one was read."""
+        step = info.signals.step + 1
+        self._schedule.advised.add(step)
+        advice = who_asked(self._group.ranks.gather(self._group.stop.advice))
+        self._report(
+            Incident(kind="notice", step=step, decision="save a checkpoint", reason=advice)
+        )
 
     def prove(self, state: TrainState) -> None:
         """Begin the proofs of the checkpoints whose probation is over."""
@@ -222,6 +239,20 @@ class Checkpoints:
             ),
             disk=disk,
         )
+
+
+def what_notices_save(seconds: float) -> str:
+    """What is saved when a machine is taken back, for a save that takes this long."""
+    said = []
+    for notice, clouds in ((30.0, "Google, Azure"), (120.0, "AWS")):
+        left = notice - SPARE_SECONDS - seconds
+        what = (
+            f"saves the last step if a step takes less than {left:.0f} s"
+            if left > 1
+            else ("is too short for it: the newest checkpoint remains")
+        )
+        said.append(f"a notice of {notice:.0f} s ({clouds}) {what}")
+    return f"a checkpoint takes {seconds:.1f} s; {'; '.join(said)}"
 
 
 def _left_to_next_start(state: TrainState, attempted: StepInfo | None) -> str:

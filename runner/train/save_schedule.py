@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from runner.config.schema import CheckpointConfig
@@ -230,12 +230,14 @@ def held_out_losses(lines: Iterable[Mapping[str, Any]]) -> list[tuple[int, float
 class SaveSchedule:
     """When saves are due: to ``disk``, and to ``memory`` (None: no separate snapshots).
 
-    ``best``: the state with the best held-out loss is saved as well.
+    ``best``: the state with the best held-out loss is saved as well; ``advised``: so are the states
+    after these updates, because a machine may soon be taken back.
     """
 
     disk: FixedInterval
     memory: FixedInterval | None
     best: BestCheckpoint | None = None
+    advised: set[int] = field(default_factory=set)
 
     def is_due(self, updates: int) -> bool:
         """Whether the state after exactly ``updates`` updates is saved."""
@@ -243,7 +245,8 @@ class SaveSchedule:
 
     def is_due_on_disk(self, updates: int) -> bool:
         """Whether it is saved to disk."""
-        return self.disk.is_due(updates) or (self.best is not None and self.best.is_new(updates))
+        is_best = self.best is not None and self.best.is_new(updates)
+        return self.disk.is_due(updates) or is_best or updates in self.advised
 
     def is_due_in_memory(self, updates: int) -> bool:
         """Whether a snapshot is due, regardless of the disk."""

@@ -69,7 +69,7 @@ LookedAt = Callable[[Sequence[MicroStep]], Sequence[MicroStep]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """The plan of a step, equal on all ranks except ``stop``, ``keeps_lines``, ``observer_failed``,
-    ``is_slow`` and ``progress``.
+    ``is_slow``, ``is_advised`` and ``progress``.
 
     ``step`` is the number of its update; ``progress`` the progress of the ring's jobs;
     ``decisions`` a text of the decisions that the host knows so far; ``is_wide`` computes the step
@@ -87,6 +87,7 @@ class StepPlan:
     is_wide: bool = False
     observer_failed: bool = False
     is_slow: bool = False
+    is_advised: bool = False
 
 
 @dataclass(kw_only=True)
@@ -235,6 +236,7 @@ class Stepper:
             keeps_lines=plan.keeps_lines,
             observer_failed=plan.observer_failed,
             is_slow=plan.is_slow,
+            is_advised=plan.is_advised,
         )
         metrics = self._metrics.pack(sums.metrics, self._engine.device)
         numbers, withheld = self._agree_and_apply(sums, report, metrics, plan, after)

@@ -52,6 +52,7 @@ class StepPlanner:
             stop=self._stop.is_set,
             observer_failed=self.observers.has_failed,
             is_slow=self._stop.is_short_for(self.own_seconds),
+            is_advised=self._stop.is_advised(),
             progress=self._ring.progress(),
             decisions=f"{history.num_discarded} discards, {len(rollbacks)} rollbacks, last {last}",
             is_wide=history.is_wide(batch.start),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.clouds import served
 from tests.drills.compare import assert_same_run
 from tests.run import Result, Started, finish, left_behind, metrics_step, start
 
@@ -40,6 +41,26 @@ def test_a_scheduler_asks_every_process(tmp_path: Path, clean: Result) -> None:
     asked = started.wait()
     assert asked.summary["exit_code"] == 75 and "saved at step" in asked.summary["reason"]
     assert not left_behind(out), "loading processes too"
+    assert_same_run(finish(out), clean)
+
+
+@pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_cloud_takes_the_machine_back(tmp_path: Path, clean: Result, late: bool) -> None:
+    """First it may do so, which saves a checkpoint; then it does."""
+    out, rules = tmp_path / "run", ("guard.sync=false",) if late else ()
+    with served() as (cloud, address):
+        started = start(out, SLOWED, *rules, f"preempt.notice=aws:{address}")
+        started.until(lambda out: metrics_step(out) >= 16)
+        cloud.event = "rebalance"
+        started.until(lambda out: b'"notice"' in (out / "journal.jsonl").read_bytes())
+        cloud.event = "spot"
+        asked = started.wait()
+    assert asked.summary["exit_code"] == 75
+    assert "asked to stop (rank 0: AWS: spot instance, terminate); saved" in asked.summary["reason"]
+    assert "a notice of 30 s (Google, Azure) saves the last step if a step takes" in asked.text
+    [advice] = asked.journal("notice")
+    assert advice["reason"].startswith("rank 0: AWS: rebalance")
+    assert list((out / "ring").glob(f"*-step-{advice['step']:08d}")), "saved at once"
     assert_same_run(finish(out), clean)
 
 

@@ -291,6 +291,7 @@ class GuardedSteps:
                 progress=run.ring.progress(),
                 stop=run.group.stop.is_set,
                 is_slow=run.group.stop.is_short_for(self._own_seconds),
+                is_advised=run.group.stop.is_advised(),
                 keeps_lines=run.backlog.look(),
             ),
             draws=self.reads_draw,
