@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -17,7 +18,13 @@ import pytest
 
 from runner.config.compose import compose
 from runner.launch import warm_start
-from runner.launch.fork_server import ForkedPopen, ForkError, Forks, suits
+from runner.launch.fork_server import (
+    ForkedPopen,
+    ForkError,
+    Forks,
+    stack_without_lines,
+    suits,
+)
 from runner.launch.warm_start import WarmStart, rank_modules
 from runner.system.process import parent
 
@@ -230,6 +237,14 @@ def test_it_ends_with_the_one_that_asks(tmp_path: Path) -> None:
 )
 def test_what_can_be_forked(words: list[str], suited: bool) -> None:
     assert suits(words) is suited
+
+
+def test_a_stack_without_lines_names_the_same_callers() -> None:
+    theirs, ours = inspect.stack(), stack_without_lines()
+    assert [(one.filename, one.function) for one in ours] == [
+        (one.filename, one.function) for one in theirs
+    ]
+    assert ours[0].function == "test_a_stack_without_lines_names_the_same_callers"
 
 
 def test_what_is_imported_once() -> None:
