@@ -55,6 +55,13 @@ ON_RANK_0 = {
 }  # others have none of it, or no part
 
 
+def rank_of(name: str, where: str) -> str:
+    """The rank on which an observer raises, or "all"."""
+    if where == "in turn":
+        where = ("1", "all")[[*AT].index(name) % 2]
+    return "0" if name in ON_RANK_0 and where != "all" else where
+
+
 @pytest.fixture(scope="module")
 def unseen(tmp_path_factory: pytest.TempPathFactory) -> Result:
     """The run that nothing looks at."""
@@ -66,22 +73,25 @@ def raising(where: str, *, later: bool) -> str:
     """The faults in all observers.
 
     Args:
-        where: on which ranks: "0", "1" or "all".
-        later: in an exchange rather than as the observer begins.
+        where: on which ranks: "0", "1" or "all"; "in turn" takes "1" and "all", each for every
+            other observer.
+        later: in an exchange rather than as the observer begins; in turn, where on rank 1.
     """
     faults = []
     for name, (step, call) in AT.items():
-        rank = "0" if name in ON_RANK_0 and where != "all" else where
+        rank = rank_of(name, where)
+        is_later = later and (where, rank) != ("in turn", "all")
         at = [f"observer={name}", f"step={step}", *([] if rank == "all" else [f"rank={rank}"])]
-        faults.append(f"raise@{','.join([*at, *([f'call={call}'] if later else [])])}")
+        faults.append(f"raise@{','.join([*at, *([f'call={call}'] if is_later else [])])}")
     return "faults=[" + ",".join(f"'{one}'" for one in [*PASSING, *faults]) + "]"
 
 
 @pytest.mark.parametrize(
     ("where", "later"),
     [
-        ("1", True),
-        ("all", False),
+        ("in turn", True),
+        pytest.param("1", True, marks=pytest.mark.full),
+        pytest.param("all", False, marks=pytest.mark.full),
         pytest.param("1", False, marks=pytest.mark.full),
         pytest.param("all", True, marks=pytest.mark.full),
         pytest.param("0", True, marks=pytest.mark.full),
@@ -97,10 +107,9 @@ def test_no_observer_ends_the_run_or_changes_it(
     names = [line["detail"]["observer"] for line in lines]
     assert len(set(names)) == len(names), "said once"
     assert set(names) == AT.keys(), hit.tail
-    rank = "rank 0" if where == "all" else f"rank {where}: "
     for line in lines:
-        on_first = where != "all" and line["detail"]["observer"] in ON_RANK_0
-        who = "rank 0" if on_first else rank
+        rank = rank_of(line["detail"]["observer"], where)
+        who = "rank 1: " if rank == "1" else "rank 0"
         assert f": not tried: {who}" in line["reason"] and "DrillError" in line["reason"], line
 
 
@@ -172,7 +181,7 @@ def test_a_probe_after_a_rollback_that_raises_on_one_rank_alone_ends_one_start(
 def test_a_kill_inside_an_explanation_changes_nothing(
     tmp_path: Path, fault: str, step: int, call: int
 ) -> None:
-    settings = ("guard.remedy=verdict", "checkpoint.every=5", TWO_LAYERS)
+    settings = ("guard.remedy=verdict", "checkpoint.every=5", TWO_LAYERS, "steps=45")
     kill = f"kill@observer=explain,step={step},rank=1,call={call}"
     hit = finish(tmp_path / "hit", *settings, f"faults=['{fault}','{kill}']", restarts=1)
     assert hit.summary["restarts"] == 1 and not hit.journal("observer"), hit.tail

@@ -132,7 +132,7 @@ def assert_evidence(run: Result, line: dict[str, Any], capsys: pytest.CaptureFix
     assert len(capsys.readouterr().out.split("\n\n")[0].splitlines()) == 2
 
 
-LAYERS = (VERDICT, TWO_LAYERS)
+LAYERS = (VERDICT, TWO_LAYERS, "steps=48")
 OVERFLOW = "faults=[overflow@step=28-30,module=blocks.1.ffn]"
 
 

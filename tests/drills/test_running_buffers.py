@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 FULL = pytest.mark.full
 SHORT = (
     *("steps=40", "schedule.total=40", "guard.min_history=8", "checkpoint.every=6"),
-    *("checkpoint.clean_after=3", "batch.micro_size=4", "eval.every=8"),
+    *("checkpoint.clean_after=3", "batch.micro_size=8", "eval.every=8"),
 )
 PICTURES = ("model._target_=tests.guests.Residual", "data._target_=tests.guests.Images")
 WORDS = (

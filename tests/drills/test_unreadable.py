@@ -99,6 +99,7 @@ def index_of(position: int) -> int:
 # On both ranks; two of one batch, one that fills its gap, one far on.
 BROKEN = {330: "gone", 341: "id", 352: "refused", 353: "gone", 1200: "refused"}
 TOLD = "data.skip=[" + ",".join(f"[{p},{p + 1}]" for p in BROKEN) + "]"
+QUICK = ("steps=45", "data.retry_seconds=0.1")
 
 
 Told = Callable[[int], Result]
@@ -108,7 +109,7 @@ Told = Callable[[int], Result]
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     """Runs that were told never to read them, by ranks; each is made once."""
     folder = tmp_path_factory.mktemp("told")
-    return functools.cache(lambda ranks: finish(folder / str(ranks), TOLD, ranks=ranks))
+    return functools.cache(lambda ranks: finish(folder / str(ranks), *QUICK, TOLD, ranks=ranks))
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +132,7 @@ def test_they_are_passed_over_as_if_told_so(
     broken = {index_of(position): kind for position, kind in BROKEN.items()}
     run = finish(
         tmp_path / "run",
-        "data.retry_seconds=0.1",
+        *QUICK,
         *how,
         ranks=ranks,
         program=program(tmp_path, broken),
@@ -156,14 +157,13 @@ def test_they_are_passed_over_as_if_told_so(
 
 def test_past_the_budget_it_ends_in_words_and_goes_on_with_more(tmp_path: Path, told: Told) -> None:
     broken = {index_of(position): kind for position, kind in BROKEN.items()}
-    how = ("data.retry_seconds=0.1",)
     made = program(tmp_path, broken)
-    ended = train(tmp_path / "run", *how, "data.max_unreadable=4", program=made)
+    ended = train(tmp_path / "run", *QUICK, "data.max_unreadable=4", program=made)
     assert ended.code != 0, ended.tail  # torchrun's own code
     assert "data.max_unreadable=4" in ended.text and "position 1200" in ended.text, ended.tail
     assert ended.summary["exit_code"] == 2 and ended.summary["status"] == "failed"
     assert "5 different samples cannot be read" in ended.summary["reason"]
-    run = finish(tmp_path / "run", *how, "data.max_unreadable=5", program=made)
+    run = finish(tmp_path / "run", *QUICK, "data.max_unreadable=5", program=made)
     # From the checkpoint before, over what was passed over already.
     assert run.digest == told(2).digest and run.counted() == told(2).counted()
     assert run.summary["skipped"] == told(2).summary["skipped"]

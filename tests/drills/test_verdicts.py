@@ -12,6 +12,8 @@ from tests.run import Result, finish, train
 # The model of tests/sick.py on real ranks; its illness begins at step 33.
 LEVEL = "schedule._target_=tests.sick.level"
 SICK = ("model._target_=tests.sick.Net", "guard.remedy=verdict", "eval.every=0", "steps=70")
+# For a run that ends well: the culprit is read in step 33.
+MENDED = (*SICK[:-1], "steps=53")
 
 
 def verdicts(run: Result) -> list[dict[str, Any]]:
@@ -58,7 +60,7 @@ def test_a_sick_device_halts_the_run_and_skips_nothing(
 def test_a_model_for_half_precisions_only_survives_its_first_bad_sample(tmp_path: Path) -> None:
     """Probe C computes without the model's own casts, and so raises in it on all ranks."""
     poison = "faults=[poison@samples=1040]"
-    hit = finish(tmp_path / "hit", *SICK, "model.how=half", poison)
+    hit = finish(tmp_path / "hit", *MENDED, "model.how=half", poison)
     (line,) = hit.journal("redo")
     cause = line["detail"]["cause"]
     assert (cause["cause"], cause["positions"]) == ("data", [1040]), hit.tail
@@ -69,7 +71,7 @@ def test_a_model_for_half_precisions_only_survives_its_first_bad_sample(tmp_path
 def test_losses_in_another_unit_name_the_culprit_only(tmp_path: Path) -> None:
     """With the limits of the guard scaled as docs/guard.md says."""
     unit = ("model._target_=tests.sick.Scaled", "guard.loss_floor=50", "guard.drift_nats=400")
-    hit = finish(tmp_path / "hit", *SICK, *unit, "faults=['spike@samples=1040,scale=300']")
+    hit = finish(tmp_path / "hit", *MENDED, *unit, "faults=['spike@samples=1040,scale=300']")
     (line,) = hit.journal("redo")
     cause = line["detail"]["cause"]
     assert (cause["cause"], cause["positions"]) == ("data", [1040]), hit.tail
@@ -80,7 +82,7 @@ def test_of_a_micro_batch_whose_samples_share_a_statistic_only_the_guilty_are_na
     tmp_path: Path,
 ) -> None:
     words = ("model.how=statistic", "batch.micro_size=4", "explain=full")
-    hit = finish(tmp_path / "hit", *SICK, *words, "faults=[poison@samples=1040]")
+    hit = finish(tmp_path / "hit", *MENDED, *words, "faults=[poison@samples=1040]")
     (line,) = hit.journal("redo")
     cause = line["detail"]["cause"]
     assert (cause["cause"], cause["positions"]) == ("data", [1040]), hit.tail

@@ -30,7 +30,7 @@ KEPT = [
     for path in sorted((HERE / "cases").glob("*.json"))
 ]
 # About ten processor seconds each; half a minute with more ranks.
-SEEDS = [pytest.param(seed, marks=[pytest.mark.full] if seed > 2 else []) for seed in range(14)]
+SEEDS = [pytest.param(seed, marks=[pytest.mark.full] if seed else []) for seed in range(14)]
 
 
 @pytest.fixture(scope="module")
