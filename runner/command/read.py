@@ -28,9 +28,16 @@ from runner.system.parsing import json_text
 from runner.system.process import add_options, stay_beside
 from runner.tools.backtest.column import ALWAYS, option
 from runner.tools.backtest.recording import read_columns
-from runner.tools.reading.curve import CORPUS_ENTROPY, FURTHER, HELD_OUT, LEARNING_RATE, Curve
+from runner.tools.reading.curve import (
+    CORPUS_ENTROPY,
+    FURTHER,
+    HELD_OUT,
+    LEARNING_RATE,
+    SIGNATURES,
+    Curve,
+    Signature,
+)
 from runner.tools.reading.findings import LEAST_ROWS, read
-from runner.tools.reading.signature import SIGNATURES, Signature
 
 _OWN = ("step", "loss", "grad_norm", "lr", "eval_loss")  # columns of our own metrics
 

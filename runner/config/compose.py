@@ -25,8 +25,7 @@ from hydra.errors import ConfigCompositionException, HydraException, OverridePar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.config.former_keys import former_key
-from runner.config.schema import DECODER_KEYS, DataKind, RunConfig
+from runner.config.schema import DECODER_KEYS, DataKind, RunConfig, former_key
 from runner.system.environment import redacted
 from runner.system.error import ConfigError
 

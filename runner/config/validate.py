@@ -12,7 +12,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from runner.config.compose import fields, suggestion
-from runner.config.former_keys import former_key
 from runner.config.network import is_hf, network_problems
 from runner.config.schema import (
     DataConfig,
@@ -22,6 +21,7 @@ from runner.config.schema import (
     ParallelKind,
     Precision,
     RunConfig,
+    former_key,
 )
 from runner.config.sources import EMPTY_PATH, is_source_name, sources_of
 from runner.system.error import ConfigError, MissingPackage, is_installed, lacking

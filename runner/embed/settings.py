@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from runner.config.compose import suggestion, type_name
-from runner.config.former_keys import former_key
-from runner.config.schema import ParallelKind, Precision, RunConfig, ScheduleKind
+from runner.config.schema import ParallelKind, Precision, RunConfig, ScheduleKind, former_key
 from runner.config.validate import check
 from runner.policy.retention.retire import FEWEST_SLOTS
 from runner.system.error import ConfigError

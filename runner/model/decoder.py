@@ -285,7 +285,7 @@ class Decoder(nn.Module):
     """Token ids to logits.
 
     May be built under ``torch.device("meta")``, sharded, and then given memory by ``to_empty``;
-    its weights are undefined until :mod:`runner.model.initial` or a checkpoint sets them.
+    its weights are undefined until :mod:`runner.model.blueprint` or a checkpoint sets them.
     There are no registered buffers.
     """
 

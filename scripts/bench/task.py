@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from runner.model.blueprint import initial_range, initial_std
 from runner.model.decoder import Decoder, DecoderShape, RopeScaling
-from runner.model.initial import initial_range, initial_std
 from scripts.bench.fair import watch_precision
 
 

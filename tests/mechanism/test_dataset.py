@@ -29,10 +29,9 @@ from runner.config.compose import compose
 from runner.config.schema import DataConfig, TokenDtype
 from runner.data.dataset import Dataset, contents_of, fingerprint_files, spread
 from runner.data.documents import PYTHON_LIBRARY
-from runner.data.megatron import open_megatron
 from runner.data.synthetic import SyntheticLanguage
 from runner.data.text import prepare_text
-from runner.data.tokens import open_tokens
+from runner.data.tokens import open_megatron, open_tokens
 from runner.session.corpus import data_words, open_dataset
 from runner.system.error import DataError
 from runner.system.units import format_bytes

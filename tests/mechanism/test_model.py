@@ -18,7 +18,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
 from runner.config.schema import ModelConfig
-from runner.model.blueprint import freeze
+from runner.model.blueprint import (
+    BLOCK_ELEMENTS,
+    freeze,
+    initial_range,
+    initial_std,
+)
 from runner.model.decoder import (
     Decoder,
     DecoderShape,
@@ -28,11 +33,6 @@ from runner.model.decoder import (
     num_parameters,
 )
 from runner.model.documents import segment_mask
-from runner.model.initial import (
-    BLOCK_ELEMENTS,
-    initial_range,
-    initial_std,
-)
 from runner.model.loss import NOT_COUNTED, HeadLosses, sequence_losses
 from runner.system.error import ConfigError
 from tests.mechanism.weights import set_initial_weights

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from runner.__main__ import main
-from runner.tools.reading.curve import Curve
+from runner.tools.reading.curve import SIGNATURES, Curve
 from runner.tools.reading.findings import read
-from runner.tools.reading.signature import SIGNATURES
 from tests.made_curves import HEALTHY, TROUBLED, healthy
 
 _SEEDS = range(4)

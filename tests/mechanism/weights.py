@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from runner.model.blueprint import initial_range, initial_std
 from runner.model.decoder import Decoder
-from runner.model.initial import initial_range, initial_std
 
 
 def set_initial_weights(decoder: Decoder, *, seed: int) -> None:

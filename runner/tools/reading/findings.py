@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from runner.tools.reading import held_out, progress, repeats, trouble
-from runner.tools.reading.curve import Curve
-from runner.tools.reading.signature import SIGNATURES, Signature
+from runner.tools.reading.curve import SIGNATURES, Curve, Signature
 
 LEAST_ROWS = 20  # with fewer rows, only losses that are not finite are reported
 # Each hides others, which are other effects of the same cause.

@@ -6,8 +6,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from runner.tools.reading.curve import EPOCH, Curve, Flags, Floats, median_of, noise, smoothed
-from runner.tools.reading.signature import Signature
+from runner.tools.reading.curve import (
+    EPOCH,
+    Curve,
+    Flags,
+    Floats,
+    Signature,
+    median_of,
+    noise,
+    smoothed,
+)
 
 _LEAST, _MANY = 5, 7  # evaluations: for any finding, for one of high confidence
 _ROWS = 20  # of training before an evaluation, for its level

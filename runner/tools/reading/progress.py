@@ -16,11 +16,11 @@ from runner.tools.reading.curve import (
     Flags,
     Floats,
     Levels,
+    Signature,
     levels,
     median_of,
     noise,
 )
-from runner.tools.reading.signature import Signature
 from runner.tools.reading.trouble import unit
 
 _LEAST_ROWS = 60

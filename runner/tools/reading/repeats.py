@@ -7,8 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from runner.tools.reading.curve import EPOCH, Curve, Flags, Floats, Ints, levels
-from runner.tools.reading.signature import Signature
+from runner.tools.reading.curve import EPOCH, Curve, Flags, Floats, Ints, Signature, levels
 
 _EPOCH_ROWS = 20
 _FIT_ROWS = 200  # on each side of a boundary

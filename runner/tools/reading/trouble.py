@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runner.tools.reading.curve import Curve, Flags, Floats, levels, median_of, noise
-from runner.tools.reading.signature import Signature
+from runner.tools.reading.curve import Curve, Flags, Floats, Signature, levels, median_of, noise
 
 _WINDOW = 64  # rows before; their median is the level
 _LEAST = 8  # of them that are needed to call anything a jump

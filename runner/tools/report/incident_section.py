@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from runner.tools.reading.signature import SIGNATURES
+from runner.tools.reading.curve import SIGNATURES
 from runner.tools.report.drawing import number
 from runner.tools.report.follow import number as number_of
 from runner.tools.report.follow import whole
