@@ -9,7 +9,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -154,7 +154,7 @@ def prove(
     try:
         scratch.check()
         before = [dict(marks(path)) for path in scratch.untouched()]
-        verdict = _Proof(plan, scratch, environment, say).verdict()
+        verdict = _Proof(plan=plan, scratch=scratch, environment=environment, say=say).verdict()
         if before != [dict(marks(path)) for path in scratch.untouched()]:
             raise ConfigError(
                 f"{scratch.untouched()[0]} has changed meanwhile; was it this script?"
@@ -164,21 +164,17 @@ def prove(
         shutil.rmtree(root, ignore_errors=True)
 
 
+@dataclass(eq=False, kw_only=True)
 class _Proof:
     """The starts of one proof."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        scratch: Scratch,
-        environment: Mapping[str, str],
-        say: Callable[[str], None],
-    ) -> None:
-        self._plan, self._scratch = plan, scratch
-        self._environment, self._say = environment, say
-        self._places: dict[str, Place] = {}
-        self._judgements: list[Judgement] = []
-        self._kills: list[int] = []
+    plan: Plan
+    scratch: Scratch
+    environment: Mapping[str, str]
+    say: Callable[[str], None]
+    places: dict[str, Place] = field(default_factory=dict)
+    judgements: list[Judgement] = field(default_factory=list)
+    kills: list[int] = field(default_factory=list)
 
     def verdict(self) -> Verdict:
         """Run all of it; what cannot be judged is a verdict too."""
@@ -186,40 +182,46 @@ class _Proof:
         try:
             reference = self._undisturbed("undisturbed")
             saves = self._checkpoints(reference)
-            if self._plan.other_ranks:
-                self._on_other_ranks(reference, saves)
+            kills = self.plan.kills or choose_kills(saves, reference.last, self.plan.seed)
+            kills = kills[:1] if self.plan.other_ranks else kills
+            _check_kills(kills, saves, reference.last)
+            goal = Goal(stop=lambda _: kills[0], number=self.plan.number)
+            chain = self._start("killed", "killed", goal)
+            if self.plan.other_ranks:
+                self._resume_on_other_ranks(reference, chain, kills[0])
             else:
-                repeats = self._killed(reference, saves)
+                repeats = self._repeats(reference, chain)
+                self._resume(reference, chain, kills, repeats)
         except Undecided as error:
             reason = str(error)
         return Verdict(
-            command=self._plan.command,
+            command=self.plan.command,
             reason=reason,
             steps=reference.last,
             ranks=reference.world_size,
-            kills=tuple(self._kills),
-            resumes=tuple(self._judgements),
+            kills=tuple(self.kills),
+            resumes=tuple(self.judgements),
             repeats=repeats,
         )
 
-    def _start(self, run: str, name: str, goal: Goal, *, resumes: bool = False) -> Start:
-        """Start the script in the place of a run, which is made first."""
-        place = self._places.get(run) or self._scratch.place(run)
-        self._places[run] = place
+    def _start(self, run: str, name: str, goal: Goal, *, resumes: bool = False) -> Trajectory:
+        """Start the script in the place of a run, which is made first; returns what it did."""
+        place = self.places.get(run) or self.scratch.place(run)
+        self.places[run] = place
         command = place.command
         if resumes:
-            words = shlex.split(self._plan.resume_with)
+            words = shlex.split(self.plan.resume_with)
             command += tuple(word.replace("{out}", str(place.out)) for word in words)
-            if self._plan.other_ranks:
-                command = on_other_ranks(command, self._plan.other_ranks)
+            if self.plan.other_ranks:
+                command = on_other_ranks(command, self.plan.other_ranks)
         start = Start(
             place=replace(place, command=command),
-            folder=self._scratch.root / "records" / name.replace(" ", "-"),
-            environment=self._environment,
-            scratch=self._scratch,
-            limit_seconds=self._plan.limit_seconds,
+            folder=self.scratch.root / "records" / name.replace(" ", "-"),
+            environment=self.environment,
+            scratch=self.scratch,
+            limit_seconds=self.plan.limit_seconds,
             goal=goal,
-            say=lambda text: self._say(f"{name}: {text}"),
+            say=lambda text: self.say(f"{name}: {text}"),
         )
         try:
             start.run()
@@ -227,11 +229,10 @@ class _Proof:
             if not resumes:
                 raise
             raise Undecided(f"When it was started again: {error}") from None
-        return start
+        return start.recorded.trajectory()
 
     def _undisturbed(self, name: str) -> Trajectory:
-        start = self._start(name, name, Goal(stop=lambda _: self._plan.steps, ends=True))
-        found = start.recorded.trajectory()
+        found = self._start(name, name, Goal(stop=lambda _: self.plan.steps, ends=True))
         if found.last < _LEAST_STEPS:
             raise Undecided(
                 f"The script ended after {found.last} steps; at least {_LEAST_STEPS} are needed"
@@ -254,45 +255,29 @@ class _Proof:
             "larger --steps"
         )
 
-    def _killed(self, reference: Trajectory, saves: Sequence[Save]) -> Repeats:
-        """Kill and resume; stops at the first resume that is not equal."""
-        kills = self._plan.kills or choose_kills(saves, reference.last, self._plan.seed)
-        self._check_kills(kills, saves, reference.last)
-        goal = Goal(stop=lambda _: kills[0], number=self._plan.number)
-        chain = self._start("killed", "killed", goal).recorded.trajectory()
-        repeats = self._repeats(reference, chain)
+    def _resume(
+        self, reference: Trajectory, chain: Trajectory, kills: Sequence[int], repeats: Repeats
+    ) -> None:
+        """Resume after each kill; stops at the first resume that is not equal."""
         ends = (*kills[1:], reference.last)
         for number, (kill, after) in enumerate(zip(kills, ends, strict=True), start=1):
-            self._kills.append(kill)
+            self.kills.append(kill)
             known = _overlaid(reference, chain, kill, repeats)
             before = _before(chain, kill)
             goal = Goal(
                 stop=partial(_steps_to, after, known, before),
-                number=self._plan.number if after in kills else signal.SIGKILL,
+                number=self.plan.number if after in kills else signal.SIGKILL,
                 ends=after not in kills,
             )
-            resumed = self._start("killed", f"resumed {number}", goal, resumes=True)
-            own = resumed.recorded.trajectory()
+            own = self._start("killed", f"resumed {number}", goal, resumes=True)
             judgement = judge(
                 known, own, before,
                 exact_until=None if repeats.exactly else kill, tolerance=repeats.tolerance,
             )  # fmt: skip
-            self._judgements.append(judgement)
+            self.judgements.append(judgement)
             if not judgement.is_equal:
                 break
             chain = _overlaid(chain, own.moved(judgement.start - 1), after, repeats)
-        return repeats
-
-    def _check_kills(self, kills: Sequence[int], saves: Sequence[Save], last: int) -> None:
-        if kills[-1] >= last:
-            raise Undecided(
-                f"The script ended after {last} steps, and is to be killed after {kills[-1]}"
-            )
-        if kills[0] <= saves[0].after:
-            raise Undecided(
-                f"No checkpoint was written before step {kills[0]}, at which the script is to be "
-                f"killed: the first one came after step {saves[0].after}"
-            )
 
     def _repeats(self, reference: Trajectory, again: Trajectory) -> Repeats:
         """Whether the script repeats its own bits; if not, it is run once more for its noise."""
@@ -315,16 +300,24 @@ class _Proof:
             tolerance=_MARGIN * noise,
         )
 
-    def _on_other_ranks(self, reference: Trajectory, saves: Sequence[Save]) -> None:
-        kill = (self._plan.kills or choose_kills(saves, reference.last, self._plan.seed))[0]
-        self._check_kills([kill], saves, reference.last)
-        goal = Goal(stop=lambda _: kill, number=self._plan.number)
-        chain = self._start("killed", "killed", goal).recorded.trajectory()
-        self._kills.append(kill)
+    def _resume_on_other_ranks(self, reference: Trajectory, chain: Trajectory, kill: int) -> None:
+        self.kills.append(kill)
         before = _before(chain, kill)
         goal = Goal(stop=lambda _: reference.last - before[-1].after, ends=True)
         resumed = self._start("killed", "resumed 1", goal, resumes=True)
-        self._judgements.append(compare_ranks(reference, resumed.recorded.trajectory(), before))
+        self.judgements.append(compare_ranks(reference, resumed, before))
+
+
+def _check_kills(kills: Sequence[int], saves: Sequence[Save], last: int) -> None:
+    if kills[-1] >= last:
+        raise Undecided(
+            f"The script ended after {last} steps, and is to be killed after {kills[-1]}"
+        )
+    if kills[0] <= saves[0].after:
+        raise Undecided(
+            f"No checkpoint was written before step {kills[0]}, at which the script is to be "
+            f"killed: the first one came after step {saves[0].after}"
+        )
 
 
 def choose_kills(saves: Sequence[Save], steps: int, seed: int) -> tuple[int, ...]:

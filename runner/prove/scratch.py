@@ -131,9 +131,7 @@ class Scratch:
                     (target / entry.name).mkdir()
                     self._copy(entry, target / entry.name, Path(*left_out.parts[1:]))
                 continue
-            if entry.resolve() == self.root.resolve() or self.root.resolve().is_relative_to(
-                entry.resolve()
-            ):
+            if self.root.resolve().is_relative_to(entry.resolve()):
                 continue
             linked = entry.is_symlink() or entry.name in _NEVER_WRITTEN
             if linked or is_large(entry):

@@ -12,8 +12,7 @@ from pathlib import Path
 from runner.launch.attempt import Ended, Job, Stop, run_once
 from runner.prove.record import Recorded, Undecided
 from runner.prove.scratch import Place, Scratch
-from runner.system.files import make_folder
-from runner.system.parsing import json_text
+from runner.system.files import make_folder, write_json
 
 _ON_PATH = Path(__file__).parent / "on_path"
 _TAIL = 12  # lines of the script's output that a message quotes
@@ -120,14 +119,8 @@ class Start:
                 self.say(f"step {self.recorded.done}")
         if not self._stop and self.recorded.are_all_there:
             self._stop = max(1, self.goal.stop(self.recorded))
-            control = {
-                "stop": self._stop,
-                "signal": self.goal.number,
-                "ends": self.goal.ends,
-            }
-            draft = self.folder / "control.tmp"
-            draft.write_text(json_text(control))
-            draft.rename(self.folder / "control.json")
+            control = {"stop": self._stop, "signal": self.goal.number, "ends": self.goal.ends}
+            write_json(self.folder / "control.json", control)
         if self.recorded.have_stopped:
             return "stopped"
         limit = min(_GRACE_SECONDS, self.limit_seconds) if self._is_asked else self.limit_seconds

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing import process as multiprocessing_process
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -234,46 +234,39 @@ def _is_capturing() -> bool:
     return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())  # type: ignore[no-untyped-call]
 
 
-class _Calls:
-    """Replaces ``Module.__call__`` and ``Tensor.backward``."""
+def _watch_calls(recorder: Recorder) -> None:
+    """Replace ``Module.__call__`` and ``Tensor.backward``."""
+    modules: Any = torch.nn.Module
+    plain_call, plain_backward = modules.__call__, cast("Any", torch.Tensor.backward)
+    depth = 0
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._module = torch.nn.Module
-        plain_call: Any = torch.nn.Module.__call__
-        plain_backward: Any = torch.Tensor.backward
-        depth = 0
+    def watched_call(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return plain_call(module, *args, **kwargs)
+        modules.__call__ = plain_call
+        if torch.is_grad_enabled():
+            recorder.safely(recorder.note_call, module, args, kwargs)
+        try:
+            return plain_call(module, *args, **kwargs)
+        finally:
+            modules.__call__ = watched_call
 
-        def watched_call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return plain_call(module, *args, **kwargs)
-            self._module.__call__ = plain_call  # type: ignore[method-assign]
-            if torch.is_grad_enabled():
-                recorder.safely(recorder.note_call, module, args, kwargs)
-            try:
-                return plain_call(module, *args, **kwargs)
-            finally:
-                self.watch()
-
-        def watched_backward(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            nonlocal depth
+    def watched_backward(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal depth
+        if depth == 0:
+            modules.__call__ = plain_call
+            if tensor.numel() == 1:
+                recorder.safely(recorder.note_loss, tensor)
+        depth += 1
+        try:
+            return plain_backward(tensor, *args, **kwargs)
+        finally:
+            depth -= 1
             if depth == 0:
-                self._module.__call__ = plain_call  # type: ignore[method-assign]
-                if tensor.numel() == 1:
-                    recorder.safely(recorder.note_loss, tensor)
-            depth += 1
-            try:
-                return plain_backward(tensor, *args, **kwargs)
-            finally:
-                depth -= 1
-                if depth == 0:
-                    self.watch()
+                modules.__call__ = watched_call
 
-        self._watched = watched_call
-        torch.Tensor.backward = watched_backward  # type: ignore[method-assign, assignment]
-
-    def watch(self) -> None:
-        """Note the next module that is called."""
-        self._module.__call__ = self._watched  # type: ignore[method-assign]
+    modules.__call__ = watched_call
+    torch.Tensor.backward = watched_backward  # type: ignore[method-assign, assignment]
 
 
 def _announce_saves() -> None:
@@ -292,16 +285,10 @@ def _announce_saves() -> None:
 def install(folder: str) -> None:
     """Record what this process trains into ``folder``."""
     recorder = Recorder(folder)
-    calls = _Calls(recorder)
-
-    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-        recorder.safely(recorder.before_step, optimizer)
-
-    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        recorder.safely(recorder.after_step, optimizer)
 
     _announce_saves()
-    calls.watch()
+    _watch_calls(recorder)
     optimizers = sys.modules["torch.optim.optimizer"]
-    optimizers.register_optimizer_step_pre_hook(before)
-    optimizers.register_optimizer_step_post_hook(after)
+    safely = recorder.safely
+    optimizers.register_optimizer_step_pre_hook(lambda o, *_: safely(recorder.before_step, o))
+    optimizers.register_optimizer_step_post_hook(lambda o, *_: safely(recorder.after_step, o))
