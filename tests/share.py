@@ -39,18 +39,27 @@ def _test_files(session: pytest.Session) -> Iterator[Path]:
         yield from [folder] if folder.is_file() else sorted(folder.rglob("test_*.py"))
 
 
+def _is_first(claim: Path) -> bool:
+    """Whether no other session has made this claim before."""
+    try:
+        claim.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
 def _claimed(session: pytest.Session, share: Path) -> Iterator[pytest.Item]:
     """Tests of the files that this session was the first to come to."""
     names = [str(path) for path in _test_files(session)]
     # One collection for the whole session: fixtures of a conftest.py belong to its folder's node,
     # which a second collection would replace. The modules in it are not imported yet.
     modules = list(session.perform_collect(names, genitems=False))
+    if _is_first(share / "from-the-end"):
+        # Drills come first and mostly wait; tests in one process come last and mostly compute.
+        modules.reverse()
     everything: list[pytest.Item] = []
     for module in modules:
-        claim = share / f"begun-{str(module.path).replace(os.sep, '.')}"
-        try:
-            claim.touch(exist_ok=False)
-        except FileExistsError:
+        if not _is_first(share / f"begun-{str(module.path).replace(os.sep, '.')}"):
             continue
         items = list(session.genitems(module))
         session.config.hook.pytest_collection_modifyitems(

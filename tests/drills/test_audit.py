@@ -70,6 +70,7 @@ def test_a_copy_of_the_weights_that_differs_is_no_device(tmp_path: Path) -> None
     assert hit.digest == clean.digest
 
 
+@pytest.mark.full  # always one of two ranks, below; two of four: tests/mechanism/test_audit.py
 def test_of_four_ranks_two_that_differ_alike_are_named(tmp_path: Path) -> None:
     """Two against two: the weights that all agreed on decide."""
     words = (*SMALL, "batch.global_size=12", f"debug.audit_every={EVERY}")

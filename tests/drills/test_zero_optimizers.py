@@ -42,7 +42,7 @@ CASES = [
 
 @pytest.mark.parametrize(("stage", "name"), CASES)
 def test_poison_ends_as_if_it_was_never_there(tmp_path: Path, stage: str, name: str) -> None:
-    how = [*SHORT, *on(stage), *SETTINGS[name]]
+    how = [*SHORT, *on(stage), *SETTINGS[name], "steps=32", "schedule.total=32"]
     assert_every_sample_once(assert_as_if_never_there(tmp_path, how, POISON))
 
 

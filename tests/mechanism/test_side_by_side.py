@@ -82,6 +82,18 @@ def test_one_session_finds_the_fixtures_of_all_its_files(tmp_path: Path) -> None
     assert "4 passed" in done.stdout, done.stdout + done.stderr
 
 
+def test_one_session_begins_at_the_end(tmp_path: Path) -> None:
+    """What drills wait for is time for the tests that compute."""
+    make_tests(tmp_path)
+    (tmp_path / "share").mkdir()
+    run(tmp_path, "-m", "pytest", "--share=share", "tests")
+    assert (tmp_path / "ran").read_text().split() == ["c", "b", "drill"]
+    for claim in (tmp_path / "share").glob("begun-*"):
+        claim.unlink()
+    run(tmp_path, "-m", "pytest", "--share=share", "tests")
+    assert (tmp_path / "ran").read_text().split()[3:] == ["drill", "b", "c"]
+
+
 HANGS = """
 import faulthandler, signal, sys, threading
 from tests import side_by_side
