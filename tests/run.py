@@ -216,7 +216,7 @@ class Started:
         limit = time.monotonic() + timeout
         while not condition(self.out) and self.process.poll() is None:
             assert time.monotonic() < limit, f"not seen within {timeout:g} s"
-            time.sleep(0.005)
+            time.sleep(0.01)
 
 
 def start(

@@ -144,6 +144,7 @@ def test_found_when_it_should_have_been_proven(tmp_path: Path, clean: Result) ->
     assert_same_run(run, clean)
 
 
+@pytest.mark.full  # always over damaged snapshots: tests/drills/test_memory.py
 def test_a_rollback_passes_over_a_damaged_clean_one(tmp_path: Path, poisoned: Result) -> None:
     """Step 10 is proven at 15 and damaged at 18: the rollback at 22 goes to step 0."""
     run = finish(

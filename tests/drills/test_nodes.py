@@ -79,7 +79,7 @@ class Job:
             assert time.monotonic() - began < timeout, (
                 f"not within {timeout:g} s: {what}{self.text}"
             )
-            time.sleep(0.02)
+            time.sleep(0.05)
         return time.monotonic() - began
 
     def until_step(self, step: int) -> None:

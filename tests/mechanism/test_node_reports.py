@@ -61,8 +61,9 @@ CRASHES: dict[str, tuple[Callable[[int], Report], set[int]]] = {
 }
 
 
+ALWAYS = {("absent", None), ("operation", None), ("silence", 16)}  # test_blame.py has each cause
 CASES = [
-    pytest.param(*case, marks=() if case[1] is None or case[0] == "silence" else pytest.mark.full)
+    pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.full)
     for case in itertools.product(CRASHES, (None, 16))
 ]
 
