@@ -247,8 +247,10 @@ def _options(first: Settings, mine: Settings, theirs: Settings, step: int) -> Fi
         return finding("param_groups", step, f"{words} (step {step}).", names=wrong)
     before, now = mine[wrong[0]], theirs.get(wrong[0], {})
     keys, changes = _changes(before, now)
-    if keys and set(keys) <= {"lr", "initial_lr"}:
-        is_anew = first.get(wrong[0], {}).get("lr") == now.get("lr")
+    begun = first.get(wrong[0], {})
+    rates, of_schedule = {"lr", "initial_lr"}, {k for k in before if begun.get(k) != before[k]}
+    if rates & {*keys} and {*keys} <= rates | of_schedule:  # OneCycleLR moves the momentum too
+        is_anew = begun.get("lr") == now.get("lr")
         why = "the schedule starts anew" if is_anew else "the schedule is not restored"
         words = f"Learning rate {changes.partition(' ')[2]} (step {step}, {count}): {why}."
         return finding("learning_rate", step, words, names=wrong)
@@ -257,8 +259,9 @@ def _options(first: Settings, mine: Settings, theirs: Settings, step: int) -> Fi
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], str]:
-    """The keys whose values differ; ``lr 0.1, was 0.2, eps ...``."""
-    keys = [key for key in before if now.get(key) != before[key]]
+    """The keys whose values differ, the rate first; ``lr 0.1, was 0.2, eps ...``."""
+    ordered = sorted(before, key=lambda key: key != "lr")
+    keys = [key for key in ordered if now.get(key) != before[key]]
     pairs = [f"{k} {_number(now.get(k))}, was {_number(before[k])}" for k in keys]
     return keys, ", ".join(pairs)
 

@@ -52,7 +52,10 @@ def step_of(number: int, rank: int) -> Step:
                 "exp_avg_sq": entry("v", n, number, norm=3.0),
             }.items()
         },
-        options={n: {"lr": rate * (2 if n == "left" else 1), "eps": 1e-8} for n in names},
+        options={
+            n: {"lr": rate * (2 if n == "left" else 1), "eps": 1e-8, "betas": [1 - rate, 0.99]}
+            for n in names
+        },
         gradients={n: entry("g", n, number, rank) for n in names},
         buffers={"mean": entry("mean", number, rank)},
         copies={"Net": {n: entry("ema", n, number) for n in names}},
@@ -147,9 +150,16 @@ def swapped_options(step: Step, number: int) -> None:
     spoiled(step, number)
 
 
-def schedule_anew(step: Step, number: int) -> None:
+def cycle_anew(step: Step, number: int) -> None:
+    """As OneCycleLR's, which moves the momentum as well."""
     step.options = step_of(number - START + 1, 0).options
     spoiled(step, number)
+
+
+def schedule_anew(step: Step, number: int) -> None:
+    betas = {name: one["betas"] for name, one in step.options.items()}
+    cycle_anew(step, number)
+    step.options = {n: {**one, "betas": betas[n]} for n, one in step.options.items()}
 
 
 def other_option(step: Step, number: int) -> None:
@@ -240,6 +250,7 @@ CASES: dict[str, tuple[Callable[[Ranks, int], None], str, int, str]] = {
     "states swapped": (each(swapped_state), "param_groups", START, "those of other parameters"),
     "options swapped": (each(swapped_options), "param_groups", START, "2 of 3 parameters"),
     "schedule": (each(schedule_anew), "learning_rate", START, "0.2, was 0.0181818"),
+    "schedule of momentum": (each(cycle_anew), "learning_rate", START, "0.2, was 0.0181818"),
     "option": (each(other_option), "options", START, "eps 1e-06, was 1e-08"),
     "bf16": (each(rounded), "weights_rounded", START, "rounded to bfloat16"),
     "older weights": (each(older_weights), "older_checkpoint", START, "those after step 5"),
