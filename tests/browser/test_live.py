@@ -86,6 +86,22 @@ def test_the_page_follows_and_a_torn_line_waits(watched: Watched, tmp_path: Path
     assert not [words for words in watched.complaints if "ERR_CONNECTION" not in words]
 
 
+def test_a_server_that_hangs_makes_the_state_doubtful(watched: Watched, tmp_path: Path) -> None:
+    begun(tmp_path, 200)
+    with serving(tmp_path) as port:
+        page = watched.open(f"http://{ADDRESS}:{port}/")
+        page.locator("text=Running: step 199 of 400").wait_for()
+        assert page.title().startswith("running - ")
+        page.wait_for_event("response", predicate=lambda one: "/news" in one.url)
+        page.route("**/news*", lambda route: None)  # no answer, and no error
+        page.evaluate("const was = Date.now; Date.now = () => was() + 20000")
+        page.locator(".state.stale >> text=the server of this page does not answer").wait_for()
+        page.unroute("**/news*")
+        page.reload()
+        page.locator(".state.running >> text=Running: step 199 of 400").wait_for()
+        assert page.locator(".state.stale").count() == 0
+
+
 def test_looks_into_the_model_are_followed(watched: Watched, tmp_path: Path) -> None:
     begun(tmp_path, 200)
     made = Made(steps=400, layers=("embedding", "blocks.0"), slow_rank=1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -367,3 +369,20 @@ def test_a_million_steps_are_a_small_page_that_is_there_at_once(
     assert abs(share[0] - 0.654) < 0.02 and abs(share[1] - 0.41) < 0.06, share
     page.mouse.wheel(0, 3000)
     assert page.evaluate("window.scrollY") > 0
+
+
+@pytest.mark.parametrize("status", [None, "done"])
+def test_an_old_page_of_an_unfinished_run_says_so_by_itself(
+    watched: Watched, tmp_path: Path, status: str | None
+) -> None:
+    target = report(tmp_path, Made(steps=100, status=status))
+    old = re.sub(r'"made":[0-9.]+', f'"made":{time.time() - 3.5 * 3600}', target.read_text())
+    target.write_text(old)
+    page = watched.open(target)
+    box = page.locator("p.state")
+    box.wait_for()
+    is_stale = status is None
+    assert page.locator(".state.stale").count() == is_stale
+    assert ("This page is 3 h old" in box.inner_text()) == is_stale
+    assert page.title().startswith("silent - " if is_stale else "done - ")
+    assert not watched.complaints

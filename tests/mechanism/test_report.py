@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,8 +32,9 @@ from runner.tools.report.follow import Follower
 from runner.tools.report.incident import group_incidents, line_of
 from runner.tools.report.markup import tag
 from runner.tools.report.run_reader import RunReader, RunStatus
+from runner.tools.report.sections import slowest
 from runner.tools.report.side_files import LayerFold, RingFold, ValueGrid
-from tests.made_run import Made, checkpoint, incident
+from tests.made_run import BEGAN, Made, checkpoint, incident
 
 
 def page_of(out: Path) -> str:
@@ -132,8 +134,64 @@ def test_the_state_says_what_would_be_lost(tmp_path: Path) -> None:
     assert now.status == "running" and now.step == 100 and now.lost_steps == 0
     (out / "ring" / "000004-step-00000100" / "COMMITTED").unlink()
     words = RunStatus(run).sentence()
-    assert "Running: step 100 of 100" in words
+    assert words.startswith("As of 20") and ". Running: step 100 of 100" in words
     assert "proven checkpoint is of step 80" in words and "20 steps (20s of work)" in words
+
+
+def test_a_dead_run_is_down_and_its_goodput_falls(tmp_path: Path) -> None:
+    out = Made(steps=100, status=None).write(tmp_path / "run")
+    beat = out / "incarnation" / "beat"
+    beat.parent.mkdir()
+    beat.write_text("1 7\n")
+    os.utime(beat, (BEGAN + 101, BEGAN + 101))
+    now = BEGAN + 102
+    run = RunReader(out, clock=lambda: now)
+    run.update()
+    alive = RunStatus(run)
+    now += 400
+    dead = RunStatus(run)
+    assert (alive.status, dead.status) == ("running", "silent")
+    assert dead.goodput < 0.3 * alive.goodput
+    assert run.time_spent()["restart"] > 390
+    assert sum(run.time_spent().values()) == pytest.approx(now - BEGAN)
+    assert "give the same command again" in dead.sentence()
+    # A file server's clock may be an hour behind: a beat that moves is life.
+    beat.write_text("1 8\n")
+    os.utime(beat, (BEGAN, BEGAN))
+    assert RunStatus(run).status == "running"
+
+
+def test_a_halted_run_has_its_last_loss_and_what_to_do(tmp_path: Path) -> None:
+    out = Made(steps=100, status="halted").write(tmp_path / "run")
+    with (out / "metrics.jsonl").open("a") as file:
+        line = {"step": 101, "action": "halt", "loss": None, "time": BEGAN + 102, "seconds": 1}
+        file.write(json.dumps(line) + "\n")
+    (out / "ring" / "000004-step-00000100" / "COMMITTED").unlink()
+    now = RunStatus(read(out))
+    assert now.loss is not None
+    assert "if the run were lost now" not in now.sentence()
+    assert "Remove the cause" in now.sentence() and "give the same command again" in now.sentence()
+
+
+def test_a_rollback_to_the_initial_state_goes_back_to_the_first_attempt(tmp_path: Path) -> None:
+    run = read(Made(steps=30, back_at=10).write(tmp_path / "run"))
+    [mark] = [mark for mark in run.marks() if mark.line.kind == "rollback"]
+    assert mark.line.detail["to_step"] == 0 and mark.back_to == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        ([0.2512, 0.0006], "rank 0, 0.251 s; the median of the others 6.0e-04 s (419 times)."),
+        ([1.0, 3.0, 1.0], "rank 1, 3 s; the median of the others 1 s (3 times)."),
+        ([1.0], ""),
+    ],
+)
+def test_the_slowest_rank_is_compared_with_the_others(seconds: list[float], words: str) -> None:
+    names = [f"rank {number}" for number in range(len(seconds))]
+    grid = SimpleNamespace(names=names, cells=lambda: [[one] for one in seconds])
+    told = slowest(grid)  # type: ignore[arg-type]
+    assert told == (f"Slowest: {words}" if words else "")
 
 
 def test_lines_of_one_trouble_are_told_together() -> None:
@@ -219,7 +277,7 @@ def test_sections_without_data_are_not_there(tmp_path: Path) -> None:
     text = page_of(journalled(tmp_path, [incident("start", 0)]))
     for title in ("Curves", "Incidents", "The ring", "The stream", "Warnings"):
         assert f"<h3>{title}" not in text
-    assert "<svg" not in text
+    assert text.count("<svg") == 1, "where the time went: it is down"
 
 
 def test_the_policy_names_what_the_page_holds(tmp_path: Path) -> None:

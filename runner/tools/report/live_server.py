@@ -23,7 +23,7 @@ from runner.system.error import ConfigError
 from runner.system.parsing import json_text
 from runner.tools.report.attempts import AttemptRow
 from runner.tools.report.drawing import data_of
-from runner.tools.report.page import page, parts_of
+from runner.tools.report.page import page, parts_of, title_of
 from runner.tools.report.run_reader import RunReader
 
 ADDRESS = "127.0.0.1"
@@ -80,6 +80,7 @@ class LiveRun:
             has_news = len(run.fold.attempts) if rows is None else rows or after >= 0
             return {
                 "alive": run.is_alive(),
+                "title": title_of([run], [run.run_dir.out.name or str(run.run_dir.out.resolve())]),
                 "whole": rows is None,
                 "known": ",".join(f"{name}:{_short(key)}" for name, (key, _) in sections.items()),
                 "parts": {

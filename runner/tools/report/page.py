@@ -84,7 +84,14 @@ def page(runs: Sequence[RunReader], *, is_live: bool = False) -> str:
     licence = asset("uPlot.LICENSE").strip()
     library = f"/* uPlot 1.6.32\n{licence}\n*/\n{asset('uPlot.iife.min.js')}"
     script = asset("page.js")
-    data: dict[str, Any] = {"live": is_live, "runs": [data_of(run) for run in runs]}
+    minutes = [run.settings().get("track.report_minutes") for run in runs]
+    data: dict[str, Any] = {
+        "live": is_live,
+        "made": runs[0].clock(),
+        # A page that is written while its run goes on is older only if the run is dead.
+        "stale": 120 * max([5, *(one for one in minutes if isinstance(one, int | float))]),
+        "runs": [data_of(run) for run in runs],
+    }
     parts = [tag("article", _article(run, place)) for place, run in enumerate(runs)]
     if len(runs) > 1:
         data["compare"] = sections.comparison_data(by_name)
@@ -101,7 +108,7 @@ def page(runs: Sequence[RunReader], *, is_live: bool = False) -> str:
         Html('<meta name="viewport" content="width=device-width, initial-scale=1">'),
         Html('<meta name="color-scheme" content="light dark">'),
         Html('<meta name="referrer" content="no-referrer">'),
-        tag("title", f"{', '.join(names)} - holdfast"),
+        tag("title", title_of(runs, names)),
         tag("style", Html(style)),
     )
     body = tag(
@@ -114,6 +121,12 @@ def page(runs: Sequence[RunReader], *, is_live: bool = False) -> str:
         tag("script", Html(script)),
     )
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def title_of(runs: Sequence[RunReader], names: Sequence[str]) -> str:
+    """The page's title: the status first, which is all that a narrow tab shows."""
+    status = f"{RunStatus(runs[0]).status} - " if len(runs) == 1 else ""
+    return f"{status}{', '.join(names)} - holdfast"
 
 
 def _name(out: Path, runs: Sequence[RunReader]) -> str:

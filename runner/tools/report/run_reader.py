@@ -72,6 +72,7 @@ class _Fold:
     last_action: str = ""
     cursor: int = 0
     eval_loss: float | None = None
+    applied_loss: float | None = None  # of the last applied step
 
 
 class RunReader:
@@ -104,6 +105,7 @@ class RunReader:
             Follower(path) for path in (paths.layers, paths.rank_times, paths.ring_lines)
         ]
         self._evidence: dict[int, Evidence] = {}
+        self._beat: tuple[str, float | None] | None = None  # read, and when it was seen to change
         self.fold = self._new_fold()
 
     def _new_fold(self) -> _Fold:
@@ -182,6 +184,8 @@ class RunReader:
         fold.attempts.add(row)
         is_marked = self._place_marks(row)
         fold.thinned.add(row, odd=is_marked or is_odd(row, record))
+        if row.is_applied:
+            fold.applied_loss = row.loss
         if row.eval_loss == row.eval_loss:
             fold.eval_loss = row.eval_loss
             fold.evaluated.add(row, odd=False)
@@ -217,7 +221,8 @@ class RunReader:
         back = None
         if line.kind == "rollback":
             to_step = whole(line.detail.get("to_step"))
-            back = self.fold.attempts.attempt_of(to_step, before=attempt)
+            # Of step 0, the initial state, there is no attempt.
+            back = self.fold.attempts.attempt_of(max(1, to_step), before=attempt)
         return Mark(line=line, attempt=attempt, back_to=back)
 
     def marks(self) -> list[Mark]:
@@ -262,12 +267,21 @@ class RunReader:
         return next((line for line in reversed(self.fold.lines) if line.kind == kind), None)
 
     def silent_seconds(self) -> float | None:
-        """Seconds since the last heartbeat of the run's owner; None without an owner."""
+        """Seconds since the last heartbeat of the run's owner; None without an owner.
+
+        A beat that this reader has seen to move counts by the reader's own clock: that of a file
+        server may be wrong. Until then the file's time has to do.
+        """
+        path = self.run_dir.incarnation / "beat"
         try:
-            beat = (self.run_dir.incarnation / "beat").stat().st_mtime
-        except OSError:
+            text, written = path.read_text()[:100], path.stat().st_mtime
+        except (OSError, UnicodeDecodeError):
             return None
-        return max(0.0, self.clock() - beat)
+        now = self.clock()
+        if self._beat is None or text != self._beat[0]:
+            self._beat = text, None if self._beat is None else now
+        moved = self._beat[1]
+        return max(0.0, now - (written if moved is None else moved))
 
     def is_alive(self) -> bool:
         """Whether the run is training right now."""
@@ -290,8 +304,14 @@ class RunReader:
         breakdown = seconds_by_kind(summary.get("time")) if summary else {}
         if breakdown:
             return breakdown
-        until = self.clock() if self.is_alive() else self.last_time()
-        return self.fold.account.breakdown(until - (self.began() or until))
+        # A run that was not ended is down: its time goes on.
+        until, last = self.clock(), self.last_time()
+        spent = self.fold.account.breakdown(until - (self.began() or until))
+        if not self.is_alive():
+            down = min(spent["other"], max(0.0, until - last))
+            spent["other"] -= down
+            spent["restart"] = spent.get("restart", 0.0) + down
+        return spent
 
     def last_hour(self) -> dict[str, float] | None:
         """The same for the last hour; None for a shorter run."""
@@ -325,7 +345,8 @@ class RunStatus:
         self.step = _step(last, summary)
         total = run.settings().get("steps")
         self.total: int | None = total if type(total) is int else None
-        self.loss = _finite(last.loss if last else None)
+        self.loss = _finite(fold.applied_loss)
+        self.as_of = run.clock()
         self.eval_loss = _finite(fold.eval_loss)
         self.tokens_per_second = _finite(last.tokens_per_second if last else None)
         spent = run.time_spent()
@@ -343,7 +364,7 @@ class RunStatus:
         proven = [one for one in ring if one.state is State.clean]
         usable = [one for one in ring if one.state is not State.tainted]
         self.proven_step = proven[-1].step if proven else None
-        self.proven_age = max(0.0, run.clock() - proven[-1].time) if proven else 0.0
+        self.proven_at = proven[-1].time if proven else 0.0
         self.lost_steps = max(0, self.step - usable[-1].step) if usable else None
         attempt = attempts.attempt_of(usable[-1].step) if usable else None
         self.lost_seconds = 0.0
@@ -354,7 +375,13 @@ class RunStatus:
         """One sentence with what a person needs first."""
         losses = [f"{name} {text}" for name, text in self.numbers() if name in ("loss", "held-out")]
         numbers = f"; {', '.join(losses)} nats per token" if losses else ""
-        return f"{self._state()}{numbers}. {self._safety()}"
+        as_of = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(self.as_of))
+        return f"As of {as_of}. {self._state()}{numbers}. {self._safety()}{self._to_do()}"
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the newest start has written how it ended."""
+        return self.status not in ("running", "starting", "silent")
 
     def numbers(self) -> list[tuple[str, str]]:
         """Name and text of the known numbers besides step and losses."""
@@ -389,15 +416,29 @@ class RunStatus:
     def _safety(self) -> str:
         proven = "No checkpoint on disk is proven yet"
         if self.proven_step is not None:
-            age = duration(self.proven_age)
-            proven = f"The newest proven checkpoint is of step {self.proven_step:,}, {age} old"
-        if self.lost_steps is None:
+            at = time.strftime("%H:%M:%S", time.localtime(self.proven_at))
+            proven = f"The newest proven checkpoint is of step {self.proven_step:,}, saved at {at}"
+        if self.lost_steps is None or self.has_ended:
             return f"{proven}."
         if self.lost_steps == 0:
             return f"{proven}; nothing would be lost now."
         cost = f" ({duration(self.lost_seconds)} of work)" if self.lost_seconds > 0 else ""
         steps = "1 step" if self.lost_steps == 1 else f"{self.lost_steps:,} steps"
         return f"{proven}; {steps}{cost} would be computed again if the run were lost now."
+
+    def _to_do(self) -> str:
+        """What a person has to do; empty for nothing."""
+        if self.status == "halted":
+            return (
+                " The run has ended. Remove the cause that the last "
+                "incident names (data.skip, optim.lr, or guard.max_rollbacks for more tries), and "
+                "give the same command again."
+            )
+        if self.status == "silent":
+            return " If no launcher starts it again, give the same command again."
+        if self.status in ("preempted", "failed"):
+            return " The run has ended; the same command resumes it."
+        return ""
 
 
 def _status(run: RunReader) -> str:

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from statistics import median_high
+from statistics import median, median_high
 from typing import Any
 
 from runner.policy.retention.records import State
@@ -379,15 +379,16 @@ def ranks(run: RunReader) -> Html | None:
 
 
 def slowest(grid: ValueGrid) -> str:
-    """A sentence about the rank with the highest median; empty without values."""
+    """A sentence about the rank with the highest median; empty for fewer than two with values."""
     rows = zip(grid.names, grid.cells(), strict=True)
     known = {name: [value for value in row if value == value] for name, row in rows}
     medians = {name: median_high(values) for name, values in known.items() if values}
-    if not medians:
+    if len(medians) < 2:
         return ""
     name, most = max(medians.items(), key=lambda one: one[1])
-    usual = median_high(medians.values())
-    return f"Slowest: {name}, {number(most)} s; the median {number(usual)} s."
+    usual = median(value for other, value in medians.items() if other != name)
+    times = f" ({number(most / usual)} times)" if usual > 0 else ""
+    return f"Slowest: {name}, {number(most)} s; the median of the others {number(usual)} s{times}."
 
 
 # -- the ring --------------------------------------------------------------------------------

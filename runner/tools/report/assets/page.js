@@ -638,7 +638,7 @@
   async function ask(view) {
     const whole = !view || view.attempt.length > MOST_ROWS;
     const after = whole ? -1 : view.attempt[view.attempt.length - 1];
-    const answer = await fetch(`news?after=${after}&generation=${view ? view.generation : -1}&known=${encodeURIComponent(known)}`, { cache: "no-store" });
+    const answer = await fetch(`news?after=${after}&generation=${view ? view.generation : -1}&known=${encodeURIComponent(known)}`, { cache: "no-store", signal: AbortSignal.timeout(10000) });
     if (!answer.ok) throw new Error(`${answer.status}`);
     return answer.json();
   }
@@ -654,7 +654,7 @@
   }
 
   let known = "";
-  async function follow(line) {
+  async function follow() {
     let view = views.find((one) => one.section);
     const told = await ask(view);
     known = told.known;
@@ -680,17 +680,58 @@
         view.refresh();
       }
     }
-    line.textContent = told.alive ? "live" : "live page of a run that is not in progress";
+    document.title = told.title;
+    return told.alive ? "live" : "live page of a run that is not in progress";
   }
 
+  // -- age -----------------------------------------------------------------------------------
+
+  const age = (seconds) => {
+    for (const [unit, size] of [["d", 86400], ["h", 3600], ["min", 60]]) {
+      if (seconds >= 2 * size) return `${Math.floor(seconds / size)} ${unit}`;
+    }
+    return `${Math.floor(seconds)} s`;
+  };
+
+  // The state of a run that had not ended turns red, with the reason before it; once.
+  function doubt(words) {
+    for (const box of document.querySelectorAll(".state.running, .state.plain, .state.silent")) {
+      let told = box.querySelector(".doubt");
+      if (!told) {
+        told = document.createElement("strong");
+        told.className = "doubt";
+        box.prepend(told);
+      }
+      box.classList.add("stale");
+      told.textContent = `${words} `;
+    }
+  }
+
+  const LATE_SECONDS = 15;
   if (data.live) {
     const line = document.querySelector(".live");
     line.hidden = false;
-    line.textContent = "live";
+    let words = "live", answered = Date.now();
     const again = async () => {
-      try { await follow(line); } catch (error) { line.textContent = "the server of this page does not answer"; }
+      try {
+        words = await follow();
+        answered = Date.now();
+      } catch (error) { /* the clock tells */ }
       setTimeout(again, document.hidden ? 10000 : 1500);
     };
     setTimeout(again, 500);
+    setInterval(() => {
+      const seconds = (Date.now() - answered) / 1000;
+      const is_late = seconds > LATE_SECONDS;
+      line.textContent = is_late ? "the server of this page does not answer" : `${words}, ${age(seconds)} ago`;
+      if (is_late) doubt(`Not known for ${age(seconds)}: the server of this page does not answer.`);
+    }, 1000);
+  } else {
+    const look = () => {
+      const seconds = Date.now() / 1000 - data.made;
+      if (seconds > data.stale) doubt(`This page is ${age(seconds)} old; the run may have ended since.`);
+    };
+    look();
+    setInterval(look, 10000);
   }
 })();
