@@ -70,18 +70,6 @@ def test_a_copy_of_the_weights_that_differs_is_no_device(tmp_path: Path) -> None
     assert hit.digest == clean.digest
 
 
-@pytest.mark.full  # always one of two ranks, below; two of four: tests/mechanism/test_audit.py
-def test_of_four_ranks_two_that_differ_alike_are_named(tmp_path: Path) -> None:
-    """Two against two: the weights that all agreed on decide."""
-    words = (*SMALL, "batch.global_size=12", f"debug.audit_every={EVERY}")
-    wrong = "faults=['wrong@step=7,rank=1','wrong@step=7,rank=3']"
-    hit = train(tmp_path / "hit", *words, wrong, ranks=4)
-    assert hit.code == 0, hit.tail
-    (line,) = hit.journal("audit")
-    assert line["step"] == 10 and line["ranks"] == [1, 3], line
-    assert "they no longer give the bits on which all agreed then" in line["reason"]
-
-
 FULL = pytest.mark.full
 OFTEN = "checkpoint.clean_after=3"
 

@@ -69,15 +69,6 @@ def built(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "built").glob("*"))
 
 
-@pytest.mark.full  # always in small: tests/mechanism/test_slow.py
-def test_one_rank_tokenises_for_all_and_may_take_longer_than_a_collective(tmp_path: Path) -> None:
-    settings = told(tmp_path, jsonl(tmp_path / "a.jsonl"))
-    limit = "parallel.timeout_seconds=15"
-    finish(tmp_path / "run", *settings, limit, program=program(tmp_path, 18.0))
-    assert built(tmp_path) == ["rank-0"]
-    assert [path.name[0] != "." for path in (tmp_path / "cache").iterdir()] == [True]
-
-
 def test_an_error_of_the_rank_that_tokenises_is_every_rank_s(tmp_path: Path) -> None:
     corpus = jsonl(tmp_path / "a.jsonl")
     with corpus.open("a") as out:

@@ -58,21 +58,6 @@ def test_another_engine_with_every_command(tmp_path: Path, clean: Result) -> Non
     assert len(run.metrics()) == 60, "no step was done twice"
 
 
-@pytest.mark.full  # always, with a mixture: tests/drills/test_mixture.py
-@pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
-def test_trouble_is_judged_alike_on_three_ranks(
-    tmp_path: Path, poisoned: Result, parallel: str
-) -> None:
-    """Poison before the change, its ledger obeyed after it."""
-    out = tmp_path / "run"
-    faults = "faults=[poison@samples=700-790,poison@samples=1400-1420]"
-    finish(out, "steps=35", UP_TO_60, faults)
-    run = finish(out, UP_TO_60, faults, f"parallel={parallel}", ranks=3)
-    assert run.summary["skipped"][:-1] == poisoned.summary["skipped"], run.tail
-    assert run.summary["skipped"][-1][0] <= 1400 and run.summary["skipped"][-1][1] > 1420
-    assert_every_sample_once(run)
-
-
 def assert_follows(run: Result, clean: Result) -> None:
     """The same samples, batch and rate at each step; losses apart by rounding only."""
     assert_every_sample_once(run)

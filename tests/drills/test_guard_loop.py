@@ -61,20 +61,6 @@ def test_nan_in_the_loss_of_an_early_batch_of_one_rank_discards_the_step_on_all(
     assert [line["sample_ids"] for line in bad] == [["batch 6"], ["batch 20"], ["batch 30"]]
 
 
-@pytest.mark.full  # always on one rank: tests/mechanism/test_strange_loops.py
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_random_windows_of_the_generator_that_dropout_draws_from(
-    tmp_path: Path, ranks: int
-) -> None:
-    """Two batches a step: what the second one is depends on the forward pass of the first."""
-    ends = run(tmp_path, "windows", "poison", "told", "bare", ranks=ranks, restarts=1, KILL_AT="31")
-    assert ends["poison"] == ends["told"] == ends["bare"]
-    assert ends["poison"]["skipped"][:2] == [[8, 10], [20, 22]]
-    lines = read_lines(tmp_path / "windows-poison" / "journal.jsonl")
-    assert sum(line["kind"] == "start" for line in lines) == 2
-    assert [line["step"] for line in lines if line["kind"] == "rollback"]
-
-
 @pytest.mark.parametrize(
     ("layout", "late"),
     [

@@ -73,16 +73,6 @@ def test_the_scripts_end_with_the_runners_own_code(tmp_path: Path) -> None:
     assert wrong.returncode == 2 and "steps=none" in wrong.stderr, wrong.stdout + wrong.stderr
 
 
-@pytest.mark.full  # always by the launcher that the script calls: tests/drills/test_supervise.py
-def test_the_script_ends_with_the_code_of_a_halt(tmp_path: Path) -> None:
-    train_sh = str(ROOT / "scripts" / "train.sh")
-    halted = shell(
-        "bash", train_sh, f"out={tmp_path / 'run'}", "model=tiny", "data=synthetic", "steps=30",
-        "guard.max_rollbacks=0", "faults=[poison@samples=100-900]", cwd=tmp_path,
-    )  # fmt: skip
-    assert halted.returncode == 3, halted.stdout[-2000:] + halted.stderr[-2000:]
-
-
 def test_tensorboard_has_every_step_once_after_a_restart(tmp_path: Path) -> None:
     options = ("track=tensorboard", "eval.every=10", "steps=20", "faults=[kill@step=15,rank=0]")
     assert train(tmp_path / "run", *options, ranks=0).code != 0

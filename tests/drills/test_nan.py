@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.drills.compare import assert_every_sample_once, assert_same_end
-from tests.run import Result, finish, skip_override, train
+from tests.run import Result, finish, skip_override
 
 # kind, step, rank: far enough apart for each to be an episode of its own.
 EACH_RANK_IN_TURN = [
@@ -78,19 +78,6 @@ def assert_discards_explain_themselves(run: Result) -> None:
         assert all(first <= position < stop for position in line["detail"]["suspects"])
     assert run.summary["discarded_steps"] == len(discards)
     assert len([line for line in run.metrics() if line["action"] == "discard"]) == len(discards)
-
-
-@pytest.mark.full  # always of the engine: tests/mechanism/test_engine.py
-@pytest.mark.parametrize("kind", ["nan_grad", "nan_loss"])
-def test_state_is_bit_identical_after_a_nan(tmp_path: Path, kind: str) -> None:
-    """Stopped right after the bad step, against a run that ends just before it."""
-    told_to_stop = ("guard.persist=1", "guard.max_rollbacks=0")
-    hit = train(tmp_path / "hit", f"faults=[{kind}@step=20,rank=1]", *told_to_stop)
-    assert hit.summary["status"] == "halted", hit.tail
-    assert hit.metrics()[-1]["action"] == "halt"
-    before = finish(tmp_path / "before", "steps=19", "schedule.total=60", *told_to_stop)
-    assert hit.summary["steps"] == before.summary["steps"] == 19
-    assert hit.digest == before.digest, hit.tail
 
 
 @pytest.mark.full

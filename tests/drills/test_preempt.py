@@ -117,17 +117,3 @@ def test_the_grace_ends_a_step_that_does_not_end(tmp_path: Path) -> None:
     assert 0 not in started.ranks(), "it waits for the collective"
     started.kill()
     assert "of step 25 did not end within preempt.grace_seconds=2" in started.wait().text
-
-
-@pytest.mark.full  # always with Slurm's own limit: tests/drills/test_slurm.py
-def test_the_schedulers_limit_is_kept(tmp_path: Path, clean: Result) -> None:
-    """Known from the environment, as a batch script sets it."""
-    out = tmp_path / "run"
-    end = str(int(time.time()) + 40)
-    run = start(
-        out, "faults=[slow@step=10-60,seconds=2]", "preempt.margin_seconds=25",
-        env={"HOLDFAST_END_TIME": end},
-    ).wait()  # fmt: skip
-    assert time.time() < int(end), "in time"
-    assert run.summary["exit_code"] == 75 and "time limit" in run.summary["reason"], run.tail
-    assert_same_run(finish(out), clean)

@@ -18,7 +18,6 @@ from runner.system.json_lines import read_lines
 from runner.system.process import parent
 from tests import warm
 from tests.drills.compare import assert_every_sample_once, assert_same_run
-from tests.drills.test_everything import BAD, EVERYTHING, KILL, TRANSIENT
 from tests.run import (
     TINY,
     Result,
@@ -26,7 +25,6 @@ from tests.run import (
     environment_of,
     journalled,
     metrics_step,
-    skip_override,
     unbroken,
 )
 
@@ -242,27 +240,6 @@ def test_a_fork_server_that_dies_harms_no_rank(tmp_path: Path, clean: Result) ->
     assert run.text.count("imports everything anew") == 1, run.text
     starts = [line for line in run.journal("start") if line["step"]]
     assert all("evidence" in line["detail"]["start_seconds"] for line in starts)
-
-
-@pytest.mark.full  # always a launch and its restarts above, and everything on in test_everything.py
-def test_warm_ranks_with_everything_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evaluation, accumulation, a mixture, probes, late copies; a discard, a kill, a stop."""
-    monkeypatch.setenv(warm.LATE_COPIES, "1")
-    words = (*EVERYTHING, "parallel=ddp", "batch.micro_size=8")
-    slow = "slow@step=44-60,seconds=0.25"
-    hit = launch(tmp_path / "hit", *words, f"faults=[{BAD},{TRANSIENT},{KILL},{slow}]")
-    hit.until(lambda out: metrics_step(out) >= 45)
-    hit.process.send_signal(signal.SIGTERM)
-    stopped = hit.wait()
-    assert stopped.code == 75, stopped.tail
-    hit = launch(tmp_path / "hit", *words, f"faults=[{BAD},{TRANSIENT},{KILL},{slow}]")
-    ended = hit.wait()
-    assert ended.code == 0 and ended.summary["skipped"] == [[700, 702]], ended.tail
-    assert ended.summary["restarts"] == 2 and hit.pids() == []
-    assert "fork server" not in stopped.text + ended.text  # it had no reason to speak
-    skipped = skip_override(ended.summary["skipped"])
-    told = launch(tmp_path / "told", *words, "launch.warm=false", skipped).wait()
-    assert told.code == 0 and told.digest == ended.digest, told.tail
 
 
 def test_launch_that_is_killed_leaves_no_process(tmp_path: Path) -> None:

@@ -124,22 +124,6 @@ def test_untied_weights_and_decay_groups_train_as_on_fsdp(
     assert run.digest == untied.digest, run.tail
 
 
-@pytest.mark.full  # always in small: tests/mechanism/test_zero_contract.py
-@pytest.mark.parametrize("stage", STAGES)
-def test_an_update_that_deepspeed_skips_by_itself_is_a_discard(tmp_path: Path, stage: str) -> None:
-    """Forced, as nothing that we know makes it: at its 8th update it takes its own way out."""
-    program = tmp_path / "forced.py"
-    program.write_text(FORCED)
-    hit = finish(tmp_path / "hit", f"parallel={stage}", "steps=20", program=program)
-    (line,) = hit.journal("discard")
-    assert "DeepSpeed itself skipped" in line["reason"] and line["step"] == 8, hit.tail
-    assert line["detail"]["verdict"] == "NonFinite"
-    told = finish(
-        tmp_path / "told", f"parallel={stage}", "steps=20", skip_override(hit.summary["skipped"])
-    )
-    assert_same_end(hit, told)
-
-
 @pytest.mark.full
 def test_without_a_guard_deepspeed_skipping_for_ever_ends_in_a_halt(tmp_path: Path) -> None:
     program = tmp_path / "forced.py"

@@ -100,29 +100,6 @@ def test_every_omission_is_noticed() -> None:
     )
 
 
-UNUSED = """
-from tests.pretended.rig import _STAND_INS, _NAMES, _used, require_used
-assert all(hasattr(owner, name) for owner, name, _ in _STAND_INS)
-_used.update(_NAMES - {"device_mesh"})
-require_used()
-"""
-
-
-@pytest.mark.full  # a test of these tests
-def test_a_stand_in_that_nothing_calls_is_an_error() -> None:
-    """It once stood where a function had been, and the steps ran without it."""
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", UNUSED],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=850,
-    )
-    assert ended.returncode == 1 and "nothing calls any more" in ended.stderr, ended.stderr[-2000:]
-    assert "['device_mesh']" in ended.stderr
-
-
 # Bytes. A parameter has 12 of state: the weight in FP32 and two moments.
 
 LLAMA = (
