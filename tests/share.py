@@ -56,7 +56,7 @@ def _claimed(session: pytest.Session, share: Path) -> Iterator[pytest.Item]:
     modules = list(session.perform_collect(names, genitems=False))
     if _is_first(share / "from-the-end"):
         # Drills come first and mostly wait; tests in one process come last and mostly compute.
-        modules.reverse()
+        modules.sort(key=lambda module: module.path.parent, reverse=True)
     everything: list[pytest.Item] = []
     for module in modules:
         if not _is_first(share / f"begun-{str(module.path).replace(os.sep, '.')}"):

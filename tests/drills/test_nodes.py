@@ -233,7 +233,9 @@ def test_a_rank_that_ends_badly_is_replaced_on_both_nodes(
 @pytest.mark.twin
 def test_pods_start_again_inside_and_keep_their_snapshots(tmp_path: Path, clean: Result) -> None:
     """The manifests' own command in each pod, whose /dev/shm ends with it."""
-    out, told = tmp_path / "run", ["faults=[kill@step=33,rank=1]", "checkpoint.memory_every=1"]
+    # Snapshots are finished behind the steps: give a busy machine time for those before the kill.
+    faults = "faults=[slow@step=29-33,seconds=0.3,kill@step=33,rank=1]"
+    out, told = tmp_path / "run", [faults, "checkpoint.memory_every=1"]
     pods = Pods(name="d", image="holdfast", nodes=2, num_ranks=1)
     template = job_set(pods, [f"out={out}", *TINY, *unbroken([*QUICK, *told])])["spec"]
     pod = template["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]

@@ -56,7 +56,8 @@ def test_a_cloud_takes_the_machine_back(tmp_path: Path, clean: Result, late: boo
         cloud.event = "spot"
         asked = started.wait()
     assert asked.summary["exit_code"] == 75
-    assert "asked to stop (rank 0: AWS: spot instance, terminate); saved" in asked.summary["reason"]
+    reason = asked.summary["reason"]  # in some steps also: the next start makes the evaluation
+    assert "asked to stop (rank 0: AWS: spot instance, terminate" in reason and "; saved" in reason
     assert "a notice of 30 s (Google, Azure) saves the last step if a step takes" in asked.text
     [advice] = asked.journal("notice")
     assert advice["reason"].startswith("rank 0: AWS: rebalance")
