@@ -211,6 +211,22 @@ def train_hf(script: ScriptArguments) -> Ended:
     return fit_hf(trainer, script)
 
 
+def train_qlora(script: ScriptArguments) -> Ended:
+    """The Trainer on adapters over a base of 4 bits."""
+    from transformers import Trainer, TrainingArguments
+
+    from tests.quantised_script import adapted, write_base
+
+    folder = script.out.with_name(f"base{os.environ.get('RANK', '')}")
+    write_base(folder)
+    data = [{"input_ids": ids, "labels": ids} for ids in tokens(script.bad)]
+    arguments = TrainingArguments(**hf_arguments(script), eval_strategy="steps", eval_steps=9)
+    trainer = poisoned(Trainer)(
+        model=adapted(folder, "nf4"), args=arguments, train_dataset=data, eval_dataset=data[:8]
+    )
+    return fit_hf(trainer, script)
+
+
 def train_sft(script: ScriptArguments) -> Ended:
     """TRL's trainer, on tokenized rows."""
     from datasets import Dataset
@@ -379,6 +395,7 @@ Train = Callable[[ScriptArguments], Ended]
 FRAMEWORKS: dict[str, Train] = {
     "hf": train_hf,
     "sft": train_sft,
+    "qlora": train_qlora,
     "lightning": train_lightning,
     "fabric": train_fabric,
     "accelerate": train_accelerate,

@@ -65,6 +65,14 @@ class HfExport:
         lora = _lora(settings) if is_hf else None
         if self.merge and lora is None:
             raise ConfigError("--merge: the run trains no adapters (model.lora); leave it out")
+        if self.merge and settings.get("model.quantize") is not None:
+            path = settings["model.path"]
+            raise ConfigError(
+                f"--merge: the run holds its base quantised (model.quantize="
+                f"{settings['model.quantize']}), and no checkpoint has it; leave --merge out, and "
+                f"merge by PEFT: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("
+                f"{path!r}), DIR).merge_and_unload()"
+            )
         if not is_hf:
             return self._decoder(entry, settings)
         model = _Model(self.run, str(settings["model.path"]), lora)

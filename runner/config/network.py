@@ -12,7 +12,7 @@ from typing import Any, Final
 from runner.config.schema import DECODER_KEYS, ModelConfig, RunConfig
 from runner.system.error import ConfigError
 
-_HF_KEYS: Final = ("path", "init", "lora")
+_HF_KEYS: Final = ("path", "init", "lora", "quantize")
 _ROPE_SIZES: Final = (
     "factor",
     "low_freq_factor",
@@ -20,6 +20,7 @@ _ROPE_SIZES: Final = (
     "original_max_position_embeddings",
 )
 _LORA_KEYS: Final = ("r", "targets", "alpha", "dropout", "rslora")
+_QUANTISED: Final = ("nf4", "fp4", "int8")
 _LARGEST_RANK: Final = 1 << 16
 
 
@@ -138,12 +139,42 @@ def network_problems(config: RunConfig) -> list[str]:
         problems.append("model=hf: needs model.path, the folder that has the model's config.json")
     if model.init not in ("weights", "random"):
         problems.append(f"model.init={str(model.init)[:50]}: must be weights or random")
+    problems += _quantize_problems(config)
     problems += [
         f"model.{name}={str(getattr(model, name))[:100]}: is a decoder setting; with model=hf the "
         "folder's config.json sets it: remove it"
         for name in _set_in(model, sorted(DECODER_KEYS - {"kind", *_HF_KEYS}))
     ]
     return problems
+
+
+def _quantize_problems(config: RunConfig) -> list[str]:
+    model, kind = config.model, config.model.quantize
+    if kind is None:
+        return []
+    shown = f"model.quantize={str(kind)[:50]}"
+    if kind not in _QUANTISED:
+        remedy = "; bitsandbytes' int4 is nf4" if str(kind) in ("int4", "4bit") else ""
+        return [f"{shown}: must be one of {', '.join(_QUANTISED)}, or null{remedy}"]
+    rules = [
+        (
+            model.lora is None,
+            "quantised weights cannot be trained; train adapters on them, "
+            "model.lora={r: 8, targets: all-linear}",
+        ),
+        (
+            model.init == "random",
+            "is made from the weights of model.path; leave model.init=random out",
+        ),
+        (
+            config.parallel.kind.value.startswith("zero"),
+            f"parallel={config.parallel.kind.value}: DeepSpeed would have to know the quantised "
+            "layers; use parallel=ddp, or fsdp, which shards the rest and holds them whole on "
+            "every rank",
+        ),
+        (config.compute.compile, "cannot be compiled; leave compute.compile out"),
+    ]
+    return [f"{shown}: {sentence}" for is_wrong, sentence in rules if is_wrong]
 
 
 def _misread(model: ModelConfig) -> list[str]:

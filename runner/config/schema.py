@@ -171,6 +171,12 @@ class ModelConfig:
         "dropout: 0.0, rslora: false}; null: train all weights",
         shown="mapping | null",
     )
+    quantize: Any = exact(
+        None,
+        "hf with lora: hold the frozen linear layers in 4 or 8 bits, by bitsandbytes; every rank "
+        "has them whole, and no checkpoint has them; null: as they are",
+        shown="nf4 | fp4 | int8 | null",
+    )
     dim: int = exact(128, "width of the residual stream", ge=2)
     layers: int = exact(4, "number of blocks", ge=1)
     heads: int = exact(4, "attention heads; must divide dim", ge=1)

@@ -389,6 +389,7 @@ def check_extras(config: RunConfig) -> None:
         (track.mlflow, "track=mlflow", "mlflow"),
         (is_tokenized, f"data.tokenizer={data.tokenizer}", "text"),
         (is_hf(config.model), "model=hf", "hf"),
+        (config.model.quantize is not None, f"model.quantize={config.model.quantize}", "quantised"),
         (data._target_ is None and data.kind is DataKind.hf, "data=hf", "hf"),
         (is_s3, "checkpoint.remote=s3://...", "remote"),
     ]

@@ -28,6 +28,7 @@ def rank_modules(config: RunConfig) -> list[str]:
         "deepspeed": is_zero(config.parallel.kind),
         "transformers": is_hf(model),
         "peft": model.lora is not None,
+        "bitsandbytes": model.quantize is not None,
     }
     return [*(name for name, is_needed in names.items() if is_needed), *config.launch.preload]
 

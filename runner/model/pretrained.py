@@ -23,7 +23,16 @@ from torch import Tensor, nn
 from runner.config.network import LoraSettings
 from runner.model.blueprint import GuestBlueprint
 from runner.model.documents import segment_mask
-from runner.model.objective import SEGMENTS, Batch, GuestObjective, Losses, accepted_by
+from runner.model.objective import (
+    SEGMENTS,
+    Batch,
+    GuestObjective,
+    Losses,
+    accepted_by,
+    embeddings_of,
+)
+from runner.model.quantised import NO_BASE, digest_of
+from runner.model.quantised_linear import Held, quantise, quantised_layers
 from runner.model.recompute import NONE, SELECTIVE, selective_contexts
 from runner.model.recorded import named_tensors, put_tensor
 from runner.system.error import ConfigError, imported
@@ -80,7 +89,8 @@ def read_config(folder: Path) -> Any:
     if tree.get("quantization_config") is not None:
         raise ConfigError(
             f"model.path={folder}: {CONFIG} has a quantization_config; quantised weights cannot "
-            "be trained, take the model that they were made from"
+            "be trained, take the model that they were made from, with model.quantize=nf4, fp4 or "
+            "int8"
         )
     return config
 
@@ -100,10 +110,14 @@ def read_tree(path: Path) -> dict[str, Any]:
     return tree
 
 
-def build(config: Any, lora: LoraSettings | None, *, recompute: str) -> nn.Module:
+def build(
+    config: Any, lora: LoraSettings | None, *, recompute: str, quantize: str | None = None
+) -> nn.Module:
     """Build the network with fresh weights, in FP32 and trainable.
 
     Args:
+        quantize: whether frozen linear layers but the head wait for weights in fewer bits, and of
+            which kind.
         recompute: none, blocks or selective, see :mod:`runner.model.recompute`.
 
     Raises:
@@ -122,7 +136,12 @@ def build(config: Any, lora: LoraSettings | None, *, recompute: str) -> nn.Modul
         network.activation_checkpointing_enable(  # type: ignore[operator]
             {"use_reentrant": False, **contexts}
         )
-    return network if lora is None else _adapted(network, lora)
+    if lora is not None:
+        network = _adapted(network, lora)
+    if quantize is not None:
+        head = embeddings_of(base_network(network), "output")
+        quantise(network, f"model.quantize={quantize}", skip=(head,))
+    return network
 
 
 def _adapted(network: nn.Module, lora: LoraSettings) -> nn.Module:
@@ -225,11 +244,13 @@ class PretrainedBlueprint(GuestBlueprint):
     Args:
         path: of the folder, for messages.
         open_weights: opens the initial weights; None: fresh ones. Not called by a run that resumes
-            from a checkpoint.
+            from a checkpoint, but for those to be quantised.
+        quantize: the kind of bits in which frozen layers are held; None: as they are.
     """
 
     path: str
     open_weights: Callable[[], Weights] | None
+    quantize: str | None = None
     objective_type: ClassVar[type[GuestObjective]] = PretrainedObjective
 
     @property
@@ -259,8 +280,36 @@ class PretrainedBlueprint(GuestBlueprint):
             return super().initial(seed, name, shape, start, count)
         return _read_parts(self._weights, stored, start, count)
 
+    @cached_property
+    def _held(self) -> dict[tuple[str, torch.device], Held]:
+        return {}
+
+    def held(self, device: torch.device) -> Mapping[str, Held]:
+        """The quantised weights by layer; reads and makes them once.
+
+        Raises:
+            ConfigError: they cannot be read.
+        """
+        held: dict[str, Held] = {}
+        for name, layer in quantised_layers(self.twin.network):
+            assert self._weights is not None and self.quantize is not None
+            if (name, device) not in self._held:
+                stored, size = self._stored_names[f"{name}.weight"], math.prod(layer.shape)
+                values = _read_parts(self._weights, stored, 0, size).view(layer.shape)
+                self._held[name, device] = Held.of(values.to(device), self.quantize)
+            held[name] = self._held[name, device]
+        return held
+
+    def base_digest(self, device: torch.device) -> str:
+        """A digest of the quantised weights, which no checkpoint holds; raises as :meth:`held`."""
+        held = self.held(device)
+        return digest_of({n: one.digest() for n, one in held.items()}) if held else NO_BASE
+
     def finish(self, network: nn.Module, device: torch.device) -> None:
         super().finish(network, device)
+        held = self.held(device)
+        for name, layer in quantised_layers(network):
+            layer.held = held[name]
         for name, tensor in kept_buffers(self.twin.network).items():
             weights = self._weights
             if weights is None or base_name(name) not in weights.shapes:
@@ -321,6 +370,7 @@ def match(
     places = _places(network)
     known = {base_name(name) for name in network.state_dict() if not is_adapter(name)}
     layout = layout_on_disk(network)
+    known |= {base_name(f"{name}.weight") for name, _ in quantised_layers(network)}
     known |= {
         part
         for own, (aliases, shape) in places.items()
@@ -370,6 +420,8 @@ def _places(network: nn.Module) -> dict[str, tuple[list[str], tuple[int, ...]]]:
             continue
         own = owners.setdefault(id(parameter), name)
         places.setdefault(own, ([], tuple(parameter.shape)))[0].append(base_name(name))
+    for name, layer in quantised_layers(network):
+        places[f"{name}.weight"] = ([base_name(f"{name}.weight")], layer.shape)
     return places
 
 

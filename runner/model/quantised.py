@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from runner.system.error import ConfigError
 
+NO_BASE: Final = "none"  # the digest of no quantised weight
 _BITSANDBYTES: Final = ("Params4bit", "Int8Params")
 
 
@@ -38,12 +39,7 @@ class QuantisedWeight:
 
     def digest(self, name: str) -> str:
         """XXH3-128 over all that decides its values. Waits for the device."""
-        hashed = xxhash.xxh3_128()
-        for part, value in _parts(self.module, self.key, name):
-            flat = value.detach().cpu().contiguous()
-            hashed.update(f"{part} {flat.dtype} {list(flat.shape)}\n".encode())
-            hashed.update(flat.reshape(-1).view(torch.uint8).numpy().data)
-        return hashed.hexdigest()
+        return digest_tensors(_parts(self.module, self.key, name))
 
 
 def quantised_weights(
@@ -70,10 +66,49 @@ def quantised_weights(
     return found
 
 
+def digest_tensors(parts: Iterable[tuple[str, Tensor]]) -> str:
+    """XXH3-128 over the tensors' names, types, shapes and bytes. Waits for the device."""
+    hashed = xxhash.xxh3_128()
+    for name, value in parts:
+        flat = value.detach().cpu().contiguous()
+        hashed.update(f"{name} {flat.dtype} {list(flat.shape)}\n".encode())
+        hashed.update(flat.reshape(-1).view(torch.uint8).numpy().data)
+    return hashed.hexdigest()
+
+
 def digest_of(digests: Mapping[str, str]) -> str:
     """One digest of the weights' digests by name."""
     lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
     return xxhash.xxh3_128_hexdigest(lines.encode())
+
+
+def require_same_base(there: str, here: str) -> None:
+    """
+    Raises:
+        ConfigError: the digests of a checkpoint's quantised weights and of the present ones differ.
+    """
+    if there != here:
+        raise ConfigError(
+            f"the run in out was trained on another base: its quantised weights have digest "
+            f"{there}, those of this model {here}. Load the model that the run began with, "
+            "quantised with the same settings and the same version of the library, or choose "
+            "another out"
+        )
+
+
+def require_one_base(by_rank: Sequence[str], ranks: Sequence[int]) -> None:
+    """
+    Raises:
+        ConfigError: these ranks have quantised weights of different digests.
+    """
+    first = ranks[0]
+    for rank in ranks:
+        if by_rank[rank] != by_rank[first]:
+            raise ConfigError(
+                f"the quantised weights have digest {by_rank[first]} on rank {first}, "
+                f"{by_rank[rank]} on rank {rank}; load the same files on all ranks, quantised "
+                "with the same settings and library"
+            )
 
 
 def keep_layout(weights: Iterable[QuantisedWeight]) -> None:

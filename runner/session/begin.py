@@ -115,6 +115,7 @@ def build(
     faults = FaultInjector(
         parse_faults(config.faults), rank=group.place.rank, markers=group.run_dir.faults
     )
+    base = parts.quantised_base(group.ranks, corpus.network, group.device)
     # Without a checkpoint :func:`resume` initialises the weights.
     engine = parts.engine(
         config, corpus.network, group.place, group.device, faults, has_weights=False
@@ -155,7 +156,7 @@ def build(
         written=written,
         backlog=backlog,
         ring=ring,
-        state=TrainState(config.guard),
+        state=TrainState(config.guard, base),
         corpus=corpus,
         engine=engine,
         faults=faults,

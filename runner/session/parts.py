@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -58,6 +58,7 @@ from runner.model.pretrained import (
     build,
     read_config,
 )
+from runner.model.quantised import NO_BASE, require_one_base, require_same_base
 from runner.observe.metrics import Throughput, peak_tflops
 from runner.policy.schedule import Schedule
 from runner.run_dir.paths import RunDir
@@ -360,6 +361,36 @@ def throughput(
     )
 
 
+class QuantisedBase:
+    """The digest of a model's quantised weights: in each checkpoint, and compared at each load."""
+
+    def __init__(self, digest: str) -> None:
+        self.digest = digest
+
+    def to_json(self) -> dict[str, str]:
+        return {"base": self.digest}
+
+    def load_json(self, state: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            ConfigError: the checkpoint was made on other weights.
+        """
+        require_same_base(str(state.get("base", NO_BASE)), self.digest)
+
+
+def quantised_base(ranks: Ranks, network: Blueprint, device: torch.device) -> QuantisedBase | None:
+    """Quantise the frozen weights; None where none are to be. Collective.
+
+    Raises:
+        ConfigError: a rank cannot read them, or has other ones.
+    """
+    if not isinstance(network, PretrainedBlueprint) or network.quantize is None:
+        return None
+    digest = ranks.all_or_none("quantising the weights", lambda: network.base_digest(device))
+    require_one_base(ranks.gather(digest), range(ranks.world_size))
+    return QuantisedBase(digest)
+
+
 GENERATION: Final = "generation_config.json"
 
 
@@ -398,7 +429,14 @@ def pretrained_blueprint(
     return PretrainedBlueprint(
         name=f"hf:{model_config.model_type}",
         path=str(path),
-        make=partial(build, model_config, lora, recompute=config.compute.recompute.value),
+        make=partial(
+            build,
+            model_config,
+            lora,
+            recompute=config.compute.recompute.value,
+            quantize=model.quantize,
+        ),
+        quantize=model.quantize,
         open_weights=partial(open_pretrained, path) if has_weights else None,
         seed=config.seed,
         seq_len=config.data.seq_len,

@@ -142,6 +142,7 @@ PACKAGES: Final = {
     "plot": "matplotlib",
     "remote": "s3fs",
     "hf": "datasets",
+    "quantised": "bitsandbytes",
     "nvml": "pynvml",
 }
 

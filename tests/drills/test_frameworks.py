@@ -20,7 +20,7 @@ from tests.script_run import ends_of
         *(
             pytest.param(name, fp16, marks=pytest.mark.full)
             for name, fp16 in [
-                *(("fabric", ""), ("lightning", ""), ("hf", ""), ("sft", "")),
+                *(("fabric", ""), ("lightning", ""), ("hf", ""), ("sft", ""), ("qlora", "")),
                 *(("accelerate", "1"), ("hf", "1")),
             ]
         ),

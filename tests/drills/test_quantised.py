@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
-from tests.run import read_lines
+from runner.__main__ import main
+from tests import hf_folder
+from tests.run import finish, read_lines, train
 from tests.script_run import finished
 
 BAD = [[5, 6], [19, 23]]
@@ -62,3 +66,38 @@ def test_one_process_is_exact_as_well(tmp_path: Path, base: str) -> None:
     assert end["poison"]["skipped"] == BAD
     assert end["poison"]["digest"] == end["told"]["digest"]
     assert end["poison"]["weights"] == end["bare"]["weights"]
+
+
+LORA = "model.lora={r: 8, targets: all-linear, alpha: 32, dropout: 0.1}"
+
+
+def told(model: Path, *more: str) -> list[str]:
+    """Of a run of 24 steps."""
+    told = ["model=hf", f"model.path={model}", LORA, "data=synthetic", "data.seq_len=32"]
+    told += [f"data.vocab_size={len(hf_folder.LETTERS)}", "steps=24", "schedule.total=24"]
+    told += ["guard.min_history=8", "checkpoint.every=6", "checkpoint.clean_after=3"]
+    return [*told, "batch.global_size=8", "batch.micro_size=4", "model.quantize=nf4", *more]
+
+
+@pytest.mark.full
+def test_the_runner_on_four_bits(tmp_path: Path) -> None:
+    """Poisoned, killed and resumed on two ranks; refused on another base; adapters exported."""
+    need("nf4")
+    base = hf_folder.llama(tmp_path / "model", shard="40KB")
+    bad = ("parallel=fsdp", "faults=[poison@samples=88-89, kill@step=17,rank=1]")
+    hurt = finish(tmp_path / "hurt", *told(base, *bad), ranks=2, restarts=1)
+    skip = f"data.skip={json.dumps(hurt.summary['skipped'])}"
+    left_out = finish(tmp_path / "left_out", *told(base, skip, "parallel=fsdp"), ranks=2)
+    assert hurt.summary["skipped"] and hurt.summary["restarts"] == 1
+    assert hurt.summary["state_digest"] == left_out.summary["state_digest"]
+    other = hf_folder.llama(tmp_path / "other", seed=3, shard="40KB")
+    for name in base.glob("*.safetensors"):
+        shutil.copy(other / name.name, name)
+    refused = train(tmp_path / "hurt", *told(base, *bad, "steps=30"), ranks=0)
+    assert refused.code == 2, refused.tail
+    assert "another base: its quantised weights have digest " in refused.text
+    exported = tmp_path / "adapters"
+    assert main(["export", str(hurt.out), str(exported), "--format", "hf"]) == 0
+    names = load_file(exported / "adapter_model.safetensors")
+    assert names and all(".lora_" in name for name in names)
+    assert main(["export", str(hurt.out), str(tmp_path / "m"), "--format", "hf", "--merge"]) == 2

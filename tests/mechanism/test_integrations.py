@@ -21,6 +21,7 @@ from tests.mechanism.test_guard_loop import journal, same
 NEEDS = {
     "hf": "transformers",
     "sft": "trl",
+    "qlora": "bitsandbytes",
     "lightning": "lightning",
     "fabric": "lightning",
     "accelerate": "accelerate",

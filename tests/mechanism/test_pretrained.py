@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -361,3 +362,35 @@ def test_the_folders_tokenizer_is_taken(folder: Path, tmp_path: Path) -> None:
     assert compose(told).data.tokenizer == str(tmp_path)
     assert compose([*told, "data.tokenizer=other"]).data.tokenizer == "other"
     assert compose([*told, "data=synthetic"]).data.tokenizer is None
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("model.quantize=nf4",), "train adapters on them, model.lora="),
+        (("model.quantize=int4", LORA), "must be one of nf4, fp4, int8"),
+        (("model.quantize=nf4", LORA, "parallel=zero1"), "use parallel=ddp, or fsdp"),
+        (("model.quantize=nf4", LORA, "model.init=random"), "leave model.init=random out"),
+        (("model.quantize=nf4", LORA, "compute.compile=true"), "cannot be compiled"),
+    ],
+)
+def test_quantised_bases_that_cannot_be(folder: Path, more: tuple[str, ...], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        settings(folder, *more)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
+def test_a_quantised_base_is_near_and_in_no_checkpoint(folder: Path, kind: str) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed ([quantised])")
+    tokens = hf_folder.ids()
+    whole = losses(build(folder, LORA), tokens)
+    engine = build(folder, LORA, f"model.quantize={kind}")
+    near = losses(engine, tokens)
+    bound = 0.02 if kind == "int8" else 0.2
+    assert 0 < float((near / whole - 1).abs().max()) < bound
+    kept = [shard.name for shard in engine.shards() if "proj" in shard.name]
+    assert kept and all(".lora_" in name for name in kept)
+    made = blueprint(folder, LORA, f"model.quantize={kind}")
+    assert made.base_digest(CPU) == blueprint(folder, LORA, f"model.quantize={kind}").base_digest(
+        CPU
+    )

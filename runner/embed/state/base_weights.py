@@ -14,11 +14,18 @@ from torch import Tensor, nn
 
 from runner.distributed.agreement import Ranks
 from runner.embed.state.stages import Stages
-from runner.model.quantised import digest_of, inexact, keep_layout, quantised_weights
+from runner.model.quantised import (
+    NO_BASE,
+    digest_of,
+    inexact,
+    keep_layout,
+    quantised_weights,
+    require_one_base,
+    require_same_base,
+)
 from runner.system.error import ConfigError
 
 _log = logging.getLogger(__name__)
-_NONE = "none"  # the digest of no quantised weight
 
 
 class BaseWeights:
@@ -45,15 +52,9 @@ class BaseWeights:
 
         own = ranks.all_or_none("looking at quantised weights", look)
         self.tensors: dict[str, Tensor] = {n: w.tensor for n, w in self._weights.items()}
-        by_rank = ranks.gather(digest_of(own) if own else _NONE)
-        for rank in stages.own.ranks:
-            first = stages.own.ranks[0]
-            if by_rank[rank] != by_rank[first]:
-                raise ConfigError(
-                    f"the quantised weights have digest {by_rank[first]} on rank {first}, "
-                    f"{by_rank[rank]} on rank {rank}; load the same files on all ranks, quantised "
-                    "with the same settings and library"
-                )
+        by_rank = ranks.gather(digest_of(own) if own else NO_BASE)
+        for members in stages.members:
+            require_one_base(by_rank, members)
         distinct = list(dict.fromkeys(by_rank[ranks_of[0]] for ranks_of in stages.members))
         self.digest = distinct[0] if len(distinct) == 1 else digest_of(dict.fromkeys(distinct, ""))
         if ranks.rank == 0:
@@ -82,11 +83,4 @@ class BaseWeights:
         Raises:
             ConfigError: a checkpoint was made on other weights.
         """
-        there = stored.get("digest", _NONE)
-        if there != self.digest:
-            raise ConfigError(
-                f"the run in out was trained on another base: its quantised weights have digest "
-                f"{there}, those of this model {self.digest}. Load the model that the run began "
-                "with, quantised with the same settings and the same version of the library, or "
-                "choose another out"
-            )
+        require_same_base(stored.get("digest", NO_BASE), self.digest)
