@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from runner.checkpoint.protocol import CheckpointMetadata
 from runner.checkpoint.state_digest import state_digest
 from runner.embed.exits import Holder, journal_errors
@@ -13,6 +15,7 @@ from runner.embed.opening import joined, open_run
 from runner.embed.settings import ring_config
 from runner.embed.state.object_state import Stateful, TreeState
 from runner.embed.state.stages import Pipeline, Stages
+from runner.model.quantised import quantised_weights
 from runner.policy.decision.history import Incident
 from runner.policy.retention.records import State, Tier, resume_order
 from runner.system.error import CheckpointError, ConfigError
@@ -228,6 +231,12 @@ def _check(state: Mapping[str, Stateful]) -> None:
             raise ConfigError(
                 f"Ring: state[{name!r}] is a {type(part).__name__}; needs a string as its name, "
                 "state_dict() and load_state_dict(state)"
+            )
+        if isinstance(part, nn.Module) and quantised_weights(part.named_modules()):
+            raise ConfigError(
+                f"Ring: state[{name!r}] has quantised weights, which their library does not load "
+                "back; give what is trained alone, an object whose state_dict() is peft's "
+                "get_peft_model_state_dict(model), or use runner.Guard"
             )
         if type(part).__module__.partition(".")[0] == "deepspeed":
             raise ConfigError(

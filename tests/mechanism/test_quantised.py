@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from runner import Guard
+from runner import Guard, Ring
 from runner.model.quantised import keep_layout, quantised_weights
 from runner.system.error import ConfigError
 
@@ -85,6 +85,11 @@ def test_a_base_that_the_loop_changes_is_refused(tmp_path: Path) -> None:
 def test_a_base_that_is_trained_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"freeze it .* and train adapters"):
         train(tmp_path, Net(is_frozen=False))
+
+
+def test_a_ring_refuses_what_could_not_be_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"state\['net'\] has quantised weights"):
+        Ring(tmp_path, {"net": Net()})
 
 
 def test_digests_are_of_contents() -> None:
