@@ -53,7 +53,9 @@ def waits(variant: str) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         ranks = Ranks(GPU)
-        measurer = Measurer(LoopState([model], [optimizer], ranks, GPU), ranks, Logged(), clip=1.0)
+        alone: Any = SingleProcessRanks()  # a state agrees on numbers as it is made
+        state = LoopState([model], [optimizer], alone, GPU)
+        measurer = Measurer(state, ranks, Logged(), clip=1.0)
         gate = DeviceGate([optimizer])
         batch = torch.ones(4, 8, device=GPU)
         limits = Limits(loss=10.0, grad_norm=10.0)
