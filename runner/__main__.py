@@ -54,7 +54,7 @@ _FIRST_SECONDS = 3.0  # for rank 0 to report what all ranks refuse
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code (see :mod:`runner.system.error`)."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    given = _plain(list(sys.argv[1:] if arguments is None else arguments))
     is_rank = not (given and given[0] in COMMANDS)
     log.begin(as_json=_wants_json(given), rank=own_rank(variables()) if is_rank else None)
     try:
@@ -65,6 +65,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif isinstance(error, ConfigError):
             time.sleep(_FIRST_SECONDS)  # torchrun ends rank 0 as soon as another rank has left
         return error.exit_code
+
+
+def _plain(given: list[str]) -> list[str]:
+    """The arguments without what only says the usual: ``train``, ``help``, ``version``."""
+    if given[:1] == ["train"]:
+        return given[1:]
+    if given[:1] in (["help"], ["version"]):
+        return [f"--{given[0]}", *given[1:]]
+    return given
 
 
 def _wants_json(given: Sequence[str]) -> bool:
@@ -84,6 +93,11 @@ def _train_command(given: Sequence[str]) -> int:
     _refuse_unknown_command(given)
     from runner.config.compose import compose, to_yaml, value_of
 
+    if options.version:
+        from runner.system.version import __version__
+
+        _print_once(f"holdfast {__version__}")
+        return 0
     if options.help is not None:
         from runner.command.help import help_text
 
@@ -125,6 +139,7 @@ def _refuse_unknown_command(given: Sequence[str]) -> None:
 def _parser() -> Parser:
     parser = Parser("", add_help=False)
     parser.add_argument("-h", "--help", metavar="GROUP", nargs="?", const="")
+    parser.add_argument("--version", action="store_true")
     parser.add_argument("--cfg", choices=["job"])
     parser.add_argument("--get", metavar="KEY")
     parser.add_argument("--config-dir")

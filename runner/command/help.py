@@ -22,7 +22,7 @@ _USAGE = """\
 Holdfast: a training runner that survives NaNs, loss spikes, bad data and crashes by itself.
 
   torchrun --nproc-per-node=8 -m runner out=runs/a key=value ...   train, or resume out=runs/a
-  holdfast key=value ...             the same with one process (holdfast is python -m runner)
+  holdfast train key=value ...       the same with one process (holdfast is python -m runner)
   holdfast launch key=value ...      torchrun on this node, well set, started again after a crash
   holdfast supervise -- COMMAND      the same for your own torchrun command; run: for any script
   holdfast prove-resume -- COMMAND   does your script really resume? kills it, and compares
@@ -38,6 +38,7 @@ Holdfast: a training runner that survives NaNs, loss spikes, bad data and crashe
   holdfast COMMAND --help            the options of a command
 
   --help GROUP      the keys and presets of a group, such as --help guard; --help all: every key
+  --version         print the version
   --cfg job         print the resolved settings and stop
   --get KEY         check the settings, print one of them and stop (for scripts)
   --config-dir DIR  your own presets, beside the packaged ones

@@ -25,6 +25,7 @@ from hydra.errors import ConfigCompositionException, HydraException, OverridePar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from runner.config.foreign_keys import our_key
 from runner.config.schema import DECODER_KEYS, DataKind, RunConfig, former_key
 from runner.system.environment import redacted
 from runner.system.error import ConfigError
@@ -256,7 +257,8 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
     full = text if cause is None else f"{text}\n{cause}"
     key = _unknown_key(full)
     if key is not None:
-        return _unknown(key)
+        # Hydra names the first part of a.b.
+        return _unknown(next((k for k in map(_key_of, overrides) if k.startswith(f"{key}.")), key))
     several = re.search(r"Ambiguous value for argument '([^=']+)=(.*?)'\n", full, re.DOTALL)
     if several is not None:
         key, value = several.groups()
@@ -277,7 +279,9 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
     if missing is not None:
         choices = ", ".join(missing[3].split())
         path = f" Files are data=text data.path={missing[2]}." if missing[1] == "data" else ""
-        return f"{missing[1]}={missing[2]}: no such preset. Allowed: {choices}.{path}"
+        close = difflib.get_close_matches(missing[2].lower(), missing[3].split(), n=1)
+        meant = f" Did you mean {missing[1]}={close[0]}?" if close else ""
+        return f"{missing[1]}={missing[2]}: no such preset.{meant} Allowed: {choices}.{path}"
     named = re.search(r"full_key: (\S+)", full)
     if named is not None:
         reason = str(cause or error).splitlines()[0]
@@ -289,10 +293,16 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
     return " ".join(line.strip() for line in full.splitlines() if line.strip())
 
 
+def _key_of(override: str) -> str:
+    return override.lstrip("+").partition("=")[0]
+
+
 def _unknown(key: str) -> str:
-    return (
-        f"{key}: {former_key(key)}" if former_key(key) else f"unknown key {key!r}. {_suggest(key)}"
-    )
+    if former := former_key(key):
+        return f"{key}: {former}"
+    if ours := our_key(key):
+        return f"unknown key {key!r}. Here: {ours}. `--help all` lists all keys."
+    return f"unknown key {key!r}. {_suggest(key)}"
 
 
 def _unknown_key(text: str) -> str | None:

@@ -121,7 +121,7 @@ def test_own_presets(runner: Command, tmp_path: Path) -> None:
     [
         "--verbose", "--cfg hydra", "--cfg", "--get optim.lrr", "--get out steps=0", "stepz=3",
         "--get out faults=[melt@step=1]", "--multirun seed=1,2", "=3", "ring /nowhere/at/all",
-        "replay /nowhere/at/all", "reprot runs/a", "train steps=3",
+        "replay /nowhere/at/all", "reprot runs/a", "trian steps=3",
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_and_exit_code_two(runner: Command, arguments: str) -> None:

@@ -13,7 +13,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from runner.__main__ import main
 from runner.config import compose as compose_module
+from runner.config import foreign_keys
 from runner.config.compose import (
     compose,
     digest,
@@ -431,3 +433,46 @@ def test_every_leaf_is_json() -> None:
     values = flat(compose([]))
     assert json.loads(json.dumps(values)) == values
     assert list(values) == KEYS
+
+
+def test_keys_of_other_trainers_are_answered_with_ours() -> None:
+    ours = {name for name, _, _ in fields(RunConfig())}
+    assert len(foreign_keys._OURS) > 200
+    assert not foreign_keys._OURS.keys() & {name.partition(".")[0] for name in ours}
+    for name, answer in foreign_keys._OURS.items():
+        named = set(re.findall(r"\b[a-z]+\.[a-z_0-9]+\b", answer)) - {"runner.guard", "loop.md"}
+        wrong = {one for one in named if one not in ours and not one.endswith(".md")}
+        assert not wrong, (name, wrong)
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("learning_rate=3e-4", "'learning_rate'. Here: optim.lr."),
+        ("optim.learning_rate=3e-4", "'optim.learning_rate'. Here: optim.lr."),
+        ("trainer.max-epochs=3", "Here: steps: epochs x samples / batch.global_size"),
+        ("gradient_accumulation_steps=4", "how often gradients accumulate follows from both"),
+        ("fp16=true", "Here: compute.precision is bf16 or fp32; FP16"),
+        ("resume_from_checkpoint=x", "same out=DIR resumes by itself"),
+        ("optim=AdamW", "Did you mean optim=adamw?"),
+    ],
+)
+def test_a_foreign_key_names_ours(typed: str, answer: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(answer)):
+        compose([typed])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [(["--version"], "holdfast 0."), (["version"], "holdfast 0."), (["help"], "--help GROUP")],
+)
+def test_plain_words(capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
+    assert main(words) == 0
+    assert told in capsys.readouterr().out
+
+
+def test_train_is_the_command_without_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--cfg", "job"]) == 0
+    named = capsys.readouterr().out
+    assert main(["--cfg", "job"]) == 0
+    assert capsys.readouterr().out == named

@@ -1,0 +1,145 @@
+"""Settings of other trainers (Hugging Face, Lightning, torchtitan, Axolotl, nanoGPT), and ours.
+
+An unknown key is answered with the key that does the same here. Nothing is renamed silently: a
+value may have another unit.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+_BATCH = (
+    "batch.global_size counts the samples of a step over all ranks, and batch.micro_size those of "
+    "one forward pass; how often gradients accumulate follows from both and the number of ranks"
+)
+_RESUME = "the same command with the same out=DIR resumes by itself"
+_PRECISION = "compute.precision=bf16, fp32, or auto (default)"
+_EPOCHS = "steps: epochs x samples / batch.global_size; each pass has an order of its own"
+_HALF = (
+    "compute.precision is bf16 or fp32; FP16 with a loss scaler is guarded in a loop of your own "
+    "or under the Hugging Face Trainer (docs/integrations.md)"
+)
+_LORA = "model.lora, such as model.lora={r: 8, target_modules: all-linear}"
+_LOOP = "none here: put runner.Guard into a loop of your own (docs/loop.md)"
+
+# Ours, and the names of others without their group, in lower case, with "_" for "-".
+_NAMES: Final = (
+    ("optim.lr", "learning_rate max_lr base_lr peak_lr"),
+    ("schedule.floor, a share of optim.lr", "min_lr lr_min min_lr_ratio min_lr_factor"),
+    (
+        "schedule.kind, or schedule=NAME",
+        "lr_scheduler_type lr_scheduler scheduler decay_type lr_decay_style",
+    ),
+    (
+        "schedule.warmup, in steps",
+        "warmup_steps warmup_iters num_warmup_steps lr_warmup_iters warmup",
+    ),
+    ("schedule.warmup, in steps: the ratio x steps", "warmup_ratio"),
+    ("schedule.total, in steps", "lr_decay_iters decay_steps lr_decay_steps"),
+    (_EPOCHS, "num_train_epochs epochs num_epochs max_epochs n_epochs"),
+    ("steps", "max_steps max_iters train_iters num_steps total_steps training_steps iterations"),
+    (
+        f"batch.micro_size: {_BATCH}",
+        "per_device_train_batch_size micro_batch_size local_batch_size device_batch_size "
+        "per_gpu_batch_size",
+    ),
+    (
+        f"batch.global_size: {_BATCH}",
+        "batch_size global_batch_size train_batch_size total_batch_size",
+    ),
+    (
+        _BATCH,
+        "gradient_accumulation_steps grad_accum grad_accum_steps accumulate_grad_batches "
+        "gradient_accumulation accumulation_steps accumulate",
+    ),
+    (
+        "optim.clip",
+        "max_grad_norm gradient_clip_val grad_clip clip_grad_norm clip_grad max_norm "
+        "gradient_clipping",
+    ),
+    ("optim.beta1", "adam_beta1 beta_1"),
+    ("optim.beta2", "adam_beta2 beta_2"),
+    ("optim.beta1 and optim.beta2", "betas"),
+    ("optim.eps", "adam_epsilon adam_eps epsilon"),
+    ("optim=NAME, such as optim=adamw", "optimizer optim_type optimizer_type optimizer_name"),
+    ("optim.weight_decay", "wd decay l2"),
+    (_PRECISION, "bf16 precision mixed_precision dtype torch_dtype mixed_precision_param amp"),
+    (_HALF, "fp16"),
+    ("none here: compute.precision says what is computed in", "tf32 fp8 load_in_8bit load_in_4bit"),
+    (
+        "compute.recompute",
+        "gradient_checkpointing activation_checkpointing activation_checkpoint "
+        "recompute_granularity",
+    ),
+    ("compute.compile", "torch_compile compile_model"),
+    (_RESUME, "resume_from_checkpoint ckpt_path load_checkpoint init_from load_dir auto_resume"),
+    ("out", "output_dir out_dir default_root_dir save_dir dump_folder run_dir"),
+    (
+        "checkpoint.every, in steps, or auto",
+        "save_steps save_interval save_every save_every_n_steps ckpt_interval "
+        "checkpoint_interval checkpoint_every every_n_train_steps",
+    ),
+    ("checkpoint.keep", "save_total_limit save_top_k keep_latest_k max_checkpoints"),
+    ("checkpoint.keep_best", "load_best_model_at_end save_best"),
+    ("checkpoint.background", "async_save"),
+    (
+        "eval.every, in steps",
+        "eval_steps eval_interval val_check_interval eval_every validation_interval eval_freq",
+    ),
+    ("eval.samples", "eval_iters limit_val_batches eval_batches"),
+    (
+        "data.seq_len, in tokens",
+        "max_seq_length seq_length block_size max_length sequence_len context_length seq_len "
+        "max_seq_len",
+    ),
+    (
+        "model=hf model.path=FOLDER; nothing is downloaded: `hf download NAME --local-dir FOLDER`",
+        "model_name_or_path base_model pretrained_model_name_or_path model_name hf_model "
+        "model_path",
+    ),
+    (
+        "data.path, with data=text, tokens or hf",
+        "dataset dataset_name train_file data_path datasets dataset_path train_data",
+    ),
+    ("data.val_path", "validation_file eval_dataset val_data"),
+    ("data.tokenizer", "tokenizer_name tokenizer_path tokenizer"),
+    ("data.workers", "dataloader_num_workers num_workers"),
+    ("data.pack", "sample_packing packing"),
+    (_LORA, "lora_r lora_alpha lora_dropout lora_target_modules use_lora peft adapter"),
+    (
+        "parallel=NAME: single, ddp, fsdp, hsdp, zero1, zero2 or zero3",
+        "fsdp strategy distributed_backend data_parallel_shard_degree zero_stage accelerator",
+    ),
+    ("parallel=zero1, zero2 or zero3; its settings are parallel.deepspeed", "deepspeed"),
+    (
+        _LOOP,
+        "tensor_parallel_degree tensor_model_parallel_size pipeline_parallel_degree "
+        "context_parallel_degree",
+    ),
+    ("parallel.offload", "cpu_offload offload_optimizer enable_cpu_offload"),
+    (
+        "track=tensorboard, wandb or mlflow",
+        "report_to logger enable_tensorboard enable_wandb use_wandb wandb_log",
+    ),
+    ("track.project", "wandb_project project_name"),
+    ("track.every", "logging_steps log_interval log_every_n_steps log_freq print_freq"),
+    ("out: its last folder is the run's name", "run_name experiment_name name"),
+    ("compute.deterministic", "deterministic_algorithms full_determinism"),
+    ("model.dim", "dim hidden_size n_embd d_model embed_dim"),
+    ("model.layers", "n_layer num_hidden_layers n_layers num_layers"),
+    ("model.heads", "n_head num_attention_heads n_heads num_heads"),
+    ("model.kv_heads", "num_key_value_heads n_kv_heads"),
+    ("model.ffn_dim", "intermediate_size ffn_hidden_size d_ff"),
+    ("seed", "random_seed global_seed manual_seed"),
+    ("optim.ema", "ema_decay use_ema"),
+    (
+        "the scheduler's limit; preempt.margin_seconds says how long before it the run stops",
+        "walltime max_time timeout time_limit",
+    ),
+)
+_OURS: Final = {name: ours for ours, names in _NAMES for name in names.split()}
+
+
+def our_key(key: str) -> str | None:
+    """What a key of another trainer is here; None for one that is not known."""
+    return _OURS.get(key.rpartition(".")[2].lower().replace("-", "_"))
