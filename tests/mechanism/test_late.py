@@ -311,6 +311,9 @@ class Stop:
     def is_short_for(self, seconds: float) -> bool:
         return False
 
+    def is_advised(self) -> bool:
+        return False
+
     @property
     def is_set(self) -> bool:
         return self._stop_at is not None and self.newest_start >= self._stop_at
@@ -353,6 +356,7 @@ def live(story: Story, folder: Path, *, late: bool) -> tuple[End, Lines]:
             heart=Heartbeat(),
             stop=stop,
             stop_look=SimpleNamespace(note=bool, is_in_steps=False),
+            monitor=SimpleNamespace(hears_notices=False),
             asked_to_stop=lambda: ["asked"],
         ),
         corpus=SimpleNamespace(stream=stream),
