@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,13 +20,15 @@ from runner.launch.crash_evidence import BadNodes
 from runner.launch.script import PROGRESS, ScriptSupervisor, Watched
 from runner.launch.supervisor import JobSupervisor, new_launch_id
 from runner.launch.warm_start import WarmStart, rank_modules
-from runner.policy.restart import RestartRules
+from runner.observe.tracker import CommandAlerts
+from runner.policy.restart import End, RestartRules
 from runner.system.environment import variables
-from runner.system.error import ConfigError
+from runner.system.error import EXIT_DONE, EXIT_HALTED, EXIT_PREEMPTED, ConfigError
 
 _log = logging.getLogger(__name__)
 _BUSY = 3.0  # times --quiet
 _START_SECONDS = 600.0  # for imports, weights, compilation
+_TOLD_BY_RANKS = (EXIT_DONE, EXIT_HALTED, EXIT_PREEMPTED)
 
 
 def supervise_command(arguments: Sequence[str]) -> int:
@@ -85,13 +88,14 @@ def run_supervised(
     """
     environment = torchrun.environment(variables(), agent) if agent else variables()
     met = agent if agent and agent.nodes.most > 1 else None  # each node has a supervisor
-    diagnose, begin_seconds = False, None
+    diagnose, begin_seconds, alert = False, None, None
     own = WarmStart(None, None, say)
     if "runner" in command:
         overrides = torchrun.overrides_of(command)
         config = torchrun.settings(overrides)
         diagnose, begin_seconds = config.debug.diagnose_on_crash, begin_limit(config)
         own = warm_start(config)
+        alert = config.track.command
 
     def make_job(_: int, diagnosing: bool) -> Job:
         chosen = list(command)
@@ -120,11 +124,23 @@ def run_supervised(
         end = supervisor.run()
     if end.code:
         say(end.reason)
+    last = supervisor.attempts[-1]
+    if alert and last.code not in _TOLD_BY_RANKS and (met is None or torchrun.is_head(met)):
+        _alert(alert, out, end, last.step)
     if supervisor.is_left_out and met and met.head and torchrun.is_head(met):
         say("the nodes still meet here; this ends with the run")
         hold = meeting_point.command(out, met.head)
         run_once(Job(command=hold, environment=environment), supervisor.stop)
     return end.code
+
+
+def _alert(command: str, out: Path, end: End, step: int) -> None:
+    """Run ``track.command`` for the end of the launch: no rank is left to do so."""
+    alerts = CommandAlerts(command, out)
+    decision = f"not started again; exit code {end.code}"
+    line = {"kind": "gave_up", "step": step, "reason": end.reason, "decision": decision}
+    alerts.tell(line | {"detail": {}, "time": time.time()})
+    alerts.close()
 
 
 def warm_start(config: RunConfig) -> WarmStart:

@@ -24,7 +24,9 @@ from runner.system.units import duration
 _log = logging.getLogger(__name__)
 _WARNING = "warning: "
 # Kinds of incidents with these levels; all others are warnings.
-_GRAVE = frozenset({"halt", "crash", "unproven", "replica_mismatch", "checkpoint_damaged"})
+_GRAVE = frozenset(
+    {"halt", "crash", "gave_up", "unproven", "replica_mismatch", "checkpoint_damaged"}
+)
 _CALM = frozenset({"start", "setting_changed", "restored", "episode", "interval"})
 
 

@@ -203,6 +203,7 @@ def test_it_writes_nothing(tmp_path: Path) -> None:
     with serving(tmp_path) as port:
         assert answer(port).status == 200
         news(port, after=-1, generation=0)
+        assert b"\nholdfast_step 49\n" in answer(port, "/metrics").read()
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 

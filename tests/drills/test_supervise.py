@@ -150,13 +150,20 @@ def test_a_poisoned_state_is_no_endless_loop(tmp_path: Path) -> None:
     One that is described in other words, as may be on a busy machine, begins the count anew.
     """
     kills = ",".join(f"kill@step=34-{34 + extra},rank=1" for extra in range(9))
-    started = launch(tmp_path / "run", f"faults=[{kills}]", options=("--restarts", "8"))
+    told = tmp_path / "told"
+    faults, alert = f"faults=[{kills}]", f"track.command=cat >> {told}"
+    started = launch(tmp_path / "run", faults, alert, options=("--restarts", "8"))
     run = started.wait()
     assert run.code == 3, run.tail
     assert "deterministic: 3 attempts in a row failed at step 34" in run.text
     attempts, _ = read_lines(run.out / "attempts.jsonl")
     assert {attempt["step"] for attempt in attempts} == {34} and 3 <= len(attempts) < 9
     assert started.pids() == []
+    ends = [line for line in read_lines(told)[0] if line["kind"] == "gave_up"]
+    assert [(line["level"], line["step"]) for line in ends] == [("error", 34)]
+    assert (
+        "deterministic" in ends[0]["text"] and "not started again; exit code 3" in ends[0]["text"]
+    )
 
 
 @pytest.mark.twin

@@ -31,6 +31,7 @@ from runner.tools.report.drawing import ABOVE, NONE, heat, picture, script_json
 from runner.tools.report.follow import Follower
 from runner.tools.report.incident import group_incidents, line_of
 from runner.tools.report.markup import tag
+from runner.tools.report.prometheus import metrics_text
 from runner.tools.report.run_reader import RunReader, RunStatus
 from runner.tools.report.sections import slowest
 from runner.tools.report.side_files import LayerFold, RingFold, ValueGrid
@@ -177,6 +178,33 @@ def test_a_rollback_to_the_initial_state_goes_back_to_the_first_attempt(tmp_path
     run = read(Made(steps=30, back_at=10).write(tmp_path / "run"))
     [mark] = [mark for mark in run.marks() if mark.line.kind == "rollback"]
     assert mark.line.detail["to_step"] == 0 and mark.back_to == 0
+
+
+def test_the_state_in_prometheus_text_format(tmp_path: Path) -> None:
+    out = Made(steps=100, bad_at=(50,), back_at=80, status=None).write(tmp_path / "run")
+    with (out / "journal.jsonl").open("a") as file:
+        for cause in ("memory", 'a "quoted\\ one'):
+            crash = incident("crash", 90, time=BEGAN + 95, detail={"cause": cause})
+            file.write(json.dumps(crash | {"seq": 99, "attempt": 1}) + "\n")
+    run = read(out)
+    samples = {}
+    for line in metrics_text(run).splitlines():
+        if not line.startswith("#"):
+            match = re.fullmatch(
+                r'(holdfast_[a-z_]+)(\{[a-z]+="(?:[^"\\]|\\.)*"\})? ([-+.e0-9]+)', line
+            )
+            assert match, line
+            samples[match[1] + (match[2] or "")] = float(match[3])
+    types = re.findall(r"^# TYPE (\S+) (gauge|counter)$", metrics_text(run), re.MULTILINE)
+    assert {name for name, _ in types} == {name.partition("{")[0] for name in samples}
+    now = RunStatus(run)
+    assert samples["holdfast_step"] == 100 and samples["holdfast_rollbacks_total"] == 1
+    assert samples["holdfast_loss"] == pytest.approx(now.loss)
+    assert samples['holdfast_status{status="silent"}'] == 1
+    assert samples['holdfast_journal_lines_total{kind="rollback"}'] == 1
+    assert samples['holdfast_crashes_total{cause="memory"}'] == 1
+    spent = sum(value for name, value in samples.items() if "seconds_total{" in name)
+    assert spent == pytest.approx(now.wall_seconds, rel=1e-3)
 
 
 @pytest.mark.parametrize(

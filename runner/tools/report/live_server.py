@@ -24,6 +24,7 @@ from runner.system.parsing import json_text
 from runner.tools.report.attempts import AttemptRow
 from runner.tools.report.drawing import data_of
 from runner.tools.report.page import page, parts_of, title_of
+from runner.tools.report.prometheus import CONTENT_TYPE, metrics_text
 from runner.tools.report.run_reader import RunReader
 
 ADDRESS = "127.0.0.1"
@@ -59,6 +60,16 @@ class LiveRun:
         with self._lock:
             self._update()
             return page([self._run], is_live=True)
+
+    def metrics(self) -> str:
+        """The state in Prometheus' text format.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        with self._lock:
+            self._update()
+            return metrics_text(self._run)
 
     def news(self, *, after: int, generation: int, known: str) -> dict[str, Any]:
         """What is new since a browser's last request.
@@ -153,10 +164,12 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if url.path == "/":
                 self._send(200, "text/html", self.run.page())
+            elif url.path == "/metrics":
+                self._send(200, CONTENT_TYPE, self.run.metrics())
             elif url.path == "/news":
                 self._send(200, "application/json", json_text(self._news(url.query)))
             else:
-                self._send(404, "text/plain", "not found: only / is served\n")
+                self._send(404, "text/plain", "not found: only / and /metrics are served\n")
         except OSError as error:
             if not isinstance(error, ConnectionError | TimeoutError):
                 self._send(503, "text/plain", f"{error}\n")
