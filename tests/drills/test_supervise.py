@@ -151,7 +151,7 @@ def test_a_poisoned_state_is_no_endless_loop(tmp_path: Path) -> None:
     """
     kills = ",".join(f"kill@step=34-{34 + extra},rank=1" for extra in range(9))
     told = tmp_path / "told"
-    faults, alert = f"faults=[{kills}]", f"track.command=cat >> {told}"
+    faults, alert = f"faults=[{kills}]", f'track.command="cat >> {told}"'
     started = launch(tmp_path / "run", faults, alert, options=("--restarts", "8"))
     run = started.wait()
     assert run.code == 3, run.tail
