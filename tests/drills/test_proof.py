@@ -106,8 +106,8 @@ RUINED = """
 from runner.train.step import Stepper
 launch = Stepper.launch
 
-def ruining(self, order, ledger, *, after=None):
-    pending = launch(self, order, ledger, after=after)
+def ruining(self, order, ledger, **more):
+    pending = launch(self, order, ledger, **more)
     if order.step == 26:
         for shard in self._engine.shards():
             if shard.name.startswith("param/"):
