@@ -356,8 +356,6 @@ def train_fabric(arguments: ScriptArguments) -> Ended:
 def train_accelerate(arguments: ScriptArguments) -> Ended:
     from accelerate import Accelerator
 
-    from runner.integrations.accelerate import guard_prepared
-
     torch.manual_seed(0)
     precision = "fp16" if arguments.fp16 else "no"
     accelerator = Accelerator(
@@ -365,6 +363,18 @@ def train_accelerate(arguments: ScriptArguments) -> Ended:
     )
     scaler = half_precision(accelerator) if arguments.fp16 else None
     net = TinyNet()
+    guard, _, optimizer, schedule = guarded_accelerate(accelerator, net, arguments)
+    ended = Ended(state=state_of(net, optimizer, schedule, scaler), skipped=guard.skipped)
+    guard.close()
+    return ended
+
+
+def guarded_accelerate(
+    accelerator: Any, net: nn.Module, arguments: ScriptArguments
+) -> tuple[Any, Any, Any, Any]:
+    """Two passes; the guard, the prepared model, the optimizer and the schedule."""
+    from runner.integrations.accelerate import guard_prepared
+
     optimizer, schedule = optimizer_and_schedule(net)
     model, prepared, loader, scheduler = accelerator.prepare(
         net, optimizer, loader_of(arguments), schedule
@@ -386,9 +396,7 @@ def train_accelerate(arguments: ScriptArguments) -> Ended:
                         prepared.step()
                         scheduler.step()
                     prepared.zero_grad()
-    ended = Ended(state=state_of(net, optimizer, schedule, scaler), skipped=guard.skipped)
-    guard.close()
-    return ended
+    return guard, model, optimizer, schedule
 
 
 Train = Callable[[ScriptArguments], Ended]

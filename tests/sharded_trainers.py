@@ -13,6 +13,7 @@ from tests.frameworks import (
     Ended,
     ScriptArguments,
     TinyNet,
+    guarded_accelerate,
     loader_of,
     num_ranks,
     optimizer_and_schedule,
@@ -112,8 +113,6 @@ def train_accelerate(arguments: ScriptArguments) -> Ended:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils import DistributedType
 
-    from runner.integrations.accelerate import guard_prepared
-
     torch.manual_seed(0)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=100
@@ -121,29 +120,8 @@ def train_accelerate(arguments: ScriptArguments) -> Ended:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
     accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin
-    net = TinyNet()
-    optimizer, schedule = optimizer_and_schedule(net)
-    model, prepared, loader, scheduler = accelerator.prepare(
-        net, optimizer, loader_of(arguments), schedule
-    )
-    guard = guard_prepared(
-        accelerator, arguments.out, model=model, optimizer=prepared, scheduler=scheduler, clip=0.5,
-        **arguments.settings,
-    )  # fmt: skip
+    guard, model, _, schedule = guarded_accelerate(accelerator, TinyNet(), arguments)
     assert any("DTensor" in type(one).__name__ for one in model.parameters())
-    count = 0
-    for _ in range(2):
-        for batch in guard.over(loader):
-            with accelerator.accumulate(model):
-                loss = model(batch)
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    count += 1
-                    arguments.maybe_kill(count, guard)
-                    if guard.ok(loss):
-                        prepared.step()
-                        scheduler.step()
-                    prepared.zero_grad()
     return _ended(guard, schedule)
 
 

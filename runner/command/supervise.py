@@ -125,7 +125,8 @@ def run_supervised(
     if end.code:
         say(end.reason)
     last = supervisor.attempts[-1]
-    if alert and last.code not in _TOLD_BY_RANKS and (met is None or torchrun.is_head(met)):
+    has_given_up = last.code not in _TOLD_BY_RANKS and not supervisor.stop.is_set
+    if alert and has_given_up and (met is None or torchrun.is_head(met)):
         _alert(alert, out, end, last.step)
     if supervisor.is_left_out and met and met.head and torchrun.is_head(met):
         say("the nodes still meet here; this ends with the run")

@@ -122,6 +122,10 @@ class StopRequest:
         """Have a checkpoint saved soon, without a stop."""
         self.advice, self._has_told = reason, False
 
+    def advise_again(self) -> None:
+        """The step that carried the advice was discarded unread."""
+        self._has_told = False
+
     def is_advised(self) -> bool:
         """Whether :meth:`advise` was called; True once for each time."""
         has_told, self._has_told = self._has_told, True

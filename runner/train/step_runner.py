@@ -31,7 +31,7 @@ class StepPlanner:
         self.observers = run.observers
         self._ring = run.ring
         self._backlog = run.backlog
-        self._stop = run.group.stop
+        self.stop = run.group.stop
         self.stop_look = run.group.stop_look
         self.own_seconds = 0.0  # of this rank's last step
 
@@ -49,10 +49,10 @@ class StepPlanner:
             bounds=bounds,
             learning_rate=self.learning_rate(updates),
             keeps_lines=self._backlog.look(),
-            stop=self._stop.is_set,
+            stop=self.stop.is_set,
             observer_failed=self.observers.has_failed,
-            is_slow=self._stop.is_short_for(self.own_seconds),
-            is_advised=self._stop.is_advised(),
+            is_slow=self.stop.is_short_for(self.own_seconds),
+            is_advised=self.stop.is_advised(),
             progress=self._ring.progress(),
             decisions=f"{history.num_discarded} discards, {len(rollbacks)} rollbacks, last {last}",
             is_wide=history.is_wide(batch.start),
@@ -168,6 +168,8 @@ class StepRunner:
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return info
+        if ahead.report.is_advised:  # nobody has read it
+            self.planner.stop.advise_again()
         return replace(info, seconds=info.seconds + self._stepper.discard_speculative(ahead))
 
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace as parts
 
 import pytest
 
 from runner.health import notice, preemption
 from runner.health.notice import Notice, Notices, notices
 from runner.health.preemption import StopRequest
+from runner.policy.decision.signals import StepSignals
 from runner.system.error import ConfigError
+from runner.train.agreed_step import StepInfo
 from runner.train.checkpoints import what_notices_save
+from runner.train.step_runner import StepRunner
 from tests.clouds import Cloud, served
 
 
@@ -140,6 +144,28 @@ def test_what_a_notice_saves_follows_from_the_measured_save() -> None:
         "newest checkpoint remains; a notice of 120 s (AWS) saves the last step if a step takes "
         "less than 77 s"
     )
+
+
+def test_advice_that_a_discarded_step_carried_is_given_again() -> None:
+    """Late, the next step is launched before this one is found to be bad."""
+    stop = StopRequest(grace_seconds=25.0)
+    stop.advise("rebalance")
+    assert stop.is_advised()
+    steps = StepRunner(
+        parts(discard_speculative=lambda step: 0.0),  # type: ignore[arg-type]
+        parts(stop=stop),  # type: ignore[arg-type]
+        known_discards=(),
+        late=True,
+        is_boundary=bool,
+    )
+    signals = StepSignals(
+        step=3, start=0, stop=8, loss=float("nan"), grad_norm=1.0, tokens=1, nonfinite_ranks=1,
+        gated=True,
+    )  # fmt: skip
+    for is_advised in (False, True):
+        steps._ahead = parts(report=parts(is_advised=is_advised))  # type: ignore[assignment]
+        steps._without_ahead(StepInfo(signals=signals))
+        assert stop.is_advised() == is_advised
 
 
 def test_a_file(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ class LiveRun:
             has_news = len(run.fold.attempts) if rows is None else rows or after >= 0
             return {
                 "alive": run.is_alive(),
-                "title": title_of([run], [run.run_dir.out.name or str(run.run_dir.out.resolve())]),
+                "title": title_of([run]),
                 "whole": rows is None,
                 "known": ",".join(f"{name}:{_short(key)}" for name, (key, _) in sections.items()),
                 "parts": {

@@ -19,7 +19,7 @@ from runner.system.version import __version__
 from runner.tools.report import incident_section, sections
 from runner.tools.report.drawing import data_of, script_json
 from runner.tools.report.markup import Html, join, tag, text
-from runner.tools.report.run_reader import RunReader, RunStatus
+from runner.tools.report.run_reader import RunReader, RunStatus, status_of
 
 # uPlot 1.6.32, unmodified: https://github.com/leeoniya/uPlot, MIT.
 VENDORED = {
@@ -108,7 +108,7 @@ def page(runs: Sequence[RunReader], *, is_live: bool = False) -> str:
         Html('<meta name="viewport" content="width=device-width, initial-scale=1">'),
         Html('<meta name="color-scheme" content="light dark">'),
         Html('<meta name="referrer" content="no-referrer">'),
-        tag("title", title_of(runs, names)),
+        tag("title", title_of(runs)),
         tag("style", Html(style)),
     )
     body = tag(
@@ -123,10 +123,11 @@ def page(runs: Sequence[RunReader], *, is_live: bool = False) -> str:
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
-def title_of(runs: Sequence[RunReader], names: Sequence[str]) -> str:
+def title_of(runs: Sequence[RunReader]) -> str:
     """The page's title: the status first, which is all that a narrow tab shows."""
-    status = f"{RunStatus(runs[0]).status} - " if len(runs) == 1 else ""
-    return f"{status}{', '.join(names)} - holdfast"
+    status = f"{status_of(runs[0])} - " if len(runs) == 1 else ""
+    names = ", ".join(_name(run.run_dir.out, runs) for run in runs)
+    return f"{status}{names} - holdfast"
 
 
 def _name(out: Path, runs: Sequence[RunReader]) -> str:

@@ -340,7 +340,7 @@ class RunStatus:
     def __init__(self, run: RunReader) -> None:
         fold, summary = run.fold, run.summary() or {}
         last, attempts = fold.thinned.last, fold.attempts
-        self.status = _status(run)
+        self.status = status_of(run)
         self.reason = str(summary.get("reason", ""))[:2000]
         self.step = _step(last, summary)
         total = run.settings().get("steps")
@@ -441,7 +441,8 @@ class RunStatus:
         return ""
 
 
-def _status(run: RunReader) -> str:
+def status_of(run: RunReader) -> str:
+    """See :class:`RunStatus`; reads the summary and the heartbeat only."""
     summary = run.summary()
     if summary is not None:
         return str(summary.get("status", "ended"))[:40]
