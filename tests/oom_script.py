@@ -1,8 +1,8 @@
 """A user's script whose memory holds two samples at once: python oom_script.py OUT CHOICE.
 
-On two ranks, DDP. Rank 1 runs out of memory from the batch FULL_AT on, and sees NaN in batch BAD;
-rank 0 is killed once, later. Then the plain loop is run that makes the same choice. Each rank
-leaves both ends in ``rankN.json``.
+On two ranks, DDP. Rank 1 runs out of memory from the batch FULL_AT on, sees NaN in batch BAD, and
+is asked to stop within an evaluation; rank 0 is killed once, later. Then the plain loop is run that
+makes the same choice. Each rank leaves both ends in ``rankN.json``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from runner import Guard
 from tests.frameworks import digest
 
-NUM, ROWS, DIM, BAD, FULL_AT, KILL_AT = 40, 8, 6, 11, 17, 31
+NUM, ROWS, DIM, BAD, FULL_AT, STOP_AT, KILL_AT = 40, 8, 6, 11, 17, 26, 31
 FITS = 2  # samples
 
 
@@ -78,9 +78,24 @@ def guarded(out: Path, rank: int, choice: str) -> tuple[str, list[tuple[int, int
         if guard.ok(total):
             optimizer.step()
         optimizer.zero_grad()
+        if number % 6 == STOP_AT % 6:
+            evaluate(model, guard, asks=number == STOP_AT and rank == 1, mark=out / "stopped")
     end = digest([model.state_dict(), optimizer.state_dict()]), guard.skipped
     guard.close()
     return end
+
+
+def evaluate(model: nn.Module, guard: Guard, *, asks: bool, mark: Path) -> None:
+    """In evaluation mode; this rank is asked to stop in it, once."""
+    model.eval()
+    for batch in range(3):
+        if asks and batch == 1 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+        guard.check_stop()
+        with torch.no_grad():
+            model(torch.ones(1, DIM))
+    model.train()
 
 
 def plain(rank: int, skipped: list[tuple[int, int]], choice: str) -> str:

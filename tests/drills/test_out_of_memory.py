@@ -54,12 +54,14 @@ def test_micro_batches_are_halved_until_they_fit(
 
 @pytest.mark.parametrize("choice", ["skip", pytest.param("halve", marks=pytest.mark.full)])
 def test_a_users_loop_goes_on_by_its_choice(tmp_path: Path, choice: str) -> None:
-    """Poisoned, out of memory, killed: bit for bit the plain loop that makes the same choice."""
-    for end in ends_of("oom_script.py", tmp_path, str(tmp_path), choice, restarts=4):
+    """Poisoned, out of memory, stopped in an evaluation, killed: the plain loop, bit for bit."""
+    for end in ends_of("oom_script.py", tmp_path, str(tmp_path), choice, restarts=5):
         assert end["run"] == end["plain"]
         full = [[FULL_AT, FULL_AT + 1]] if choice == "skip" else []
         assert end["skipped"] == [[BAD, BAD + 1], *full]
     lines, _ = read_lines(tmp_path / "run" / "journal.jsonl")
+    [stopped] = [line["reason"] for line in lines if line["kind"] == "preempted"]
+    assert stopped.startswith("asked to stop (rank 1: SIGTERM); saved at step ")
     told = [line for line in lines if line["kind"] == "out_of_memory"]
     assert all(line["ranks"] == [1] and "CUDA out of memory" in line["reason"] for line in told)
     decided = [line["decision"] for line in told]
