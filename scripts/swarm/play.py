@@ -47,8 +47,8 @@ class Start:
     Args:
         code: of the process, or of the rank that failed first under torchrun.
         broken: how it was ended from outside; "" if it was not.
-        steps: the last step in the metrics when it had ended.
-        cursor: the position up to which it had read then.
+        steps: the last step that its files tell of when it had ended.
+        cursor: the position up to which they tell that it had read.
         summary: what it left, {} without.
     """
 
@@ -205,17 +205,32 @@ def _awaited(started: Started, broken: str, out: Path) -> Start:
         has_hung = True
         started.kill()
         text, _ = started.process.communicate()
-    lines, _ = read_whole_lines(out / "metrics.jsonl")
+    steps, cursor = reached(out)
     summary = out / "summary.json"
     return Start(
         code=exit_code(started.process.returncode, text),
         text=text,
         broken=broken,
-        steps=lines[-1]["step"] if lines else 0,
-        cursor=max((line.get("cursor", 0) for line in lines), default=0),
+        steps=steps,
+        cursor=cursor,
         summary=json.loads(summary.read_text()) if summary.exists() else {},
         has_hung=has_hung,
     )
+
+
+def reached(out: Path) -> tuple[int, int]:
+    """The last step and the end of the last position that a run's files tell of.
+
+    A discard is journalled before its metrics are, and a kill may come in between; where new
+    weights begin follows from the journal.
+    """
+    metrics, _ = read_whole_lines(out / "metrics.jsonl")
+    journalled, _ = read_whole_lines(out / "journal.jsonl")
+    discards = [line for line in journalled if line["kind"] == "discard"]
+    steps = [metrics[-1]["step"]] if metrics else [0]
+    cursors = [line.get("cursor", 0) for line in metrics]
+    cursors += [line["samples"][1] for line in discards if line["samples"]]
+    return max([*steps, *(line["step"] for line in discards)]), max(cursors, default=0)
 
 
 def play_loop(case: Case, out: Path, mode: str, counter: Counter) -> Played:

@@ -14,7 +14,7 @@ import pytest
 from scripts.swarm import case, swarm
 from scripts.swarm.case import Break, Case, from_json, simpler, size
 from scripts.swarm.draw import draw
-from scripts.swarm.play import Counter
+from scripts.swarm.play import Counter, reached
 from scripts.swarm.twins import Leg, Twins
 from tests.mutants import ROOT
 
@@ -68,6 +68,15 @@ def test_a_layout_has_a_twin_of_its_own_which_is_made_once(
         got = pool.map(lambda n: twins.of(Case(engine="fsdp", ranks=n), legs, []), wanted)
         assert list(got) == wanted
     assert sorted(made) == [2, 3]
+
+
+def test_a_discard_counts_where_a_kill_came_before_its_metrics(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 16, "cursor": 147}\n')
+    assert reached(tmp_path) == (16, 147)
+    lines = ['{"kind": "start", "step": 0, "samples": null}',
+             '{"kind": "discard", "step": 17, "samples": [147, 156]}', '{"kind": "cra']  # fmt: skip
+    (tmp_path / "journal.jsonl").write_text("\n".join(lines))
+    assert reached(tmp_path) == (17, 156)
 
 
 def test_a_case_is_json_and_drawn_alike_each_time() -> None:
