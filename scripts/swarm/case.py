@@ -19,6 +19,7 @@ class Break:
 
     Args:
         how: ``kill`` (SIGKILL to all processes), ``kill_one``, ``term`` or ``int`` (to all ranks).
+            Of a run by the runner also ``notice``: a file tells that the machine goes.
         at: ``PHASE:N``: as the N-th such phase of the start begins (``step:N``: as step N begins).
         delay: seconds from there to the signal.
         ranks, engine: of the next start; 0 and "": as before. In a loop ranks alone.
@@ -53,6 +54,12 @@ class Case:
         bad: loop: numbers of the batches that are NaN on rank 0.
         sick: ``HOW@step=N,ranks=A+B``: a device that computes wrongly from then on.
         flaky: seconds for which the storage refuses to read samples, from the start on.
+        auto: the interval of checkpoints is chosen by their cost.
+        advice: the step at which a file says that the machine may go soon; 0 for none.
+        full: loop: numbers of the batches that do not fit into rank 0's memory at once.
+        out_of_memory: loop: ``halve`` or ``skip``, as ``Guard(on_oom=...)``; "": nothing runs out.
+        logs: loop: with metrics of its own.
+        checks_stop: loop: each evaluation calls ``guard.check_stop()``.
         looked: loop: the model is evaluated before ``Guard(...)``.
         late_copies: snapshots are copied as late as on a GPU (tests/late_copies.py).
         ring_alone: loop: with :class:`runner.Ring` and no guard.
@@ -89,6 +96,12 @@ class Case:
     accumulate: int = 1
     looked: bool = False
     ring_alone: bool = False
+    auto: bool = False
+    advice: int = 0
+    full: tuple[int, ...] = ()
+    out_of_memory: str = ""
+    logs: bool = False
+    checks_stop: bool = False
     faults: tuple[str, ...] = ()
     bad: tuple[int, ...] = ()
     sick: str = ""
@@ -177,5 +190,5 @@ def as_told(case: Case) -> Case:
         **{"faults": (), "bad": (), "sick": "", "flaky": 0.0, "breaks": ()},
         **{"audit": 0, "layers": 0, "replicas": 0, "preflight": False, "explain": "off"},
         **{"tracker": "", "best": False, "memory": False, "looked": False, "late": False},
-        **{"late_copies": False, "mirror": False, "keep": 9},
+        **{"late_copies": False, "mirror": False, "keep": 9, "auto": False, "advice": 0},
     )

@@ -90,7 +90,7 @@ def _ending(case: Case, played: Played) -> Iterator[str]:
 def _stops(case: Case, played: Played) -> Iterator[str]:
     """What was asked to stop has saved its last applied step, and says so."""
     for number, start in enumerate(played.starts):
-        if start.broken not in ("term", "int"):
+        if start.broken not in ("term", "int", "notice"):
             continue
         is_late = "did not end within preempt.grace_seconds" in start.text
         if is_late and not hangs(case):  # no summary is left then

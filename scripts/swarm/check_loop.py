@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 
 from runner.system.error import EXIT_CONFIG, EXIT_DONE, EXIT_HALTED, EXIT_PREEMPTED
+from runner.system.json_lines import read_lines
 from scripts.swarm.case import Case
 from scripts.swarm.command import layout_of
 from scripts.swarm.loop import EVERY
 from scripts.swarm.output import tail
-from scripts.swarm.play import Counter, Played, journal, play_loop, positions
+from scripts.swarm.play import Counter, Played, goes_on, journal, play_loop, positions
 from tests.run import left_behind
 from tests.script_run import ends_of
 
@@ -45,6 +46,7 @@ def check_loop(case: Case, folder: Path, counter: Counter) -> list[str]:
         # DDP adds in another order in its first step, which is then one that the guard refused.
         wrong += _equal(played, plain, skipped)
     if not case.ring_alone:
+        wrong += _logged(case, played, plain)
         bad = sorted({n for one in plain.ended for n in one["bad"]})
         back = [line["samples"] for line in journal(out / "run") if line["kind"] == "rollback"]
         wrong += _loop_ledger(case, positions(skipped), positions(back), bad)
@@ -98,9 +100,21 @@ def _refusal(case: Case, played: Played) -> Iterator[str]:
 
 def _loop_stops(case: Case, played: Played) -> Iterator[str]:
     for start in played.starts:
-        is_right = start.code in (EXIT_PREEMPTED, EXIT_DONE) or "CannotReadAgain" in start.text
+        is_right = start.code in (EXIT_PREEMPTED, EXIT_DONE) or goes_on(start.text)
         if start.broken == "term" and not case.ring_alone and not is_right:
             yield f"stopped: with {start.code}: {tail(start.text)}"
+
+
+def _logged(case: Case, played: Played, plain: Played) -> Iterator[str]:
+    """A step's metric of its own is the mean over the batches of that step, on all ranks."""
+    lines, _ = read_lines(played.out / "run" / "metrics.jsonl")
+    mine = {line["step"]: line.get("read") for line in lines if line["action"] == "apply"}
+    for step, parts in enumerate(zip(*(one["logged"] for one in plain.ended), strict=True), 1):
+        total, count = (sum(of) for of in zip(*parts, strict=True))
+        theirs = total / count if case.logs else None
+        if mine.get(step) != theirs:
+            yield f"logged: step {step} has {mine.get(step)}, the plain loop {theirs}"
+            return
 
 
 def _loop_ledger(

@@ -34,9 +34,35 @@ def draw(seed: int) -> Case:
         kill = Break(at=f"batch:{dice.randint(8, 50)}")
         where = dice.choice(("hf", "lightning", "accelerate", "nano"))
         return Case(where=where, ranks=2, breaks=(kill,) if dice.random() < 0.7 else ())
-    if dice.random() < 0.3:
-        return _loop(dice)
-    return _runner(dice)
+    case = _loop(dice) if dice.random() < 0.3 else _runner(dice)
+    # From dice of its own, so that older features of a seed stay as they were.
+    newer = random.Random(f"newer {seed}")
+    return _newer_runner(newer, case) if case.is_runner else _newer_loop(newer, case)
+
+
+def _newer_runner(dice: random.Random, case: Case) -> Case:
+    breaks = tuple(
+        replace(one, how="notice") if one.how in ("term", "int") and dice.random() < 0.4 else one
+        for one in case.breaks
+    )
+    advice = dice.randint(2, STEPS - 4) if dice.random() < 0.15 else 0
+    return replace(case, breaks=breaks, advice=advice, auto=dice.random() < 0.1)
+
+
+def _newer_loop(dice: random.Random, case: Case) -> Case:
+    if case.ring_alone or case.mirror:
+        return case
+    case = replace(case, logs=dice.random() < 0.4, checks_stop=dice.random() < 0.5)
+    if dice.random() < 0.35:
+        full = tuple(sorted(dice.sample(range(3, 34), dice.choice((1, 1, 2)))))
+        case = replace(case, out_of_memory=dice.choice(("halve", "skip")), full=full)
+    if not case.evaluate:
+        return case
+    breaks = tuple(
+        replace(one, at=f"evaluate:{dice.randint(1, 3)}") if dice.random() < 0.5 else one
+        for one in case.breaks
+    )
+    return replace(case, breaks=breaks)
 
 
 def _traits(dice: random.Random, among: Sequence[str]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,14 @@ from torch.utils.data import DataLoader
 
 from runner import Guard, Ring, Sampler
 from runner.system.error import RunnerError
+from runner.system.json_lines import read_lines
 from scripts.swarm.case import Case, read
 from scripts.swarm.command import limits
 from scripts.swarm.guests import Ids, Net
 from tests.frameworks import digest
 
 NUM, PER, SEQ_LEN = 36, 4, 12  # whole steps of 1, 2 or 3 batches
+FITS = 2  # samples of a part, where one of them is large
 EVERY = 6
 _RULES: dict[str, Any] = {"every": EVERY, "clean_after": 3, "min_history": 8}
 _EVAL_PARTS = {"eval_norm", "eval_drop"}
@@ -44,18 +47,35 @@ class PlainGuard:
 
     resumed_step = 0
 
-    def __init__(self, skipped: list[list[int]], model: nn.Module, clip: float | None) -> None:
+    def __init__(self, out: Path, case: Case, model: nn.Module) -> None:
+        skipped = json.loads((out / "skipped.json").read_text())
         self._skipped = {n for start, stop in skipped for n in range(start, stop)}
-        self._model, self._clip = model, clip
+        lines, _ = read_lines(out / "run" / "journal.jsonl")
+        full = [line["detail"] for line in lines if line["kind"] == "out_of_memory"]
+        self._parts = [(one["from_step"], one["parts"]) for one in full if "parts" in one]
+        self._model, self._clip = model, case.clip
+        self._leaves_out_full = case.out_of_memory == "skip"
         self.updates = 0
         self.bad: list[int] = []
+        self.logged: list[list[float]] = [[0.0, 0.0]]  # of each step
 
     def over(self, loader: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         for number, batch in enumerate(loader):
-            if bool((batch < 0).any()):
+            if bool((batch < 0).any()) or (self._leaves_out_full and _does_not_fit(batch)):
                 self.bad.append(number)
             if number not in self._skipped:
                 yield batch
+
+    def parts(self, batch: torch.Tensor) -> Iterator[tuple[torch.Tensor, float]]:
+        due = [parts for step, parts in self._parts if step <= self.updates + 1]
+        rows, num = len(batch), min(max(due, default=1), len(batch))
+        for number in range(num):
+            part = batch[rows * number // num : rows * (number + 1) // num]
+            yield part, len(part) / rows
+
+    def log(self, read: tuple[float, int]) -> None:
+        for at, value in enumerate(read):
+            self.logged[-1][at] += value
 
     def note(self, loss: Any) -> None:
         pass
@@ -64,7 +84,11 @@ class PlainGuard:
         if self._clip:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
         self.updates += 1
+        self.logged.append([0.0, 0.0])
         return True
+
+    def check_stop(self) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -85,7 +109,14 @@ def _samples(case: Case, rank: int, num: int) -> torch.Tensor:
     samples = torch.stack([torch.from_numpy(ids[i]["input_ids"]) for i in range(num)])
     for number in case.bad if rank == 0 else ():
         samples[number * PER % num, 0] = -1
+    for number in case.full if rank == 0 else ():
+        samples[(number * PER + 1) % num] = 1
     return samples
+
+
+def _does_not_fit(batch: torch.Tensor) -> bool:
+    """Whether rank 0 runs out of memory with it: it has a sample of one token only."""
+    return _place()[0] == 0 and len(batch) > FITS and bool((batch == 1).all(dim=1).any())
 
 
 def _windows(samples: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -169,26 +200,45 @@ def _look(net: Net, model: nn.Module, batch: torch.Tensor) -> float:
     return loss
 
 
-def _break_at(case: Case, out: Path) -> tuple[int, str]:
-    """The batch of this start after which it ends, and how; -1 for never."""
+class _Ending:
+    """Where this start ends: as its N-th batch, or its N-th evaluation, begins."""
+
+    def __init__(self, how: str = "", at: str = "") -> None:
+        phase, _, number = at.partition(":")
+        self._how, self._due = how, (phase, int(number or 0))
+        self._evaluations = 0
+
+    def evaluation(self) -> None:
+        self._evaluations += 1
+        self.meet("evaluate", self._evaluations)
+
+    def meet(self, phase: str, number: int) -> None:
+        rank, ranks = _place()
+        if (phase, number) != self._due:
+            return
+        if self._how == "kill" or (self._how == "kill_one" and rank == ranks - 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._how == "term" and rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _ending(case: Case, out: Path) -> _Ending:
     start = len(list(out.glob("start-*")))
     one = case.breaks[start] if start < len(case.breaks) else None
-    return (int(one.at.partition(":")[2]), one.how) if one else (-1, "")
+    return _Ending(one.how, one.at) if one else _Ending()
 
 
-def train(case: Case, out: Path, guard: Any, parts: Any, loader: Any, ending: Any) -> None:
+def train(case: Case, guard: Any, parts: Any, loader: Any, ending: _Ending) -> None:
     """The loop, as a user writes it."""
     net, model, optimizer, scheduler, average = parts
     held_out = _samples(Case(), 9, PER)
-    rank, ranks = _place()
-    end_at, how = ending
     for number, batch in enumerate(guard.over(loader), start=1):
-        if number == end_at:
-            _end(how, rank)
-        loss = model(batch) / case.accumulate
-        if case.data == "sampler":  # a rank may have one sample more
-            loss = loss * len(batch) * ranks / _global_size(case)
-        loss.backward()
+        ending.meet("batch", number)
+        losses = [_backward(case, model, batch, *part) for part in guard.parts(batch)]
+        # One is handed over as it is, with its graph.
+        loss = losses[0] if len(losses) == 1 else torch.stack(losses).detach().sum()
+        if case.logs:
+            guard.log(read=(float(batch.clamp(min=0).sum()), len(batch)))
         if number % case.accumulate:
             guard.note(loss)
             continue
@@ -198,26 +248,33 @@ def train(case: Case, out: Path, guard: Any, parts: Any, loader: Any, ending: An
             average.update(net)
         optimizer.zero_grad()
         if case.evaluate and guard.updates % case.evaluate == 0:
+            ending.evaluation()
+            if case.checks_stop:
+                guard.check_stop()
             _look(net, model, held_out)
 
 
-def _end(how: str, rank: int) -> None:
-    if how == "kill" or (how == "kill_one" and rank == dist.get_world_size() - 1):
-        os.kill(os.getpid(), signal.SIGKILL)
-    if how == "term" and rank == 0:
-        os.kill(os.getpid(), signal.SIGTERM)
+def _backward(
+    case: Case, model: nn.Module, batch: torch.Tensor, part: torch.Tensor, share: float
+) -> torch.Tensor:
+    """The part's loss, of whose gradient each batch of a step has its share."""
+    if case.out_of_memory and _does_not_fit(part):
+        raise torch.OutOfMemoryError("CUDA out of memory. (On purpose.)")
+    loss: torch.Tensor = model(part) * share / case.accumulate
+    if case.data == "sampler":  # a rank may have one sample more
+        loss = loss * len(batch) * _place()[1] / _global_size(case)
+    loss.backward()
+    return loss
 
 
-def with_ring(case: Case, out: Path, parts: Any, batches: Any, ending: Any, mode: str) -> None:
+def with_ring(case: Case, out: Path, parts: Any, batches: Any, ending: _Ending, mode: str) -> None:
     """A loop with a ring and no guard."""
     _, model, optimizer, scheduler, _ = parts
     state = {"model": model, "opt": optimizer, "schedule": scheduler}
     ring = None if mode == "plain" else Ring(out / "run", state)
     first = ring.step if ring is not None else 0
-    end_at, how = ending
     for step in range(first, NUM):
-        if step - first == end_at:
-            _end(how, dist.get_rank() if dist.is_initialized() else 0)
+        ending.meet("batch", step - first)
         torch.manual_seed(step)  # what a ring does not keep
         model(batches[step].clamp(min=0)).backward()
         optimizer.step()
@@ -242,14 +299,14 @@ def _place() -> tuple[int, int]:
 
 def run(case: Case, out: Path, mode: str) -> None:
     rank, _ = _place()
-    ending = _break_at(case, out) if mode == "guarded" else (-1, "")
+    ending = _ending(case, out) if mode == "guarded" else _Ending()
     if dist.is_initialized():
         dist.barrier()  # before this start is counted
     if rank == 0:
         (out / f"start-{len(list(out.glob('start-*')))}").touch()
     net, model, optimizer, average = _build(case)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.05 * step))
-    parts, clip = (net, model, optimizer, scheduler, average), case.clip or None
+    parts = net, model, optimizer, scheduler, average
     if case.looked:
         with torch.no_grad():
             model(_samples(Case(), 9, PER).clamp(min=0))
@@ -257,19 +314,19 @@ def run(case: Case, out: Path, mode: str) -> None:
     if case.ring_alone:
         with_ring(case, out, parts, _loader(case, rank), ending, mode)
     elif mode == "plain":
-        skipped = json.loads((out / "skipped.json").read_text())
-        plain = PlainGuard(skipped, model, clip)
-        train(case, out, plain, parts, _loader(case, rank), ending)
-        ended = {"bad": plain.bad}
+        plain = PlainGuard(out, case, model)
+        train(replace(case, out_of_memory=""), plain, parts, _loader(case, rank), ending)
+        ended = {"bad": plain.bad, "logged": plain.logged[:-1]}
     else:
         settings = {**_RULES, "sync": not case.late, "accumulate": case.accumulate}
         settings |= limits(case) | ({} if case.memory else {"memory_every": 0})
         settings |= {"memory_mirror": True} if case.mirror else {}
+        settings |= {"on_oom": case.out_of_memory} if case.out_of_memory else {}
         guard = Guard(
             out / "run", model=[model, *average.models], optimizer=optimizer, scheduler=scheduler,
-            clip=clip, **settings,
+            clip=case.clip or None, **settings,
         )  # fmt: skip
-        train(case, out, guard, parts, _loader(case, rank), ending)
+        train(case, guard, parts, _loader(case, rank), ending)
         guard.close()
         ended = {"skipped": guard.skipped}
     random = None if case.ring_alone else torch.get_rng_state()

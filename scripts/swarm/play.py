@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.system.error import EXIT_CONFIG, EXIT_DONE, EXIT_HALTED, EXIT_NO_CHECKPOINT
+from runner.system.files import write_json
 from runner.system.json_lines import read_lines as read_whole_lines
 from scripts.swarm.case import Break, Case
 from scripts.swarm.command import hangs, layout_of, overrides
@@ -37,6 +38,7 @@ _ILLS: dict[str, dict[str, Any]] = {
     "sum": {"how": "sum"},
 }
 _OFFLINE = {"WANDB_MODE": "offline", "MLFLOW_ALLOW_FILE_STORE": "true"}
+_NOTICE = {"seconds": 60, "reason": "drained"}
 _SIGNALS = {"term": signal.SIGTERM, "int": signal.SIGINT}
 
 
@@ -147,17 +149,22 @@ def _start(
     counter.add()
     ranks = layout_of(case, number)[1]
     mark = out.parent / f"{out.name}-mark-{number}"
-    env = {"SWARM": json.dumps(_asked(one, mark)), "HOLDFAST_MEMORY_DIR": str(memory), **_OFFLINE}
+    notice = out.parent / f"{out.name}-notice"
+    notice.unlink(missing_ok=True)
+    asked = _asked(one, mark) | {"advice": [case.advice, str(notice)]}
+    env = {"SWARM": json.dumps(asked), "HOLDFAST_MEMORY_DIR": str(memory), **_OFFLINE}
     if case.sick:
         env["ILL"] = json.dumps([_ill(case.sick)])
     if case.late_copies:
         env[warm.LATE_COPIES] = "1"
     if case.flaky:
         env["SWARM_SOUND_AT"] = str(time.time() + case.flaky)
-    words = [*words, f"preempt.grace_seconds={_GRACE_SECONDS}"]
+    words = [*words, f"preempt.grace_seconds={_GRACE_SECONDS}", f"preempt.notice=file:{notice}"]
     program = HERE / "program.py"
     started = start(out, *words, ranks=0 if ranks == 1 else ranks, env=env, program=program)
-    broken = _deliver(started, one, mark, random.Random(case.seed + number)) if one else ""
+    broken = ""
+    if one is not None:
+        broken = _deliver(started, one, mark, notice, random.Random(case.seed + number))
     return _awaited(started, broken, out)
 
 
@@ -176,7 +183,7 @@ def _asked(one: Break | None, mark: Path) -> dict[str, Any]:
     return {"mark": [phase, int(count), str(mark)], "slow": _SLOW_SECONDS if is_slow else 0.0}
 
 
-def _deliver(started: Started, one: Break, mark: Path, dice: random.Random) -> str:
+def _deliver(started: Started, one: Break, mark: Path, notice: Path, dice: random.Random) -> str:
     """End it where the case says; returns how, "" where it had ended before."""
     limit = time.monotonic() + LIMIT_SECONDS
     while not mark.exists():
@@ -186,6 +193,9 @@ def _deliver(started: Started, one: Break, mark: Path, dice: random.Random) -> s
     time.sleep(one.delay)
     if started.process.poll() is not None:
         return ""
+    if one.how == "notice":
+        write_json(notice, _NOTICE)
+        return one.how
     ranks = started.ranks() or {0: started.process.pid}
     if one.how == "kill":
         started.kill()
@@ -249,11 +259,16 @@ def play_loop(case: Case, out: Path, mode: str, counter: Counter) -> Played:
         broken = one.how if one and mode == "guarded" else ""
         starts.append(_awaited(started, broken, out / "run"))
         last = starts[-1]
-        again = last.broken or "CannotReadAgain" in last.text
+        again = last.broken or goes_on(last.text)
         if last.has_hung or last.code == EXIT_DONE or not again:
             break
     ended = [json.loads(path.read_text()) for path in sorted(out.glob(f"end-{mode}-*.json"))]
     return Played(out=out, starts=tuple(starts), ended=tuple(ended))
+
+
+def goes_on(text: str) -> bool:
+    """Whether a loop that ended so is started again: it could not go back, or memory ran out."""
+    return "CannotReadAgain" in text or "CUDA out of memory" in text
 
 
 def _start_loop(case: Case, out: Path, file: Path, mode: str, memory: Path, ranks: int) -> Started:

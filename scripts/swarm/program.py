@@ -3,6 +3,7 @@
 What is asked for stands in the environment variable SWARM as JSON:
 
     mark     a file that is made as the N-th phase of that name begins: ["evaluate", 1, FILE]
+    advice   the step at which a file appears that says the machine may go: [12, FILE]
     slow     seconds that each forward pass takes from then on, so that a signal comes within it
 
 A device that computes wrongly stands in ILL, see tests/ill.py.
@@ -22,7 +23,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from runner.data import text
+from runner.health import notice
 from runner.health.heartbeat import Heartbeat
+from runner.system.files import write_json
 from tests import ill
 
 
@@ -34,7 +37,7 @@ class _Watch:
         self._mark = asked.get("mark")
         self._slow = float(asked.get("slow", 0.0))
         self._is_slow = False
-        self._until = 0.0
+        self._advice = asked.get("advice", (0, ""))
 
     def enter(self, phase: str) -> None:
         if self._mark is None:
@@ -46,6 +49,8 @@ class _Watch:
             self._begin(file)
 
     def begin_step(self, step: int) -> None:
+        if step == self._advice[0] and os.environ.get("RANK", "0") == "0":
+            write_json(Path(self._advice[1]), {"reason": "may go", "advice": True})
         if self._mark is None:
             return
         wanted, number, file = self._mark
@@ -84,6 +89,8 @@ def prepare() -> None:
         watch.enter("tokenise")
         build(*arguments)
 
+    # A tiny run is over before the first of them.
+    notice._EVERY_SECONDS, notice._AGAIN_SECONDS = 0.05, 0.02
     Heartbeat.enter, Heartbeat.begin_step = entered, begun  # type: ignore[method-assign]
     text._build = built
     if asked.get("slow"):

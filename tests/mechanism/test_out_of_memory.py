@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from runner import Guard
 from runner.embed.loop.out_of_memory import MemoryPlan
 from runner.policy.decision.history import Incident
 from runner.system.error import ConfigError
+from tests.observed import OneRank
 
 pytestmark = pytest.mark.usefixtures("node_memory")
 
@@ -22,8 +24,17 @@ def crash(step: int, cause: str = "memory") -> Incident:
     )
 
 
-def plan(choice: str, incidents: list[Incident]) -> MemoryPlan:
-    return MemoryPlan(choice, list(incidents), incidents.append)
+def plan(choice: str, incidents: list[Incident], others: Sequence[int] = ()) -> MemoryPlan:
+    """
+    Args:
+        others: samples in the other ranks' batches.
+    """
+
+    class Uneven(OneRank):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, *others]
+
+    return MemoryPlan(choice, list(incidents), incidents.append, Uneven())
 
 
 def test_each_crash_halves_once_from_its_step_on() -> None:
@@ -52,6 +63,14 @@ def test_parts_of_what_a_loader_gives() -> None:
     assert second["more"][0].shape == (3, 2) and second["more"][1] == 3 and second["name"] == "a"
     assert (share, rest) == (0.4, 0.6)
     assert list(half.split("anything", 0)) == [("anything", 1.0)]
+
+
+def test_ranks_have_equally_many_parts_where_one_has_fewer_samples() -> None:
+    journal = [crash(1)]
+    plan("halve", journal)
+    quarter = plan("halve", [*journal, crash(1)], others=[3])
+    assert quarter.num_parts(1) == 4
+    assert [len(part) for part, _ in quarter.split(torch.ones(4, 2), 1)] == [1, 1, 2]
 
 
 @pytest.mark.parametrize(

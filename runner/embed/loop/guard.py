@@ -158,7 +158,7 @@ class Guard(Holder):
         self._steps = GuardedSteps(run, self._sharded, self._carried, self._measurer, self._gate)
         self._steps.read_again = self._read_again
         self._modes = self._sharded.modes.to_json()  # as the last step was computed
-        self._memory = MemoryPlan(on_oom, run.history.incidents, run.written.report)
+        self._memory = MemoryPlan(on_oom, run.history.incidents, run.written.report, ranks)
         self._sharded.before_change = run.drop_memory
         self._hold(run)
         handle_signals(group)
@@ -346,7 +346,8 @@ class Guard(Holder):
 
         Args:
             batch: this rank's: a tensor, or a list, tuple or mapping of tensors whose first
-                dimension is the sample's. All ranks' batches have equally many samples.
+                dimension is the sample's. It has as many parts as the rank with the fewest
+                samples can make.
 
         Yields:
             A part, and its share of the batch's samples, by which its mean loss is multiplied.

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from runner.distributed.agreement import Ranks
 from runner.health.root_cause import MEMORY
 from runner.policy.decision.history import Incident
 from runner.system.error import ConfigError
@@ -38,12 +39,18 @@ class MemoryPlan:
         choice: ``halve``, ``skip`` or ``raise``.
         incidents: the journal's.
         report: writes a line into the journal. Collective.
+        ranks: that agree how far a batch can be split.
     """
 
     def __init__(
-        self, choice: str, incidents: Sequence[Incident], report: Callable[[Incident], None]
+        self,
+        choice: str,
+        incidents: Sequence[Incident],
+        report: Callable[[Incident], None],
+        ranks: Ranks,
     ) -> None:
         self._choice = choice
+        self._ranks = ranks
         self._crashes = [
             one for one in incidents if one.kind == "crash" and one.detail.get("cause") == MEMORY
         ]
@@ -84,7 +91,9 @@ class MemoryPlan:
         return self._incident(what, {"positions": list(batches)})
 
     def split(self, batch: Any, step: int) -> Iterator[tuple[Any, float]]:
-        """A batch's parts, and the share of its samples that each has.
+        """A batch's parts, and the share of its samples that each has; as many on all ranks.
+
+        Collective where there is more than one part.
 
         Raises:
             ConfigError: it cannot be split, or not further.
@@ -94,14 +103,16 @@ class MemoryPlan:
         if parts == 1:
             yield batch, 1.0
             return
-        rows = _rows(batch)
-        if parts // 2 >= rows:
+        rows = self._ranks.all_or_none("splitting a batch", lambda: _rows(batch))
+        # A rank may have a sample less, and each part is a pass in which ranks meet.
+        fewest = min(self._ranks.gather(rows))
+        if parts // 2 >= fewest:
             raise ConfigError(
-                f"guard.parts: a batch of {rows} samples was computed in parts of one, and memory "
-                "ran out even so; free memory (recomputed activations, shorter samples, more "
-                "ranks), or take on_oom='skip'"
+                f"guard.parts: a batch of {fewest} samples was computed in parts of one, and "
+                "memory ran out even so; free memory (recomputed activations, shorter samples, "
+                "more ranks), or take on_oom='skip'"
             )
-        parts = min(parts, rows)
+        parts = min(parts, fewest)
         for number in range(parts):
             start, stop = rows * number // parts, rows * (number + 1) // parts
             part = _changed(batch, itemgetter(slice(start, stop)))
