@@ -47,9 +47,11 @@ def check_loop(case: Case, folder: Path, counter: Counter) -> list[str]:
         wrong += _equal(played, plain, skipped)
     if not case.ring_alone:
         wrong += _logged(case, played, plain)
-        bad = sorted({n for one in plain.ended for n in one["bad"]})
+        bad, large = (
+            sorted({n for one in plain.ended for n in one[key]}) for key in ("bad", "large")
+        )
         back = [line["samples"] for line in journal(out / "run") if line["kind"] == "rollback"]
-        wrong += _loop_ledger(case, positions(skipped), positions(back), bad)
+        wrong += _loop_ledger(case, positions(skipped), positions(back), bad, large)
     return wrong
 
 
@@ -118,9 +120,12 @@ def _logged(case: Case, played: Played, plain: Played) -> Iterator[str]:
 
 
 def _loop_ledger(
-    case: Case, gone: Set[int], rolled_back: Set[int], bad: Sequence[int]
+    case: Case, gone: Set[int], rolled_back: Set[int], bad: Sequence[int], large: Sequence[int]
 ) -> Iterator[str]:
-    """Bad batches are skipped, and no others but in their steps and those a rollback takes."""
+    """Bad batches are skipped, and no others but in their steps and those a rollback takes.
+
+    ``large`` ones may be: with which memory ran out, if rank 0 had them then.
+    """
     if (
         case.data == "windows"
         and case.accumulate > 1
@@ -134,5 +139,6 @@ def _loop_ledger(
     if case.data in ("own", "windows", "shuffled"):
         reach += (EVERY + 4) * case.accumulate
     innocent = gone - (rolled_back if rolled_back & set(bad) else set())
-    if far := [n for n in sorted(innocent) if not any(abs(n - b) <= reach for b in bad)]:
+    known = [*bad, *large]
+    if far := [n for n in sorted(innocent) if not any(abs(n - b) <= reach for b in known)]:
         yield f"ledger: innocent batches {far} are skipped; bad are {list(bad)}"

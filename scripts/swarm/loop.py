@@ -57,12 +57,15 @@ class PlainGuard:
         self._leaves_out_full = case.out_of_memory == "skip"
         self.updates = 0
         self.bad: list[int] = []
+        self.large: list[int] = []
         self.logged: list[list[float]] = [[0.0, 0.0]]  # of each step
 
     def over(self, loader: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         for number, batch in enumerate(loader):
-            if bool((batch < 0).any()) or (self._leaves_out_full and _does_not_fit(batch)):
+            if bool((batch < 0).any()):
                 self.bad.append(number)
+            if self._leaves_out_full and _is_large(batch):
+                self.large.append(number)
             if number not in self._skipped:
                 yield batch
 
@@ -114,9 +117,9 @@ def _samples(case: Case, rank: int, num: int) -> torch.Tensor:
     return samples
 
 
-def _does_not_fit(batch: torch.Tensor) -> bool:
-    """Whether rank 0 runs out of memory with it: it has a sample of one token only."""
-    return _place()[0] == 0 and len(batch) > FITS and bool((batch == 1).all(dim=1).any())
+def _is_large(batch: torch.Tensor) -> bool:
+    """Whether it has a sample of one token only."""
+    return bool((batch == 1).all(dim=1).any())
 
 
 def _windows(samples: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -258,7 +261,7 @@ def _backward(
     case: Case, model: nn.Module, batch: torch.Tensor, part: torch.Tensor, share: float
 ) -> torch.Tensor:
     """The part's loss, of whose gradient each batch of a step has its share."""
-    if case.out_of_memory and _does_not_fit(part):
+    if case.out_of_memory and _place()[0] == 0 and len(part) > FITS and _is_large(part):
         raise torch.OutOfMemoryError("CUDA out of memory. (On purpose.)")
     loss: torch.Tensor = model(part) * share / case.accumulate
     if case.data == "sampler":  # a rank may have one sample more
@@ -316,7 +319,7 @@ def run(case: Case, out: Path, mode: str) -> None:
     elif mode == "plain":
         plain = PlainGuard(out, case, model)
         train(replace(case, out_of_memory=""), plain, parts, _loader(case, rank), ending)
-        ended = {"bad": plain.bad, "logged": plain.logged[:-1]}
+        ended = {"bad": plain.bad, "large": plain.large, "logged": plain.logged[:-1]}
     else:
         settings = {**_RULES, "sync": not case.late, "accumulate": case.accumulate}
         settings |= limits(case) | ({} if case.memory else {"memory_every": 0})
