@@ -87,7 +87,7 @@ def _unknown(
     rows = _rows(resumed.steps[step])
     share = sum(row in known for row in rows) / len(rows) if rows else 0.0
     if share >= _KNOWN:
-        if random_differs and not resumed.has_workers:
+        if random_differs and not resumed.has_workers and _may_be_drawn(reference):
             return DataFinding(kind="random", words="known samples in another order")
         same = sorted(rows) == sorted(_rows(reference.steps[step]))
         words = "its own samples in another order" if same else "known samples in another order"
@@ -100,6 +100,15 @@ def _unknown(
     return DataFinding(kind="other", words="samples that no step read")
 
 
+def _may_be_drawn(reference: Trajectory) -> bool:
+    """Whether an order may come from a generator that is recorded.
+
+    An order that is drawn for each epoch moves it between two steps.
+    """
+    steps = [step for ranks in reference.steps.values() for step in ranks.values()]
+    return any(step.between for step in steps) or not epochs_repeat(reference)
+
+
 def epochs_repeat(reference: Trajectory) -> bool:
     """Whether any sample was read twice."""
     rows = [row for ranks in reference.steps.values() for row in _rows(ranks)]
@@ -107,10 +116,25 @@ def epochs_repeat(reference: Trajectory) -> bool:
 
 
 def epoch_starts(reference: Trajectory) -> set[int]:
-    """The steps with which an epoch begins: where a sample comes again."""
+    """The steps with which an epoch begins: where a sample comes again.
+
+    Ranks that shuffle each for itself read the same samples within an epoch: then one rank's count.
+    """
+    steps = reference.steps
+    of_first = _starts({step: {0: ranks[0]} for step, ranks in steps.items() if 0 in ranks})
+    end = min(of_first - {1}, default=max(steps, default=0) + 1)
+    held: dict[int, set[str]] = {}
+    for step in range(1, end):
+        for rank, one in steps.get(step, {}).items():
+            held.setdefault(rank, set()).update(_rows({rank: one}))
+    is_shared = sum(map(len, held.values())) > len(set().union(*held.values()))
+    return of_first if is_shared else _starts(steps)
+
+
+def _starts(steps: Mapping[int, Mapping[int, Step]]) -> set[int]:
     starts, seen = {1}, set[str]()
-    for step in sorted(reference.steps):
-        rows = set(_rows(reference.steps[step]))
+    for step in sorted(steps):
+        rows = set(_rows(steps[step]))
         if rows & seen:
             starts.add(step)
             seen = set()

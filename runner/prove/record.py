@@ -33,6 +33,7 @@ class Step:
     copies: dict[str, Mapping[str, Entry]] = field(default_factory=dict)
     scalers: list[Mapping[str, Any]] = field(default_factory=list)
     random: dict[str, str] = field(default_factory=dict)
+    between: list[str] = field(default_factory=list)  # generators moved since the step before it
     batches: list[Batch] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     schedules: list[Any] = field(default_factory=list)  # their counters

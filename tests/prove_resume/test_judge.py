@@ -327,6 +327,37 @@ def test_a_seed_that_is_set_again_at_each_start() -> None:
     assert "reads the batch of step 1" in first.sentence and "drawn from" in first.sentence
 
 
+@pytest.mark.parametrize(("between", "kind"), [([], "data_order"), (["torch"], "random")])
+def test_an_order_is_drawn_only_from_what_moves(between: list[str], kind: str) -> None:
+    """A shuffle buffer is lost, and the random state that dropout draws from is lost too."""
+    reference = trajectory()
+    for step in reference.steps[EPOCH + 1].values():
+        step.between = between
+
+    def change(ranks: Ranks, number: int) -> None:
+        buffered(ranks, number)
+        each(lost_random)(ranks, number)
+
+    assert judge(reference, resumed(change), SAVES).findings[0].kind == kind
+
+
+def test_ranks_that_shuffle_each_for_itself() -> None:
+    """They read the same samples within an epoch, which does not end where one comes again."""
+    reference, other = trajectory(), resumed(each(spoiled))
+    for epoch in range(STEPS // EPOCH):
+        for rank in range(RANKS):
+            order = [f"sample {n}" for n in range(6 * EPOCH)]
+            random.Random(f"{epoch} {rank}").shuffle(order)
+            for place in range(EPOCH):
+                step = reference.steps[epoch * EPOCH + place + 1][rank]
+                step.batches = [tuple(order[3 * place : 3 * place + 3])]
+    for number, ranks in other.steps.items():
+        for rank, step in ranks.items():
+            step.batches = reference.steps[EPOCH + number][rank].batches
+    first = judge(reference, other, SAVES).findings[0]
+    assert (first.kind, first.step) == ("data_restarted", START)
+
+
 def test_a_random_state_that_nothing_reads_is_a_note() -> None:
     def change(step: Step, number: int) -> None:
         step.random = {**step.random, "python": f"other {number}"}

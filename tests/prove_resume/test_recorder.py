@@ -1,9 +1,11 @@
-"""What the recorder takes for a step's batch, in this process and without a hook."""
+"""What the recorder takes for a step's batch and for copies; in this process, without a hook."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -54,5 +56,60 @@ def test_the_batch_of_a_step(
         recorder.before_step(optimizer)
         optimizer.step()
         recorder.after_step(optimizer)
-    lines = (tmp_path / f"steps-{os.getpid()}.jsonl").read_text().splitlines()
-    assert [json.loads(line)["batches"] for line in lines] == [[digest(BATCHES[read])]] * 2
+    assert [line["batches"] for line in lines(tmp_path)] == [[digest(BATCHES[read])]] * 2
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    written = (folder / f"steps-{os.getpid()}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in written]
+
+
+def averages_of(kind: str, model: Any) -> tuple[Any, str]:
+    """An object that holds them, and the label of the copy."""
+    net = copy.deepcopy(model.net)
+    held = {name: p.detach().clone() for name, p in net.named_parameters()}
+    return {
+        "a module": (net, "1 Sequential"),
+        "with more than the model": (torch.nn.Sequential(OrderedDict(net=net)), "1 Sequential"),
+        "a dictionary": (held, "1 dictionary of 4 tensors"),
+        "a list": ([*held.values()], "1 list of 4 tensors"),
+    }[kind]
+
+
+@pytest.mark.parametrize("calls_itself", [False, True], ids=["", "the step calls the model"])
+@pytest.mark.parametrize("kind", ["a module", "with more than the model", "a dictionary", "a list"])
+def test_averages_of_a_part_of_the_model(
+    kind: str, calls_itself: bool, recorder: Recorder, tmp_path: Path
+) -> None:
+    """``ema = copy.deepcopy(module.net)``, whose names lack what the model's begin with."""
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    model = torch.nn.Sequential(OrderedDict(net=net))
+    averages, label = averages_of(kind, model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if not calls_itself:
+        recorder.note_call(model, (BATCHES[0],), {})
+    recorder.before_step(optimizer)
+    if calls_itself:
+        recorder.note_call(model.net, (BATCHES[0],), {})
+    model(BATCHES[0]).sum().backward()
+    optimizer.step()
+    recorder.after_step(optimizer)
+    (line,) = lines(tmp_path)
+    assert averages is not None and label in line["copies"] and len(line["copies"][label]) == 4
+    begun = "" if calls_itself else "net."
+    assert list(line["weights"]) == [f"{begun}{n}" for n, _ in net.named_parameters()]
+
+
+def test_a_generator_that_moves_between_steps(recorder: Recorder, tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        if step == 2:
+            torch.rand(1)  # as for the order of an epoch
+        recorder.note_call(model, (BATCHES[0],), {})
+        torch.rand(1)  # as dropout does
+        model(BATCHES[0]).sum().backward()
+        recorder.before_step(optimizer)
+        optimizer.step()
+        recorder.after_step(optimizer)
+    assert [line["between"] for line in lines(tmp_path)] == [[], [], ["torch"]]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_forward_module"}
+Shapes = dict[str, "tuple[int, ...]"]
 _OWN_REFERENCES = 3  # to a container: ours, the local name, the argument of getrefcount
 
 
@@ -60,40 +61,41 @@ class Found:
             others: tensors that are no copies: gradients, the optimizer's state.
         """
         known = {id(tensor) for tensor in weights.values()} | {id(t) for t in others}
-        shapes = [tuple(tensor.shape) for tensor in weights.values()]
-        modules: list[Any] = []
+        modules = modules_of_process()
+        names = _names_of_trained(modules, weights)
+        shapes = [*names[0].values()]
         scaler, schedule = torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler
         for thing in gc.get_objects():
             kind = type(thing)
             if id(thing) in self._seen:
                 continue
             if kind is dict:
-                if len(thing) >= len(weights) > 1 and _are_copies_by_name(thing, weights, known):
+                if len(thing) > 1 and _are_copies_by_name(thing, names, known):
                     self._add(f"dictionary of {len(thing)} tensors", thing)
             elif kind is list or kind is tuple:
                 if len(thing) == len(shapes) > 1 and _are_copies(thing, shapes, known):
                     self._add(f"list of {len(thing)} tensors", thing)
-            elif issubclass(kind, torch.nn.Module):
-                modules.append(thing)
             elif issubclass(kind, scaler):
                 self.scalers.append(self._weak(thing))
             elif issubclass(kind, schedule):
                 self.schedules.append(self._weak(thing))
-        self._look_at(modules, weights, known)
+        self._look_at([m for m in modules if id(m) not in self._seen], names, known)
 
-    def _look_at(self, modules: list[Any], weights: Mapping[str, Any], known: set[int]) -> None:
+    def _look_at(self, modules: list[Any], names: list[Shapes], known: set[int]) -> None:
         inner: set[int] = set()
         sized = [(sum(1 for _ in module.modules()), module) for module in modules]
         for _, module in sorted(sized, key=lambda pair: -pair[0]):
             own = {plain_name(name): p for name, p in module.named_parameters()}
-            is_copy = len(weights) > 0 and weights.keys() <= own.keys()
+            shapes = _shapes(own)
+            # The names of all trained parameters say enough: those may be sharded, and this not.
+            is_copy = bool(names[0]) and names[0].keys() <= own.keys()
+            is_copy = is_copy or any(one.items() <= shapes.items() for one in names[1:])
             if not is_copy or id(module) in inner or known & {id(p) for p in own.values()}:
                 continue
             parts = {id(part) for part in module.modules()}
             inner |= parts
-            if id(module) not in self._seen:
-                self._seen |= parts  # what it wraps is no further copy, also in a later look
-                self.copies.append(Copy(type(module).__name__, weakref.ref(module)))
+            self._seen |= parts  # what it wraps is no further copy, also in a later look
+            self.copies.append(Copy(type(module).__name__, weakref.ref(module)))
 
     def _add(self, label: str, thing: Any) -> None:
         self._seen.add(id(thing))
@@ -111,22 +113,43 @@ def _state(module: Any) -> dict[str, torch.Tensor]:
     return {plain_name(name): tensor for name, tensor in named}
 
 
-def _are_copies_by_name(
-    thing: dict[Any, Any], weights: Mapping[str, torch.Tensor], known: set[int]
-) -> bool:
+def modules_of_process() -> list[Any]:
+    """All that live."""
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)]
+
+
+def _names_of_trained(modules: list[Any], weights: Mapping[str, torch.Tensor]) -> list[Shapes]:
+    """What a copy may be of: all trained parameters, or a module that holds half of them or more.
+
+    Such a part, as the network in a Lightning module, has names of its own.
+    """
+    trained, found = {id(tensor) for tensor in weights.values()}, [_shapes(weights)]
+    for module in modules:
+        own = {plain_name(n): p for n, p in module.named_parameters() if id(p) in trained}
+        if own and len(own) * 2 >= len(weights) and _shapes(own) not in found:
+            found.append(_shapes(own))
+    return found
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> Shapes:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _are_copies_by_name(thing: dict[Any, Any], names: list[Shapes], known: set[int]) -> bool:
     # Most dictionaries of a process hold no tensors: renaming their keys would take seconds.
-    if sum(issubclass(type(value), torch.Tensor) for value in thing.values()) < len(weights):
+    least = min(map(len, names))
+    if len(thing) < least or least > sum(isinstance(v, torch.Tensor) for v in thing.values()):
         return False
     if not all(type(key) is str for key in thing):
         return False
     own = {plain_name(key): value for key, value in thing.items()}
-    if not weights.keys() <= own.keys():
-        return False
-    chosen = [own[name] for name in weights]
-    return _are_copies(chosen, [tuple(tensor.shape) for tensor in weights.values()], known)
+    return any(
+        one.keys() <= own.keys() and _are_copies([own[name] for name in one], one.values(), known)
+        for one in names
+    )
 
 
-def _are_copies(things: Any, shapes: list[tuple[int, ...]], known: set[int]) -> bool:
+def _are_copies(things: Any, shapes: Iterable[tuple[int, ...]], known: set[int]) -> bool:
     return all(
         isinstance(thing, torch.Tensor)
         and tuple(thing.shape) == shape

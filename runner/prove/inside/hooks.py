@@ -48,6 +48,7 @@ class Recorder:
         self._files: dict[str, Mark] | None = None
         self._broken = False
         self._line: dict[str, Any] | None = None
+        self._random: dict[str, str] = {}  # after the last step
         self._has_learned = False  # whether there was a backward pass
         self._begin_step()
 
@@ -116,6 +117,8 @@ class Recorder:
         calls = [_plain(call) for call in self._calls]
         line["batches"] = [call["batch"] for call in calls if call["batch"]]
         line["random"] = calls[0]["random"] if calls else random_states()
+        moved = line["random"].items() - self._random.items()
+        line["between"] = [name for name, _ in moved if name in self._random]
         line["buffers"] = calls[0]["buffers"] if calls else {}
         line["later"] = [_plain(call) for call in self._later]
         line["losses"] = [float(loss.float()) for loss in self._losses]
@@ -128,6 +131,7 @@ class Recorder:
             }
         self._write(line)
         self._begin_step()
+        self._random = random_states()
         if number == 0:
             self._obey()
 

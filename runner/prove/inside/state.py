@@ -6,13 +6,13 @@ import pickle
 import random
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from .digests import Digests, short
-from .found import Found, plain_name
+from .found import Found, modules_of_process, plain_name
 
 _NO_OPTIONS = ("params", "param_names")
 _LOOKS = 3  # steps of a process before which its objects are looked at
@@ -28,6 +28,23 @@ class Roots:
         """Add one that is called."""
         if all(ref() is not module for ref in self._modules):
             self._modules.append(weakref.ref(module))
+
+    def add_holder(self, parameters: Collection[torch.Tensor]) -> None:
+        """Add the innermost module that holds the most of them, where none of them has a name.
+
+        A step that calls the model itself, as Lightning's, begins before any module is called.
+        """
+        wanted = {id(parameter) for parameter in parameters}
+        if any(id(tensor) in wanted for _, tensor in self.named("parameters")):
+            return
+
+        def size(module: Any) -> tuple[int, int]:
+            held = sum(id(parameter) in wanted for parameter in module.parameters())
+            return held, -sum(1 for _ in module.modules())
+
+        best = max(modules_of_process(), key=size, default=None)
+        if best is not None and size(best)[0]:
+            self.add(best)
 
     def named(self, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) of all ``parameters`` or ``buffers``; each has one name."""
@@ -135,6 +152,7 @@ class StepState:
         """:meth:`before`, with the optimizer's groups as they are now."""
         self._groups = self._optimizer.param_groups
         if [len(names) for names in self._names] != [len(g["params"]) for g in self._groups]:
+            roots.add_holder([p for group in self._groups for p in group["params"]])
             known = {id(parameter): name for name, parameter in roots.named("parameters")}
             self._names = [
                 [
