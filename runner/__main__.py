@@ -9,6 +9,7 @@ import difflib
 import importlib
 import logging
 import re
+import shutil
 import signal
 import sys
 import time
@@ -161,6 +162,8 @@ def _is_first() -> bool:
 
 def _print_once(text: str) -> None:
     if _is_first():
+        if sys.stdout.isatty():
+            text = log.at_words(text, shutil.get_terminal_size().columns)
         sys.stdout.write(text + "\n")
         output.finish(None)  # wait for a slow reader: there is nothing else to do
 

@@ -72,7 +72,7 @@ def _shoot(document: Path, picture: Path, scheme: Any) -> None:
         shown.goto(document.as_uri())
         shown.locator("figure.chart.drawn canvas").last.wait_for()
         hide = "(all) => all.forEach((one) => { one.hidden = true; })"
-        shown.locator("section.time, .controls, .readout").evaluate_all(hide)
+        shown.locator(".curves .controls, .readout, .curves .note").evaluate_all(hide)
         shown.screenshot(path=picture)
         browser.close()
     # A palette of its own colours is a third of the size, and looks the same.

@@ -231,6 +231,7 @@ class Made:
     def _start(self) -> dict[str, Any]:
         return {
             "incarnation": 1, "world_size": self.world_size, "hosts": {"node-1": "0-1"},
+            "command": ["/there/runner/__main__.py", f"steps={self.steps}", "data.path=a b"],
             "parallel": "fsdp", "device": "cpu", "torch": "2.13.0", "lost": {},
         }  # fmt: skip
 

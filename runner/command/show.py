@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -11,16 +12,19 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from runner.command.arguments import Parser
+from runner.command.arguments import Parser, at_least
 from runner.command.bar import Bar
 from runner.observe.page_writer import NAME
 from runner.system.error import ConfigError
-from runner.system.files import write_durably
+from runner.system.files import open_regular, write_durably
 from runner.system.process import add_options, stay_beside
 from runner.tools.report.live_server import ADDRESS, server
 from runner.tools.report.page import page, read_runs
 from runner.tools.report.run_reader import RunReader
 from runner.tools.report.terminal import frame
+
+_COMPARISON = "comparison.html"
+_HEAD_BYTES = 1 << 16  # the title comes before the style
 
 
 def report_command(arguments: Sequence[str]) -> int:
@@ -31,21 +35,52 @@ def report_command(arguments: Sequence[str]) -> int:
     """
     parser = Parser("report", report_command.__doc__)
     parser.add_argument("out", nargs="+", help="a run's directory (out); several are compared")
-    parser.add_argument("-o", "--output", metavar="FILE", help=f"default: {NAME} in the first OUT")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help=f"default: {NAME} in OUT, of several {_COMPARISON} in the first",
+    )
     add_options(parser)
     options = parser.parse_args(arguments)
     is_beside = stay_beside(options)
     outs = [Path(name) for name in options.out]
-    target = Path(options.output) if options.output else outs[0] / NAME
+    name = NAME if len(outs) == 1 else _COMPARISON
+    target = Path(options.output) if options.output else outs[0] / name
+    _refuse_to_replace(target)
     try:
         with Bar("reading", 0) as bar:
             text = page(read_runs(outs, on_progress=lambda out, done, total: bar.at(done, total)))
+    except OSError as error:
+        raise ConfigError(f"report: {error}; nothing was written") from None
+    try:
         write_durably(target, text.encode())
     except OSError as error:
+        with contextlib.suppress(OSError):
+            target.with_name(f"{target.name}.tmp").unlink()
         raise ConfigError(f"report: {error}; choose another file with -o FILE") from None
     if not is_beside:
         sys.stdout.write(f"wrote {target} ({len(text.encode()) / 1024:,.0f} KiB)\n")
     return 0
+
+
+def _refuse_to_replace(target: Path) -> None:
+    """
+    Raises:
+        ConfigError: ``target`` exists and is no page of ours.
+    """
+    if not os.path.lexists(target):
+        return
+    try:
+        with open_regular(target) as file:
+            begin = file.read(_HEAD_BYTES)
+    except OSError as error:
+        raise ConfigError(f"report: {error}; choose another file with -o FILE") from None
+    if begin and not (begin.startswith(b"<!doctype html>") and b" - holdfast</title>" in begin):
+        raise ConfigError(
+            f"report: {target}: is no page of holdfast, and is not replaced; choose another file "
+            "with -o FILE, or remove this one"
+        )
 
 
 def top_command(arguments: Sequence[str]) -> int:
@@ -59,6 +94,7 @@ def top_command(arguments: Sequence[str]) -> int:
     parser.flag("--once", "one screen, then end")
     parser.option("--seconds", 2.0, "between updates")
     options = parser.parse_args(arguments)
+    at_least(0.05, seconds=options.seconds)
     console = Console(highlight=False)
     run = RunReader(Path(options.out), columns=256)
     try:

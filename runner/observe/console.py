@@ -22,6 +22,8 @@ from runner.policy.decision.history import WARNING, Incident
 from runner.system.units import duration
 
 _log = logging.getLogger(__name__)
+# By level, as numbers of ECMA-48: red, yellow.
+_COLOURS = {logging.ERROR: "31", logging.WARNING: "33"}
 _WARNING = "warning: "
 # Kinds of incidents with these levels; all others are warnings.
 _GRAVE = frozenset(
@@ -54,22 +56,31 @@ class Progress:
     eval_loss: float | None
     is_evaluated: bool
 
-    def text(self) -> str:
-        parts = [
-            f"step {self.step}/{self.total}" if self.total else f"step {self.step}",
-            f"loss {self.loss:.4f}",
-            f"grad {self.grad_norm:.3f}",
-            f"lr {self.lr:.2e}",
-            *([f"{self.tokens_per_second:,.0f} tok/s"] if self.tokens_per_second else []),
-            *([f"MFU {self.mfu:.1%}"] if self.mfu is not None else []),
-            *([f"ETA {duration(self.eta_seconds)}"] if self.total else []),
-            f"clean {self.num_clean}",
-            f"discarded {self.num_discarded}",
-            f"rollbacks {self.num_rollbacks}",
-            f"goodput {self.goodput:.0%}",
-            *([f"held-out {self.eval_loss:.4f}"] if self.eval_loss is not None else []),
-        ]
-        return "  ".join(parts)
+    def text(self, most: int | None = None) -> str:
+        """The numbers that are not 0.
+
+        Args:
+            most: characters; what a person misses least is left out first.
+        """
+        parts = {
+            "step": f"step {self.step}/{self.total}" if self.total else f"step {self.step}",
+            "loss": f"loss {self.loss:.4f}",
+            "grad": f"grad {self.grad_norm:.3f}",
+            "lr": f"lr {self.lr:.2e}",
+            "speed": f"{self.tokens_per_second:,.0f} tok/s" if self.tokens_per_second else "",
+            "mfu": f"MFU {self.mfu:.1%}" if self.mfu is not None else "",
+            "eta": f"ETA {duration(self.eta_seconds)}" if self.total else "",
+            "clean": f"clean {self.num_clean}" if self.num_clean else "",
+            "discarded": f"discarded {self.num_discarded}" if self.num_discarded else "",
+            "rollbacks": f"rollbacks {self.num_rollbacks}" if self.num_rollbacks else "",
+            "goodput": f"goodput {self.goodput:.0%}",
+            "held-out": f"held-out {self.eval_loss:.4f}" if self.eval_loss is not None else "",
+        }
+        shown = [name for name, text in parts.items() if text]
+        for name in ("clean", "lr", "mfu", "grad", "speed", "goodput", "eta"):
+            if most is not None and len("  ".join(parts[one] for one in shown)) > most:
+                shown = [one for one in shown if one != name]
+        return "  ".join(parts[name] for name in shown)
 
 
 _BAR = 24
@@ -167,13 +178,17 @@ class Console:
         level = level_of({"kind": incident.kind, "detail": incident.detail})
         names = ("step", "ranks", "samples", "reason", "decision")
         fields = {name: getattr(incident, name) for name in names}
-        _log.log(level, "%s", message, extra={"incident": incident.kind, "fields": fields})
+        extra = {"incident": incident.kind, "fields": fields}
+        if self._has_live and not self._rich.no_color:
+            extra["colour"] = _COLOURS.get(level, "")
+        _log.log(level, "%s", message, extra=extra)
 
     def progress(self, progress: Progress) -> None:
         """Update the live line; without a terminal print a plain line when it is due."""
         if not self.shows(progress.step, progress.total, is_evaluated=progress.is_evaluated):
             return
-        self._show(progress.text(), asdict(progress))
+        most = self._rich.width - 1 if self._has_live else None
+        self._show(progress.text(most), asdict(progress))
 
     def _show(self, text: str, fields: dict[str, Any]) -> None:
         """Show text in the live line, or as a line of its own."""

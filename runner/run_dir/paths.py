@@ -275,7 +275,7 @@ def _shown(value: object) -> str:
 
 def _text(path: Path) -> str:
     try:
-        return read_bounded(path, _CONFIG_BYTES, follow=True).decode()
+        return read_bounded(path, _CONFIG_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a settings file ({error})") from None
 

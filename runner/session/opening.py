@@ -6,6 +6,7 @@ rank.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -58,6 +59,8 @@ from runner.train.run import (
     RunJournal,
     ring_directory,
 )
+
+_COMMAND_CHARACTERS = 8000  # a longer one is not noted in the journal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -405,6 +408,7 @@ def start_incident(run: Run, spent: Past, *, reason: str, parallel: str) -> Inci
             "world_size": group.place.world_size,
             "hosts": {host: ranks_on(host, hosts) for host in dict.fromkeys(hosts)},
             "parallel": parallel,
+            "command": sys.argv if len(" ".join(sys.argv)) <= _COMMAND_CHARACTERS else [],
             "device": group.device.type,
             **versions(),
             **{name: text for name, text in group.device_versions.items() if name != "device"},

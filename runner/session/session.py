@@ -120,7 +120,8 @@ def close(run: EngineRun, end: RunEnd) -> int:
     clock = at_a_stop(is_late) if end.status == "preempted" else is_late
     digest = collect_digest(run.engine, group.ranks, clock) if end.in_time else None
     size, words = run.corpus.stream.global_size, run.corpus.words
-    summary = sum_up(run, end, global_size=size, digest=digest, data=words)
+    has_page = run.pages is not None
+    summary = sum_up(run, end, global_size=size, digest=digest, data=words, has_page=has_page)
     if summary is not None:
         for tracker in run.written.trackers:
             left = max(0.0, group.stop.left_seconds - _PAGE_SECONDS_ASKED)

@@ -23,6 +23,7 @@ from runner.checkpoint.state_digest import (
 from runner.checkpoint.tensor_sums import LANES, Summing, Sums, added
 from runner.distributed.agreement import Ranks
 from runner.engine.protocol import Engine
+from runner.observe.page_writer import NAME as PAGE
 from runner.run_dir.paths import RunDir
 from runner.system.files import write_json
 from runner.system.json_lines import iter_lines
@@ -75,13 +76,20 @@ class Summary:
 
 
 def sum_up(
-    run: Run, end: RunEnd, *, global_size: int, digest: str | None, data: str = ""
+    run: Run,
+    end: RunEnd,
+    *,
+    global_size: int,
+    digest: str | None,
+    data: str = "",
+    has_page: bool = False,
 ) -> Summary | None:
     """Write the summary and print it on rank 0, which returns it.
 
     Args:
         global_size: samples of a step.
         data: where samples came from; empty where the user's loop reads them.
+        has_page: whether the report page is written after this.
     """
     group, state, history = run.group, run.state, run.history
     if not group.is_first:
@@ -119,11 +127,13 @@ def sum_up(
     except OSError as error:  # the run is over, and its exit code still says how it ended
         group.console.say(f"warning: no summary was written: {error}")
     on = "; the same command resumes it" if end.status == "preempted" else ""
-    group.console.table(f"{end.status}: {end.reason}{on}", _rows(summary, wall, run_dir))
+    group.console.table(f"{end.status}: {end.reason}{on}", _rows(summary, wall, run_dir, has_page))
     return summary
 
 
-def _rows(summary: Summary, wall_seconds: float, run_dir: RunDir) -> list[tuple[str, str]]:
+def _rows(
+    summary: Summary, wall_seconds: float, run_dir: RunDir, has_page: bool
+) -> list[tuple[str, str]]:
     loss = "-" if summary.final_loss is None else f"{summary.final_loss:.4f} nats/token"
     held_out = "" if summary.eval_loss is None else f" (held-out {summary.eval_loss:.4f})"
     skipped = ", ".join(f"{start}-{stop - 1}" for start, stop in summary.skipped)
@@ -143,6 +153,7 @@ def _rows(summary: Summary, wall_seconds: float, run_dir: RunDir) -> list[tuple[
         ("metrics", str(run_dir.metrics)),
         ("journal", str(run_dir.journal)),
         ("checkpoints", str(run_dir.ring)),
+        *([("page", str(run_dir.out / PAGE))] if has_page else []),
     ]
 
 

@@ -7,6 +7,7 @@ those never block. A record may carry, as ``extra``:
 
     incident  the kind of a journal incident
     fields    a mapping of further values for a pipeline; a step in it overrides the present one
+    colour    of the text on a terminal, as a number of ECMA-48
 
 The loggers of libraries are left as they are.
 """
@@ -15,7 +16,9 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -60,13 +63,29 @@ class _Lines(logging.Handler):
         try:
             stream = sys.stdout if record.name == _TO_STDOUT else sys.stderr
             if stream is not None:
-                stream.write(self.format(record) + "\n")
+                text = self.format(record)
+                if stream.isatty() and isinstance(self.formatter, TextFormat):
+                    text = at_words(text, shutil.get_terminal_size().columns)
+                    if colour := getattr(record, "colour", ""):
+                        text = f"\x1b[{colour}m{text}\x1b[0m"
+                stream.write(text + "\n")
                 stream.flush()
         except Exception:
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # logging's name
         """Ignore the error, which could not be written either."""
+
+
+def at_words(text: str, width: int) -> str:
+    """Lines broken at words, indented like their beginning; a long word stays whole."""
+    broken = []
+    for line in text.split("\n"):
+        begin = " " * (len(line) - len(line.lstrip()) + 4)
+        broken += textwrap.wrap(
+            line, width, subsequent_indent=begin, break_long_words=False, break_on_hyphens=False
+        ) or [""]
+    return "\n".join(broken)
 
 
 class TextFormat(logging.Formatter):

@@ -108,7 +108,7 @@ def test_looks_into_the_model_are_followed(watched: Watched, tmp_path: Path) -> 
     made.write(tmp_path / "other")
     with serving(tmp_path) as port:
         page = watched.open(f"http://{ADDRESS}:{port}/")
-        page.locator("text=Running").wait_for()
+        page.locator("text=Running: step").wait_for()
         assert page.locator("section.layers").count() == 0
         for name in ("layers.jsonl", "ranks.jsonl", "ring.jsonl"):
             lines = (tmp_path / "other" / name).read_text().splitlines(keepends=True)
@@ -132,7 +132,8 @@ def test_a_zoom_stays_while_steps_come_in(watched: Watched, tmp_path: Path) -> N
     coming = begun(tmp_path, 200)
     with serving(tmp_path) as port:
         page = watched.open(f"http://{ADDRESS}:{port}/")
-        page.locator("li.incident button.zoom").first.click()
+        page.locator("#incident-1 summary").first.click()
+        page.locator("#incident-1 button.zoom").click()
         span = "(({min, max}) => [min, max])(document.querySelector('figure.chart').chart.scales.x)"
         before = page.evaluate(span)
         append(tmp_path, "".join(coming[:100]))
@@ -217,10 +218,11 @@ def test_hostile_names_stay_text_when_they_come_late(watched: Watched, tmp_path:
     begun(tmp_path, 60)
     with serving(tmp_path) as port:
         page = watched.open(f"http://{ADDRESS}:{port}/")
-        page.locator("text=Running").wait_for()
+        page.locator("text=Running: step").wait_for()
         bad = incident("halt", 60, reason="<img src=x onerror=alert(1)>", sample_ids=["<b>x"])
         with (tmp_path / "journal.jsonl").open("a") as file:
             file.write(json.dumps(bad) + "\n")
         page.locator("li.incident", has_text="onerror").wait_for()
+        page.locator(".state", has_text="onerror").wait_for()
         assert page.locator("img").count() == 0 and page.locator("li b").count() == 0
     assert not [words for words in watched.complaints if "ERR_CONNECTION" not in words]

@@ -83,6 +83,26 @@ def test_the_line_has_every_number() -> None:
     ]
     more = replace(PROGRESS, mfu=0.4123, eval_loss=1.5).text()
     assert "MFU 41.2%" in more and more.endswith("held-out 1.5000")
+    calm = replace(PROGRESS, num_clean=0, num_discarded=0, num_rollbacks=0).text()
+    assert not re.search("clean|discarded|rollbacks", calm), "what is zero is left out"
+
+
+def test_on_80_columns_the_line_keeps_what_went_wrong_and_the_held_out_loss() -> None:
+    long = replace(PROGRESS, step=123_456, total=1_000_000, mfu=0.4123, eval_loss=1.5)
+    assert len(long.text()) > 100
+    shown = long.text(79)
+    assert len(shown) <= 79
+    for words in ("step 123456/1000000", "loss 2.3457", "discarded 3", "rollbacks 1", "held-out"):
+        assert words in shown
+
+
+def test_help_breaks_at_words() -> None:
+    path = "x" * 100
+    text = log.at_words(f"  --key K   for each of {'two ranks ' * 10}{path}\n\nend", 40)
+    lines = text.split("\n")
+    assert [line for line in lines if len(line) > 40] == [f"      {path}"]
+    assert lines[0].startswith("  --key K") and lines[-2:] == ["", "end"]
+    assert " ".join(text.split()) == f"--key K for each of {'two ranks ' * 10}{path} end"
 
 
 # A log
@@ -205,6 +225,19 @@ def test_a_terminal_shows_one_line_that_moves_on(on_terminal: Callable[..., str]
     assert sent.count("step ") == 5  # every step, whatever `every` says
     (line,) = screen(sent)
     assert line.startswith("step 5/20  loss 2.3457")
+
+
+def test_an_incident_has_a_colour_on_a_terminal_and_breaks_at_words(
+    on_terminal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    sent = on_terminal(lambda console: console.incident(INCIDENT))
+    assert sent.startswith("\x1b[33m! step 17 discard") and sent.rstrip().endswith("\x1b[0m")
+    lines = [line.strip() for line in re.sub(r"\x1b\[\d+m", "", sent).splitlines()]
+    assert max(map(len, lines)) <= 80 and len(lines) == 2
+    assert " ".join(lines).endswith("loss 9.10 above 3.20 -> discard")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in on_terminal(lambda console: console.incident(INCIDENT))
 
 
 def test_incidents_stay_above_the_live_line(on_terminal: Callable[..., str]) -> None:

@@ -28,6 +28,7 @@ from runner.system.error import ConfigError
 from runner.tools.report import page as pages
 from runner.tools.report.attempts import AttemptRow, Thinned, row_of
 from runner.tools.report.drawing import ABOVE, NONE, heat, picture, script_json
+from runner.tools.report.episode import command, episodes
 from runner.tools.report.follow import Follower
 from runner.tools.report.incident import group_incidents, line_of
 from runner.tools.report.markup import tag
@@ -240,6 +241,32 @@ def test_lines_of_one_trouble_are_told_together() -> None:
     ]
 
 
+def test_an_incident_is_told_in_one_sentence(tmp_path: Path) -> None:
+    made = Made(steps=100, bad_at=(40, 80), back_at=80, reason="loss nan " + "x" * 400)
+    run = read(made.write(tmp_path / "run"))
+    first, second = episodes(run)
+    assert (first.number, second.number, first.kinds) == (1, 2, ["discard"])
+    assert first.sentence().startswith("A bad step at step 40, rank 1: loss nan xxx")
+    assert "x…. Done: step discarded. Recovered: clean since step 40 (" in first.sentence()
+    assert "Done: step discarded, rollback; went back to step 70. Recovered" in second.sentence()
+    assert second.clean_step == 71 and second.cost() == "2 steps, 1.8s"
+    out = journalled(tmp_path / "other", [incident("start", 0), incident("crash", 7)])
+    [crash] = episodes(read(out))
+    assert crash.sentence().endswith("Done: crash. Not recovered yet.")
+
+
+def test_the_command_that_resumes_is_that_of_the_newest_start(tmp_path: Path) -> None:
+    def told(words: object, ranks: int = 8, hosts: object = None) -> str:
+        detail = {"command": words, "world_size": ranks, "hosts": hosts or {"a": "0-3", "b": "4-7"}}
+        lines = [incident("start", 0), incident("start", 9, detail=detail)]
+        return command(read(journalled(tmp_path, lines)))
+
+    assert told(["/x/runner/__main__.py", "out=a b"]) == "holdfast launch --nproc 4 'out=a b'"
+    assert told(["/bin/holdfast", "out=a"]) == "holdfast launch --nproc 4 out=a"
+    assert told(["t.py", "--lr", "1"]) == "torchrun --nproc-per-node 4 t.py --lr 1"
+    assert told(None) == told([]) == told("text") == told(["t.py"], hosts=[1]) == ""
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
@@ -266,6 +293,7 @@ def test_no_line_ends_it(data: st.DataObject, name: str, torn: bytes) -> None:
     ("name", "line", "torn"),
     [
         ("metrics", {"grad_norm": 0}, b""),
+        ("metrics", {"step": 10**20}, b""),
         ("layers", {"layers": {"a": {"grad": 10**400}}, "model": {"b": "c"}}, b"{"),
         ("ranks", {"own_seconds": [1, None, "x"], "ranks_a_value": -3}, b""),
         ("ring", {"tier": [], "serial": 1, "state": {}, "time": "x"}, b""),
@@ -288,6 +316,42 @@ def test_no_run_is_an_error_of_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a run: it has neither"):
         RunReader(tmp_path)
     assert main(["report", str(tmp_path)]) == 2
+
+
+def test_a_file_that_is_no_page_of_ours_is_not_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = Made(steps=20).write(tmp_path / "run")
+    link, folder, secret = tmp_path / "link.html", tmp_path / "folder", tmp_path / "secret"
+    folder.mkdir()
+    secret.write_text("<!doctype html> of another program")
+    link.symlink_to(out / "metrics.jsonl")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for target in (out / "metrics.jsonl", secret, link, folder):
+        assert main(["report", str(out), "-o", str(target)]) == 2
+        told = capsys.readouterr().err
+        assert len(told.splitlines()) == 1 and str(target) in told and "-o FILE" in told
+    assert {path: path.read_bytes() for path in before} == before
+    assert not list(tmp_path.rglob("*.tmp")) and link.is_symlink()
+    for _ in range(2):  # its own page is replaced
+        assert main(["report", str(out), "-o", str(tmp_path / "page.html")]) == 0
+    own = Made(steps=20).write(tmp_path / "other")
+    assert main(["report", str(out)]) == 0
+    page = (out / "report.html").read_bytes()
+    assert main(["report", str(out), str(own)]) == 0
+    assert (out / "report.html").read_bytes() == page, "a comparison is another file"
+    assert b"Side by side" in (out / "comparison.html").read_bytes()
+
+
+def test_links_in_a_foreign_run_are_not_followed(tmp_path: Path) -> None:
+    out = Made(steps=50, redo_at=(20,), excerpt="SECRET-1").write(tmp_path / "run")
+    assert "SECRET-1" in page_of(out)
+    (out / "explanations").rename(tmp_path / "elsewhere")
+    (out / "explanations").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "kubeconfig").write_text("users: {token: SECRET-2}\n")
+    (out / "config.yaml").unlink()
+    (out / "config.yaml").symlink_to(tmp_path / "kubeconfig")
+    assert "SECRET" not in page_of(out)
 
 
 # -- the page ------------------------------------------------------------------------------------

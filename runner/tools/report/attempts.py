@@ -7,6 +7,7 @@ suffices, also while it grows.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -89,6 +90,7 @@ class Thinned:
         self._most_near = most_near
         self._columns: list[list[AttemptRow]] = []  # the last one has all of its rows
         self._width = 1
+        self._sums: list[list[float]] = []  # of each column: see means()
         # By attempt: the distance to the nearest odd row, and the row.
         self._kept: dict[int, tuple[int, AttemptRow]] = {}
         self._before: deque[AttemptRow] = deque(maxlen=near)
@@ -101,6 +103,9 @@ class Thinned:
         if self.num_rows % self._width == 0:
             self._begin_column()
         self._columns[-1].append(row)
+        if row.is_applied and math.isfinite(row.loss + row.grad_norm):
+            for place, value in enumerate((1.0, row.attempt, row.loss, row.grad_norm)):
+                self._sums[-1][place] += value
         if odd:
             self._odd = row.attempt
             for earlier in self._before:
@@ -122,14 +127,26 @@ class Thinned:
             by_attempt[self.last.attempt] = self.last
         return [by_attempt[attempt] for attempt in sorted(by_attempt)]
 
+    def means(self) -> list[list[float]]:
+        """Of each column with applied steps: the mean attempt, loss and gradient norm.
+
+        Empty while a column is one step.
+        """
+        if self._width == 1:
+            return []
+        return [[total / count for total in totals] for count, *totals in self._sums if count]
+
     def _begin_column(self) -> None:
         columns = self._columns
         columns[-1:] = map(_extremes, columns[-1:])
         if len(columns) == self._most_columns:
             pairs = zip(columns[::2], columns[1::2], strict=True)
             self._columns = [_extremes(one + other) for one, other in pairs]
+            both = zip(self._sums[::2], self._sums[1::2], strict=True)
+            self._sums = [[sum(pair) for pair in zip(*two, strict=True)] for two in both]
             self._width *= 2
         self._columns.append([])
+        self._sums.append([0.0] * 4)
 
     def _keep(self, distance: int, row: AttemptRow) -> None:
         kept = self._kept.get(row.attempt)

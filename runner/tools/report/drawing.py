@@ -19,16 +19,16 @@ import numpy as np
 
 from runner.system.parsing import json_text
 from runner.tools.report.attempts import AttemptRow
+from runner.tools.report.episode import episodes
 from runner.tools.report.markup import Html, cut, figure, join, legend, tag
-from runner.tools.report.run_reader import Mark, RunReader
+from runner.tools.report.run_reader import RunReader
 from runner.tools.report.side_files import ValueGrid
 
 WIDTH, HEIGHT = 1000, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 8, 16, 26
-_COLUMNS = 500
-_LIMIT_COLUMNS = 250
-_MOST_CROSSES = 400
+_MOST_NUMBERS = 40
 _MOST_MARKS = 2000
+MOST_INCIDENTS = 300
 _STEP_LABELS = 8
 # The scale is cut if all values span more than this many times the span of the lower 98 %.
 _SPANS = 6.0
@@ -57,19 +57,17 @@ class Chart(NamedTuple):
     key: str
     title: str
     unit: str = ""
-    limit: str | None = None
     is_log: bool = False
 
 
 CURVES = (
-    Chart("loss", "Loss", "nats per token", "loss_limit"),
-    Chart("grad_norm", "Gradient norm", "before clipping, log scale", "norm_limit", is_log=True),
+    Chart("loss", "Loss", "nats per token"),
+    Chart("grad_norm", "Gradient norm", "before clipping, log scale", is_log=True),
     Chart("lr", "Learning rate"),
     Chart("tokens_per_second", "Tokens per second"),
 )
 # Journal kinds drawn over the curves; a discard shows in the row of its step.
-_RULED_KINDS = ("start", "crash", "rebaseline", "halt")
-_DRAWN_KINDS = (*_RULED_KINDS, "rollback", "redo", "replica_mismatch")
+_DRAWN_KINDS = ("start", "crash", "rebaseline", "halt", "rollback", "redo", "replica_mismatch")
 
 
 def shown(rows: Sequence[AttemptRow]) -> list[Chart]:
@@ -89,6 +87,7 @@ def data_of(run: RunReader, rows: Sequence[AttemptRow] | None = None) -> dict[st
         "generation": run.generation,
         "attempts": len(run.fold.attempts),
         "rows": _columns(run.fold.thinned.rows() if rows is None else rows),
+        "means": [[_short(value, 5) for value in column] for column in run.fold.thinned.means()],
         "evaluations": evaluations(run),
         "marks": [
             {
@@ -99,6 +98,11 @@ def data_of(run: RunReader, rows: Sequence[AttemptRow] | None = None) -> dict[st
                 "words": mark.line.decision[:200],
             }
             for mark in marks[-_MOST_MARKS:]
+        ],
+        "incidents": [
+            [one.number, *one.attempts, one.sentence(), " ".join(one.kinds)]
+            for one in episodes(run)[-MOST_INCIDENTS:]
+            if one.attempts
         ],
         "ring": ring_of(run),
     }
@@ -264,146 +268,30 @@ def _tick(words: str, x: float, y: float, anchor: str) -> Html:
 
 
 def drawing(run: RunReader, curve: Chart) -> Html:
-    """Draw the whole run: the lowest and the highest value of each column of pixels."""
-    rows, marks = run.fold.thinned.rows(), run.marks()
+    """The applied steps of the whole run and its numbered incidents, for paper and no script."""
+    rows = run.fold.thinned.rows()
     applied = [row for row in rows if row.is_applied]
-    is_loss = curve.key == "loss"
-    evaluated = run.fold.evaluated.rows() if is_loss else []
-    values = [getattr(row, curve.key) for row in applied]
-    values += [row.eval_loss for row in evaluated]
-    scale = bounds(values, is_log=curve.is_log)
+    scale = bounds((getattr(row, curve.key) for row in applied), is_log=curve.is_log)
     assert scale is not None, "only curves with values are drawn"
-    plane = _Plane(first=0, last=max(1, rows[-1].attempt), scale=scale, is_log=curve.is_log)
-    some = marks[-_MOST_CROSSES:]
+    last = max(1, rows[-1].attempt)
+    plane = _Plane(first=0, last=last, scale=scale, is_log=curve.is_log)
+    steps = {_STEP_LABELS * row.attempt // last: row for row in reversed(rows)}
+    found = [one for one in episodes(run) if one.attempts][-_MOST_NUMBERS:]
+    places = [(plane.x(one.attempts[0]), one.number) for one in found if one.attempts]
     return svg(
         f"{curve.title} over all attempted steps",
-        *(_undone(mark, plane) for mark in some),
-        *(_limit(rows, curve.limit, plane) if curve.limit else []),
-        *plane.rulers((row.attempt, f"{row.step:,}") for row in _spread(rows)),
-        *(_over(mark, plane) for mark in some),
-        tag("path", d=_lines(applied, marks, curve.key, plane), cls="curve"),
-        *_evaluations(evaluated, plane),
-        *(_ring(run, plane) if is_loss else []),
-        *(_crosses(rows, curve, plane) if curve.limit else []),
+        *plane.rulers((row.attempt, f"{row.step:,}") for row in steps.values()),
+        tag("path", d="".join(f"M{x:.1f} {_TOP}V{plane.bottom}" for x, _ in places), cls="marked"),
+        *(_tick(str(number), x, _TOP - 4, "middle") for x, number in places),
+        tag(
+            "path",
+            d=plane.path((row.attempt, getattr(row, curve.key)) for row in applied),
+            cls="curve",
+        ),
         height=HEIGHT,
         cls=f"still {curve.key}",
         preserveAspectRatio=None,
     )
-
-
-def _lines(rows: Sequence[AttemptRow], marks: Sequence[Mark], key: str, plane: _Plane) -> str:
-    """One path for each stretch between two rollbacks.
-
-    It has the first, lowest, highest and last value of each column.
-    """
-    ends = [mark.attempt for mark in marks if mark.line.kind == "rollback"]
-    step = (plane.right - plane.left) / _COLUMNS
-    parts, at = [], 0
-    for end in [*ends, rows[-1].attempt + 1]:
-        spans: dict[int, list[float]] = {}
-        while at < len(rows) and rows[at].attempt <= end:
-            value = getattr(rows[at], key)
-            if math.isfinite(value):
-                column = int((plane.x(rows[at].attempt) - plane.left) / step)
-                spans.setdefault(column, []).append(plane.y(value))
-            at += 1
-        points = [
-            f"{plane.left + column * step:.1f} {y:.1f}"
-            for column, ys in spans.items()
-            for y in (ys if len(ys) == 1 else (ys[0], max(ys), min(ys), ys[-1]))
-        ]
-        parts.append(f"M{'L'.join(points)}" if points else "")
-    return "".join(parts)
-
-
-def _undone(mark: Mark, plane: _Plane) -> Html | None:
-    if mark.back_to is None:
-        return None
-    x = plane.x(mark.back_to)
-    width, height = max(1.0, plane.x(mark.attempt) - x), plane.bottom - plane.top
-    return tag("rect", x=f"{x:.1f}", y=_TOP, width=f"{width:.1f}", height=height, cls="undone")
-
-
-def _limit(rows: Sequence[AttemptRow], key: str, plane: _Plane) -> list[Html]:
-    """The band of values that the gate refuses: all above the lowest limit of each column.
-
-    A column of rows without a limit ends the band; a column without rows does not.
-    """
-    lowest: dict[int, float] = {}
-    step = (plane.right - plane.left) / _LIMIT_COLUMNS
-    for row in rows:
-        column = int((plane.x(row.attempt) - plane.left) / step)
-        limits = (lowest.get(column, math.nan), getattr(row, key))
-        lowest[column] = min((one for one in limits if one == one), default=math.nan)
-    shapes = []
-    for is_known, columns in groupby(sorted(lowest), key=lambda at: lowest[at] == lowest[at]):
-        if is_known:
-            points = [(plane.left + at * step, plane.y(lowest[at])) for at in columns]
-            edge = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-            area = f"M{points[0][0]:.1f} {_TOP}L{edge}L{points[-1][0]:.1f} {_TOP}Z"
-            shapes.append(tag("path", d=area, cls="limit"))
-            shapes.append(tag("path", d=f"M{edge}", cls="limit-edge"))
-    return shapes
-
-
-def _evaluations(rows: Sequence[AttemptRow], plane: _Plane) -> list[Html]:
-    """The held-out loss: a line, and a circle at each evaluation where there is room."""
-    if not rows:
-        return []
-    points = [(plane.x(row.attempt), plane.y(row.eval_loss)) for row in rows]
-    line = tag("path", d=plane.path((row.attempt, row.eval_loss) for row in rows), cls="evaluated")
-    circles, last_x = [], -math.inf
-    for x, y in points:
-        if x - last_x >= 12:
-            circles.append(tag("circle", cx=f"{x:.1f}", cy=f"{y:.1f}", r=3.4, cls="evaluation-at"))
-            last_x = x
-    return [line, *circles]
-
-
-def _ring(run: RunReader, plane: _Plane) -> list[Html]:
-    """A triangle at each checkpoint on disk that is not tainted."""
-    return [
-        tag(
-            "path",
-            d=f"M{plane.x(one['attempt']):.1f} {plane.bottom - 9}l5 9h-10z",
-            cls=f"at-{one['state']}",
-        )
-        for one in ring_of(run)[-_MOST_CROSSES:]
-        if one["state"] != "tainted"
-    ]
-
-
-def _crosses(rows: Sequence[AttemptRow], curve: Chart, plane: _Plane) -> list[Html]:
-    """A cross at each step that was not applied, or a circular arrow, open at the upper right."""
-    shapes: dict[str, list[str]] = {"cross": [], "redone": []}
-    for row in [row for row in rows if not row.is_applied][-_MOST_CROSSES:]:
-        value = getattr(row, curve.key)
-        x, y = plane.x(row.attempt), plane.y(value) if math.isfinite(value) else _TOP
-        if row.action == "redo":
-            shapes["redone"].append(f"M{x + 4:.1f} {y - 2:.1f}a4.6 4.6 0 1 0 1 3m-1 -3v-5m0 5h-5")
-        else:
-            shapes["cross"].append(f"M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8")
-    return [tag("path", d="".join(paths), cls=name) for name, paths in shapes.items() if paths]
-
-
-def _over(mark: Mark, plane: _Plane) -> Html | None:
-    x = plane.x(mark.attempt)
-    if mark.back_to is not None:
-        back, y = plane.x(mark.back_to), _TOP + 16
-        curve = f"M{x:.1f} {y}Q{(x + back) / 2:.1f} {_TOP - 14} {back:.1f} {y}"
-        return tag("path", d=f"{curve}l5 -7m-5 7l8 -2", cls="arc")
-    if mark.line.kind in _RULED_KINDS and mark.is_news:
-        return tag("path", d=f"M{x:.1f} {_TOP}V{plane.bottom}", cls=f"over {mark.line.kind}")
-    return None
-
-
-def _spread(rows: Sequence[AttemptRow]) -> Iterable[AttemptRow]:
-    """About :data:`_STEP_LABELS` rows at about equal distances."""
-    last = rows[-1].attempt
-    chosen: dict[int, AttemptRow] = {}
-    for row in rows:
-        chosen.setdefault(_STEP_LABELS * row.attempt // max(1, last), row)
-    return chosen.values()
 
 
 # -- lines -----------------------------------------------------------------------------------
@@ -446,7 +334,9 @@ def sign(place: int) -> Html:
 
 def small(title: str, values: Sequence[float]) -> Html | None:
     """A small curve of one number over time, with its extremes; None without a finite value."""
-    known = [value for value in values if value == value]
+    # Some are measured at few of the inspections: the line joins those.
+    points = [(place, value) for place, value in enumerate(values) if value == value]
+    known = [value for _, value in points]
     if not known:
         return None
     caption = tag("figcaption", title, " ", tag("b", number(known[-1])))
@@ -459,7 +349,7 @@ def small(title: str, values: Sequence[float]) -> Html | None:
         left=2, right=298, top=4, bottom=60,
     )  # fmt: skip
     range_text = f"{number(low)} to {number(high)}"
-    curve = tag("path", d=plane.path(enumerate(values)), cls="curve")
+    curve = tag("path", d=plane.path(points), cls="curve")
     drawn = svg(f"{title}: {range_text}", curve, height=64, width=300)
     return tag("figure", caption, drawn, tag("small", range_text + ", log scale" * is_log))
 

@@ -7,15 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from runner.tools.reading.curve import SIGNATURES
-from runner.tools.report.drawing import number
+from runner.tools.report.drawing import MOST_INCIDENTS, number
+from runner.tools.report.episode import Episode, rank_list, texts
 from runner.tools.report.follow import number as number_of
 from runner.tools.report.follow import whole
 from runner.tools.report.incident import (
-    REMARK_KINDS,
     Line,
-    group_incidents,
     ints,
-    list_of,
     notices,
     readings,
     verdicts,
@@ -29,12 +27,11 @@ from runner.tools.report.markup import (
     status_class,
     table,
     tag,
-    took,
     when,
 )
 from runner.tools.report.run_reader import RunReader
 
-MOST_INCIDENTS = 300
+_MOST_OPEN = 12  # newest incidents whose lines are shown at once
 _MOST_EVIDENCE = 40  # the newest incidents are shown with their samples
 _MOST_NAMES, _FEW_NAMES = 16, 4  # for the newest incidents, and for the others
 _MOST_CHARACTERS, _FEW_CHARACTERS = 2000, 400
@@ -50,7 +47,13 @@ def warnings(run: RunReader) -> Html | None:
     if not warned and not signatures:
         return None
     rows = [
-        [when(one.time), one.kind.replace("_", " "), f"{one.step:,}", _ranks(one.ranks), one.reason]
+        [
+            when(one.time),
+            one.kind.replace("_", " "),
+            f"{one.step:,}",
+            rank_list(one.ranks),
+            one.reason,
+        ]
         for one in warned[-_MOST_WARNINGS:]
     ]
     return section(
@@ -80,73 +83,88 @@ def _left_out(count: int, of: str) -> Html | None:
     return note(text) if count > 0 else None
 
 
-def incidents(run: RunReader) -> Html | None:
-    """Each incident: what happened, why, on which rank, its cost, and the action taken."""
-    groups = group_incidents(run.fold.lines)
-    if not groups:
+def incidents(run: RunReader, found: Sequence[Episode], place: int) -> Html | None:
+    """One line for each incident, newest first; opened, it says all that is known of it."""
+    if not found:
         return None
-    left_out = max(0, len(groups) - MOST_INCIDENTS)
-    # Without attempts there are no curves to show them in.
-    marks = run.marks() if len(run.fold.attempts) else []
-    attempts = {id(mark.line): mark.attempt for mark in marks}
+    shown = found[: -MOST_INCIDENTS - 1 : -1]
     items = [
-        _incident(run, group, attempts, is_late=len(groups) - place <= _MOST_EVIDENCE)
-        for place, group in enumerate(groups[left_out:], start=left_out)
+        _incident(run, one, place, is_late=index < _MOST_EVIDENCE)
+        for index, one in enumerate(shown)
     ]
+    older = len(items) - _MOST_OPEN
+    kinds = sorted({kind for one in shown for kind in one.kinds})
+    heads = ("", "when", "step", "what was done", "verdict", "rank", "cost", "recovered")
     return section(
         "incidents",
-        f"Incidents ({len(groups):,})",
-        _left_out(left_out, f" of {len(groups):,}"),
-        tag("ol", *items, start=left_out + 1),
+        f"Incidents ({len(found):,})",
+        _filter(kinds) if len(kinds) > 1 else None,
+        tag("div", *(tag("span", head) for head in heads), cls="line heads", aria_hidden="true"),
+        tag("ol", *items[:_MOST_OPEN]),
+        details(f"{older:,} older", tag("ol", *items[_MOST_OPEN:]), cls="older")
+        if older > 0
+        else None,
+        _left_out(len(found) - len(shown), f" of {len(found):,}"),
     )
 
 
-def _incident(
-    run: RunReader, group: Sequence[Line], attempts: Mapping[int, int], *, is_late: bool
-) -> Html:
+def _filter(kinds: Sequence[str]) -> Html:
+    """Chooses a kind; the script shows it."""
+    options = (tag("option", kind.replace("_", " "), value=kind) for kind in kinds)
+    chosen = tag("select", tag("option", "all kinds", value=""), *options)
+    return tag("label", "Show ", chosen, cls="filter", hidden=True)
+
+
+def _incident(run: RunReader, one: Episode, place: int, *, is_late: bool) -> Html:
     """One incident.
 
     Args:
-        attempts: by the identity of a journal line.
+        place: of the run on the page.
         is_late: whether it is shown in full.
     """
-    lines = [line for line in group if line.kind not in REMARK_KINDS]
+    group, lines = one.group, one.lines
     causes = verdicts(group)
     bundles = (cause.get("bundle") for cause in causes)
     numbers = [number for number in bundles if type(number) is int and 0 <= number < 10**12]
     evidence = run.evidence(numbers[0]) if numbers and is_late else None
     names = list(dict.fromkeys(name for line in lines for name in line.sample_ids))
-    at = [attempts[id(line)] for line in lines if id(line) in attempts]
-    place = {"data_from": min(at), "data_to": max(at)} if at else {}
-    zoom = tag("button", "show in the curves", type="button", cls="zoom", **place, hidden=True)
-    title = [tag("span", f"Step {group[0].step:,}: {_summary(lines)}")]
-    if causes:
-        title.append(tag("span", str(causes[0]["cause"])[:60], cls="verdict"))
+    at = one.attempts
+    zoom = {"data_from": at[0], "data_to": at[1]} if at else {}
+    button = tag("button", "show in the curves", type="button", cls="zoom", **zoom, hidden=True)
     most_characters = _MOST_CHARACTERS if is_late else _FEW_CHARACTERS
     facts = [
         *_why(group, lines, causes, most_characters),
-        ("who", _who(lines, causes)),
+        ("who", one.who()),
         ("samples", _samples(lines, causes)),
-        ("cost", _cost(lines)),
+        ("cost", one.cost()),
         ("done", lines[-1].decision),
         ("replay", _commands(run, numbers)),
         ("reports", _reports(run, lines)),
     ]
+    cells = (
+        str(one.number),
+        when(group[0].time),
+        f"step {group[0].step:,}",
+        one.deeds,
+        tag("span", one.verdict, cls="verdict") if one.verdict else "",
+        f"rank {rank_list(one.ranks()[:4])}" if one.ranks() else "",
+        one.cost(),
+        one.recovered,
+    )
     return tag(
         "li",
-        tag("h4", tag("span", *title), zoom if at else None),
-        _facts(facts),
-        _names(names, _MOST_NAMES if is_late else _FEW_NAMES),
-        *(_evidence(*evidence) if evidence is not None else []),
+        details(
+            tag("span", *(tag("span", cell) for cell in cells), cls="line"),
+            button if at else None,
+            _facts(facts),
+            _names(names, _MOST_NAMES if is_late else _FEW_NAMES),
+            *(_evidence(*evidence) if evidence is not None else []),
+        ),
         cls=f"incident {status_class(lines[-1].kind)}",
+        id=f"incident-{one.number}" + (f"-{place}" if place else ""),
         data_step=group[0].step,
+        data_kinds=" ".join(one.kinds),
     )
-
-
-def _summary(lines: Sequence[Line]) -> str:
-    kinds = [line.kind.replace("_", " ") for line in lines]
-    counts = ((kind, kinds.count(kind)) for kind in dict.fromkeys(kinds))
-    return " then ".join(kind if count == 1 else f"{kind} x{count}" for kind, count in counts)
 
 
 def _why(
@@ -166,7 +184,7 @@ def _why(
         facts += [
             ("why", str(cause.get("why", ""))[:most_characters]),
             ("refuted if", f"{refutation} ({tested})" if refutation else ""),
-            ("not tried", "; ".join(_texts(cause.get("not_tried")))),
+            ("not tried", "; ".join(texts(cause.get("not_tried")))),
         ]
     seen = _reasons(lines, causes, most_characters)
     facts.append(("seen" if causes else "why", seen))
@@ -176,22 +194,6 @@ def _why(
 def _facts(facts: Iterable[tuple[str, object]]) -> Html:
     """Those of the facts that are not empty."""
     return tag("dl", *(join([tag("dt", name), tag("dd", value)]) for name, value in facts if value))
-
-
-def _who(lines: Sequence[Line], causes: Sequence[Mapping[str, Any]]) -> str:
-    """The ranks that a cause names, or else those of the journal lines."""
-    named = {rank for cause in causes for rank in ints(cause.get("ranks"))}
-    ranks = sorted(named or {rank for line in lines for rank in line.ranks})
-    if not ranks:
-        return ""
-    hosts = list(dict.fromkeys(host for cause in causes for host in _texts(cause.get("hosts"))))
-    known = [str(line.detail["host"])[:100] for line in lines if line.detail.get("host")]
-    hosts = hosts[:8] or known[:1]
-    return f"rank {_ranks(ranks)}" + (f" on {', '.join(hosts)}" if hosts else "")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:32]))
 
 
 def _samples(lines: Sequence[Line], causes: Sequence[Mapping[str, Any]]) -> str:
@@ -260,14 +262,3 @@ def _reasons(
 def _without_known(reason: str, known_texts: Sequence[str]) -> str:
     known = next(filter(reason.startswith, known_texts), None)
     return reason if known is None else reason.removeprefix(known).lstrip("; ")
-
-
-def _cost(lines: Sequence[Line]) -> str:
-    steps = sum(line.cost_steps for line in lines)
-    seconds = sum(line.cost_seconds for line in lines)
-    step_text = "1 step" if steps == 1 else f"{steps:,} steps" if steps else ""
-    return ", ".join(filter(None, [step_text, took(seconds) if seconds else ""]))
-
-
-def _texts(value: object) -> list[str]:
-    return [str(one)[:300] for one in list_of(value)[:16]]

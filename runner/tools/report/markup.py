@@ -51,10 +51,12 @@ def join(parts: Iterable[object]) -> Html:
 
 def table(heads: Iterable[object], rows: Iterable[Iterable[object]]) -> Html:
     """A table that scrolls horizontally if it is wider than the page."""
-    head = tag("tr", *(tag("th", head, scope="col") for head in heads))
+    names = list(heads)
+    head = tag("tr", *(tag("th" if name else "td", name, scope="col") for name in names))
     body = join(tag("tr", *(tag("td", cell) for cell in row)) for row in rows)
+    label = f"table of {', '.join(str(name) for name in names if name)}"
     element = tag("table", tag("thead", head), tag("tbody", body))
-    return tag("div", element, cls="scroll", tabindex="0", role="region")
+    return tag("div", element, cls="scroll", tabindex="0", role="region", aria_label=label)
 
 
 def section(cls: str, title: str, *parts: object, **attributes: object) -> Html:
@@ -67,9 +69,9 @@ def note(words: str) -> Html:
     return tag("p", words, cls="note")
 
 
-def details(summary: str, *parts: object) -> Html:
+def details(summary: object, *parts: object, **attributes: object) -> Html:
     """Parts that are shown on request."""
-    return tag("details", tag("summary", summary), *parts)
+    return tag("details", tag("summary", summary), *parts, **attributes)
 
 
 def legend(entries: Iterable[tuple[Html | str, str]]) -> Html:

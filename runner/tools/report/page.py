@@ -18,6 +18,7 @@ from runner.system.error import ConfigError
 from runner.system.version import __version__
 from runner.tools.report import incident_section, sections
 from runner.tools.report.drawing import data_of, script_json
+from runner.tools.report.episode import episodes
 from runner.tools.report.markup import Html, join, tag, text
 from runner.tools.report.run_reader import RunReader, RunStatus, status_of
 
@@ -33,6 +34,7 @@ _LEAST_COLUMNS = 128
 MOST_RUNS = 16
 _DRAWING_STEPS = 500
 _AGES_SECONDS = 10
+_LINKS = {"ring": "checkpoints", "position": "by position", "source": "by source"}
 
 
 @cache
@@ -113,7 +115,7 @@ def page(runs: Sequence[RunReader], *, is_live: bool = False) -> str:
     )
     body = tag(
         "body",
-        tag("header", tag("p", "holdfast", cls="brand"), tag("p", cls="live", hidden=True)),
+        tag("header", tag("h1", "holdfast", cls="brand"), tag("p", cls="live", hidden=True)),
         tag("main", *parts),
         tag("footer", footer),
         tag("script", Html(script_json(data)), type="application/json", id="data"),
@@ -137,11 +139,18 @@ def _name(out: Path, runs: Sequence[RunReader]) -> str:
 
 
 def _article(run: RunReader, place: int) -> Html:
-    """All sections of one run."""
-    return join(
-        tag("div", make(), cls="part", data_part=name)
-        for name, (_, make) in parts_of(run, place).items()
+    """All sections of one run, and links to them."""
+    made = {name: make() for name, (_, make) in parts_of(run, place).items()}
+    ids = {name: f"{name}-{place}" if place else name for name in made}
+    links = (
+        tag("a", _LINKS.get(name, name), href=f"#{ids[name]}", hidden=not part, data_of=name)
+        for name, part in made.items()
+        if name != "head"
     )
+    parts = [
+        tag("div", part, cls="part", id=ids[name], data_part=name) for name, part in made.items()
+    ]
+    return join([parts[0], tag("nav", *links, aria_label="Sections", cls="contents"), *parts[1:]])
 
 
 def parts_of(run: RunReader, place: int) -> dict[str, tuple[str, Callable[[], Html | str]]]:
@@ -154,16 +163,17 @@ def parts_of(run: RunReader, place: int) -> dict[str, tuple[str, Callable[[], Ht
     # Drawings are large, so they are not updated at every step.
     key = f"{run.generation} {len(run.fold.attempts) // _DRAWING_STEPS}"
     side_key = f"{run.generation} {run.fold.num_side_lines}"
+    found = episodes(run)
     sources_key = f"{key} {run.fold.sources.losses.num_inspections}"
     # Checkpoints, and at times their ages.
     states = ",".join(f"{one.serial}{one.state.value}" for one in run.checkpoints())
     ring_key = f"{side_key} {key} {states} {int(run.clock()) // _AGES_SECONDS} {run.is_alive()}"
     made: dict[str, tuple[str | None, Callable[[], Html | None]]] = {
-        "head": (None, lambda: join([title, sections.head(run, now)])),
-        "time": (None, lambda: sections.where_time_went(run, now)),
+        "head": (None, lambda: join([title, sections.head(run, now, found, place)])),
         "curves": (f"{key} {sections.legend_of(run)}", lambda: sections.curves(run, place)),
+        "incidents": (None, lambda: incident_section.incidents(run, found, place)),
+        "time": (None, lambda: sections.where_time_went(run, now)),
         "warnings": (None, lambda: incident_section.warnings(run)),
-        "incidents": (None, lambda: incident_section.incidents(run)),
         "layers": (side_key, lambda: sections.layers(run)),
         "position": (side_key, lambda: sections.position(run)),
         "source": (sources_key, lambda: sections.source(run)),

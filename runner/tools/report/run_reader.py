@@ -73,6 +73,7 @@ class _Fold:
     cursor: int = 0
     eval_loss: float | None = None
     applied_loss: float | None = None  # of the last applied step
+    applied_attempt: int = -1  # of the same step; -1 for none
 
 
 class RunReader:
@@ -185,7 +186,7 @@ class RunReader:
         is_marked = self._place_marks(row)
         fold.thinned.add(row, odd=is_marked or is_odd(row, record))
         if row.is_applied:
-            fold.applied_loss = row.loss
+            fold.applied_loss, fold.applied_attempt = row.loss, row.attempt
         if row.eval_loss == row.eval_loss:
             fold.eval_loss = row.eval_loss
             fold.evaluated.add(row, odd=False)
@@ -234,6 +235,8 @@ class RunReader:
         """The evidence of an explained step, kept once it exists: probes by name, and samples."""
         if number not in self._evidence:
             folder = self.run_dir.explanation(number)
+            if folder.is_symlink() or self.run_dir.explanations.is_symlink():
+                return None
             try:
                 probes = read_explanation(folder)["probes"]
                 text = read_bounded(folder / SAMPLES, _TEXT_BYTES).decode(errors="replace")
@@ -375,8 +378,12 @@ class RunStatus:
         """One sentence with what a person needs first."""
         losses = [f"{name} {text}" for name, text in self.numbers() if name in ("loss", "held-out")]
         numbers = f"; {', '.join(losses)} nats per token" if losses else ""
-        as_of = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(self.as_of))
-        return f"As of {as_of}. {self._state()}{numbers}. {self._safety()}{self._to_do()}"
+        to_do = self.to_do()
+        return f"{self.when()} {self.state()}{numbers}. {self.safety()}{to_do and f' {to_do}'}"
+
+    def when(self) -> str:
+        """The time that everything said is of."""
+        return time.strftime("As of %Y-%m-%d %H:%M:%S %Z.", time.localtime(self.as_of))
 
     @property
     def has_ended(self) -> bool:
@@ -400,7 +407,8 @@ class RunStatus:
         """The step, and of how many."""
         return f"{self.step:,}" + (f" of {self.total:,}" if self.total is not None else "")
 
-    def _state(self) -> str:
+    def state(self) -> str:
+        """Status, step, and how long it will take."""
         at = f"step {self.progress()}"
         if self.status == "running":
             eta = "" if self.eta_seconds is None else f", about {duration(self.eta_seconds)} to go"
@@ -413,7 +421,8 @@ class RunStatus:
         reason = f" ({self.reason})" if self.reason and self.status != "done" else ""
         return f"{self.status.capitalize()}{reason}: {at}"
 
-    def _safety(self) -> str:
+    def safety(self) -> str:
+        """The newest proven checkpoint, and what a crash right now would cost."""
         proven = "No checkpoint on disk is proven yet"
         if self.proven_step is not None:
             at = time.strftime("%H:%M:%S", time.localtime(self.proven_at))
@@ -426,18 +435,18 @@ class RunStatus:
         steps = "1 step" if self.lost_steps == 1 else f"{self.lost_steps:,} steps"
         return f"{proven}; {steps}{cost} would be computed again if the run were lost now."
 
-    def _to_do(self) -> str:
+    def to_do(self) -> str:
         """What a person has to do; empty for nothing."""
         if self.status == "halted":
             return (
-                " The run has ended. Remove the cause that the last "
+                "The run has ended. Remove the cause that the last "
                 "incident names (data.skip, optim.lr, or guard.max_rollbacks for more tries), and "
                 "give the same command again."
             )
         if self.status == "silent":
-            return " If no launcher starts it again, give the same command again."
+            return "If no launcher starts it again, give the same command again."
         if self.status in ("preempted", "failed"):
-            return " The run has ended; the same command resumes it."
+            return "The run has ended; the same command resumes it."
         return ""
 
 
@@ -468,12 +477,13 @@ def _timed(record: Mapping[str, Any]) -> dict[str, Any] | None:
     """The fields of a metrics line that the account uses; None if one is missing."""
     seconds = plausible_seconds(record.get("seconds"))
     wait = plausible_seconds(record.get("data_wait_seconds"))
-    if seconds is None or wait is None or type(record.get("step")) is not int:
+    step = record.get("step")
+    if seconds is None or wait is None or type(step) is not int or step != whole(step):
         return None
     return {
         "seconds": seconds,
         "data_wait_seconds": wait,
-        "step": record["step"],
+        "step": step,
         "time": plausible_seconds(record.get("time")) or 0.0,
         "stalls": seconds_by_kind(record.get("stalls")),
         "action": record.get("action"),

@@ -11,14 +11,13 @@ from typing import Any
 
 from runner.policy.retention.records import State
 from runner.system.units import duration, format_bytes
-from runner.tools.report.attempts import AttemptIndex
+from runner.tools.report.attempts import AttemptIndex, AttemptRow
 from runner.tools.report.drawing import (
     WIDTH,
     Label,
     Point,
     bar,
     drawing,
-    evaluations,
     framed,
     heat,
     lines,
@@ -31,6 +30,7 @@ from runner.tools.report.drawing import (
     small,
     stretched,
 )
+from runner.tools.report.episode import Episode, to_do
 from runner.tools.report.incident import CHANGE_KINDS, Line, ints, list_of
 from runner.tools.report.markup import (
     Html,
@@ -76,7 +76,7 @@ _LEGEND = {
     "eval": "held-out loss",
     "proven": "proven checkpoint on disk",
 }
-_SHOWN_LAYERS = 4  # quantities shown at once; the others are collapsed
+_SHOWN_LAYERS = 2  # quantities shown at once; the others are collapsed
 _MOST_SMALL = 12
 _PROFILES = 5
 _UNIT = "nats per token"
@@ -95,7 +95,7 @@ _MODEL_LABELS = {
     "clip_share": "share of clipped steps",
 }
 _MOST_BARS = 250
-_MOST_ROWS = 60
+_SHOWN_ROWS, _MOST_ROWS = 10, 60
 _LANE = 84
 _STATE_LABELS = {
     State.committed: "whole, not proven yet",
@@ -105,14 +105,47 @@ _STATE_LABELS = {
 _POINTS = 600  # of a run that is compared
 
 
-def head(run: RunReader, now: RunStatus) -> Html:
-    """The run's state in one sentence, and its numbers."""
-    facts = [("step", now.progress()), *now.numbers()]
-    tiles = (tag("div", tag("dt", name), tag("dd", value)) for name, value in facts)
+_BADGES = {
+    "running": "\u25b6 running",
+    "starting": "\u25b6 starting",
+    "silent": "\u26a0 silent",
+    "halted": "\u25a0 halted",
+    "failed": "\u2716 failed",
+    "done": "\u2714 done",
+    "preempted": "\u23f8 preempted",
+}
+
+
+def head(run: RunReader, now: RunStatus, found: Sequence[Episode], place: int) -> Html:
+    """How the run is, what happened last, what to do, and its numbers."""
+    losses = dict(now.numbers())
+    loss = "".join(f"; {name} {losses[name]}" for name in ("loss", "held-out") if name in losses)
+    last = f"#incident={found[-1].number}" if found and not place else None
+    words, command = to_do(run, now)
+    badge = tag("strong", _BADGES.get(now.status, now.status), cls="badge status")
+    copy = tag("button", "copy", type="button", cls="copy", hidden=True)
+    line = tag("p", tag("code", command), " ", copy, cls="command") if command else None
+    tiles = (
+        tag("div", tag("dt", name), tag("dd", value))
+        for name, value in losses.items()
+        if name not in ("loss", "held-out")
+    )
     damaged = run.num_damaged
+    happened = tag("p", "No incident so far.")
+    if found:
+        link = tag("a", f"Incident {len(found):,}", href=last)
+        happened = tag("p", link, f": {found[-1].sentence()}")
     return join(
         [
-            tag("p", now.sentence(), cls=f"state {status_class(now.status)}"),
+            tag(
+                "div",
+                tag("p", badge, f" {now.when()} ", tag("b", f"{now.state()}{loss}.")),
+                happened,
+                tag("p", f"To do: {words or 'nothing.'}"),
+                line,
+                tag("p", now.safety(), cls="note"),
+                cls=f"state {status_class(now.status)}",
+            ),
             tag("dl", *tiles, cls="tiles"),
             note(f"{damaged:,} lines could not be read; they are left out.") if damaged else None,
         ]
@@ -142,7 +175,14 @@ def where_time_went(run: RunReader, now: RunStatus) -> Html | None:
         for name in whole
         if any(spent.get(name, 0) > 0 for spent in spans.values())
     ]
-    return section("time", "Where the time went", *bars, table(heads, rows))
+    kept = (name for name in whole if whole[name] > 0)
+    return section(
+        "time",
+        "Where the time went",
+        *bars,
+        legend((f"key {name}", _TIME_LABELS.get(name, name)) for name in kept),
+        details("In numbers", table(heads, rows)),
+    )
 
 
 def _amount(spent: Mapping[str, float], name: str) -> list[str]:
@@ -156,18 +196,20 @@ def curves(run: RunReader, number: int) -> Html | None:
     drawn_curves = shown(run.fold.thinned.rows())
     if not drawn_curves:
         return None
-    figures = (
+    figures = [
         figure(curve.title, curve.unit, drawing(run, curve), cls="chart", data_curve=curve.key)
         for curve in drawn_curves
-    )
+    ]
+    words = "Over attempted steps, labelled by step; a step that was tried again appears twice."
     return section(
         "curves",
         "Curves",
-        note("Over attempted steps, labelled by step; a step that was tried again appears twice."),
-        legend_of(run),
-        tag("div", cls="controls", hidden=True),
         tag("p", "Point at a chart to read its numbers.", cls="readout", hidden=True),
-        *figures,
+        figures[0],
+        tag("div", cls="controls", hidden=True),
+        legend_of(run),
+        note(words),
+        *figures[1:],
         data_run=number,
     )
 
@@ -327,12 +369,13 @@ def source(run: RunReader) -> Html | None:
         loss = f"{fold.newest[name]:.4f}" if name in fold.newest else ""
         rows.append([name, f"{count:,}", f"{count / whole:.1%}", loss])
     more = len(names) - _MOST_SOURCES
+    trained = lines("Training loss", f"{_UNIT}, means", _curves(fold.trained), x_label="steps")
     return section(
         "source",
         "Loss by source",
         lines("Held-out loss", _UNIT, _curves(fold.losses), x_label="steps"),
-        lines("Training loss", f"{_UNIT}, means", _curves(fold.trained), x_label="steps"),
         table(["source", "samples in attempted steps", "share", "held-out loss"], rows),
+        details("Training loss", trained) if trained is not None else None,
         note(f"and {more:,} more sources") if more > 0 else None,
     )
 
@@ -400,7 +443,14 @@ def ring(run: RunReader) -> Html | None:
     if drawn is None and not rows:
         return None
     heads = ["step", "state", "tier", "size", "saved"]
-    return section("ring", "The ring", drawn, table(heads, rows[:_MOST_ROWS]) if rows else None)
+    older = rows[_SHOWN_ROWS:_MOST_ROWS]
+    return section(
+        "ring",
+        "The ring",
+        drawn,
+        table(heads, rows[:_SHOWN_ROWS]) if rows else None,
+        details(f"{len(older):,} older", table(heads, older)) if older else None,
+    )
 
 
 def _stored(run: RunReader) -> list[list[object]]:
@@ -572,7 +622,9 @@ def comparison(runs: Mapping[str, RunReader]) -> Html:
         numbers = dict(now.numbers()) | {"wall": duration(now.wall_seconds)}
         cells = (numbers.get(head, "") for head in heads[4:])
         rows.append([sign(place), name, now.status, f"{now.step:,}", *cells])
-    points = {name: _applied_points(run) for name, run in runs.items()}
+    points = {
+        name: [(float(row.step), row.loss) for row in _compared(run)] for name, run in runs.items()
+    }
     return tag(
         "section",
         tag("h2", "Side by side"),
@@ -584,28 +636,42 @@ def comparison(runs: Mapping[str, RunReader]) -> Html:
 
 
 def comparison_data(runs: Mapping[str, RunReader]) -> dict[str, Any]:
-    """The lines of the common chart; each holds a few hundred applied steps."""
+    """The lines of the common chart; each holds a few hundred applied steps.
+
+    A row of ``lines`` is step, hours since the first start, loss, norm and tokens per second; one
+    of ``evaluations`` step, hours and held-out loss.
+    """
     return {
         "names": list(runs),
+        "batch": [run.settings().get("batch.global_size") for run in runs.values()],
         "lines": [
-            [[step, float(f"{loss:.6g}")] for step, loss in _applied_points(run)]
+            [_numbers(run, row, "loss", "grad_norm", "tokens_per_second") for row in _compared(run)]
             for run in runs.values()
         ],
-        "evaluations": [evaluations(run)[-2000:] for run in runs.values()],
+        "evaluations": [
+            [_numbers(run, row, "eval_loss") for row in run.fold.evaluated.rows()[-2000:]]
+            for run in runs.values()
+        ],
     }
 
 
-def _applied_points(run: RunReader) -> list[Point]:
-    """Step and loss of applied steps: the lowest and the highest loss of each column."""
+def _numbers(run: RunReader, row: AttemptRow, *names: str) -> list[float | None]:
+    hours = (row.time - (run.began() or row.time)) / 3600
+    values = (hours, *(getattr(row, name) for name in names))
+    return [row.step, *(float(f"{one:.6g}") if math.isfinite(one) else None for one in values)]
+
+
+def _compared(run: RunReader) -> list[AttemptRow]:
+    """The applied steps with the lowest and the highest loss of each column."""
     rows = (row for row in run.fold.thinned.rows() if row.is_applied and math.isfinite(row.loss))
-    kept = {row.step: row.loss for row in rows}  # a later attempt replaces one that was undone
+    kept = {row.step: row for row in rows}  # a later attempt replaces one that was undone
     end = max(kept, default=0) + 1
     columns = groupby(sorted(kept.items()), key=lambda point: _POINTS * point[0] // end)
-    points: set[Point] = set()
+    chosen: dict[int, AttemptRow] = {}
     for _, column in columns:
-        by_loss = sorted(column, key=lambda point: point[1])
-        points |= {by_loss[0], by_loss[-1]}
-    return sorted(points)
+        by_loss = sorted((row for _, row in column), key=lambda row: row.loss)
+        chosen |= {row.step: row for row in (by_loss[0], by_loss[-1])}
+    return [chosen[step] for step in sorted(chosen)]
 
 
 def _differences(runs: Mapping[str, RunReader]) -> Html:

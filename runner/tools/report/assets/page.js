@@ -83,6 +83,49 @@
     });
   }
 
+  // A labelled input in a box of controls.
+  function input(box, words, attributes, choices) {
+    const label = document.createElement("label"), one = document.createElement(choices ? "select" : "input");
+    for (const choice of choices ?? []) one.append(new Option(choice, choice));
+    Object.assign(one, attributes);
+    label.append(words, one);
+    box.append(label);
+    return one;
+  }
+
+  // An exponential average of points, corrected for its beginning (as Adam is).
+  function average(points, weight) {
+    let sum = 0, count = 0;
+    return points.map(([at, value]) => {
+      sum = weight * sum + (1 - weight) * value;
+      count = weight * count + (1 - weight);
+      return [at, sum / count];
+    });
+  }
+
+  // By the wheel with Ctrl (a trackpad's pinch) or on a focused chart, and by two fingers.
+  function zoomable(chart, act) {
+    const over = chart.over, fingers = new Map();
+    const share = (x) => (x - over.getBoundingClientRect().left) / over.clientWidth;
+    over.addEventListener("wheel", (event) => {
+      if (!event.ctrlKey && !chart.root.parentElement.contains(document.activeElement)) return;
+      event.preventDefault();
+      act(event.deltaY < 0 ? 0.8 : 1.25, share(event.clientX));
+    }, { passive: false });
+    over.addEventListener("pointerdown", (event) => {
+      if (event.pointerType === "touch") fingers.set(event.pointerId, event.clientX);
+    });
+    over.addEventListener("pointermove", (event) => {
+      if (!fingers.has(event.pointerId)) return;
+      const apart = () => { const [one, other] = fingers.values(); return Math.max(10, Math.abs(one - other)); };
+      const before = fingers.size === 2 && apart();
+      fingers.set(event.pointerId, event.clientX);
+      if (before) act(before / apart(), share(([...fingers.values()][0] + [...fingers.values()][1]) / 2));
+    });
+    for (const name of ["pointerup", "pointercancel", "pointerleave"]) over.addEventListener(name, (event) => fingers.delete(event.pointerId));
+    return chart;
+  }
+
   function trace(pen, ...points) {
     pen.beginPath();
     points.forEach(([x, y], at) => (at ? pen.lineTo(x, y) : pen.moveTo(x, y)));
@@ -116,9 +159,12 @@
       this.number = section.dataset.run;
       this.charts = [];
       this.whole = true;
+      this.isLog = { grad_norm: true };
+      this.weight = 0; // of the past in the smooth line
       this.take(told);
       this.readout = section.querySelector(".readout");
       this.readout.hidden = false;
+      this.readout.setAttribute("aria-live", "polite");
       this.addControls(section.querySelector(".controls"));
       for (const figure of section.querySelectorAll("figure.chart")) this.addChart(figure);
     }
@@ -135,8 +181,10 @@
     }
 
     setMarks(told) {
+      this.means = told.means;
       this.evaluations = told.evaluations;
       this.marks = told.marks;
+      this.incidents = told.incidents;
       this.ring = told.ring;
     }
 
@@ -187,9 +235,13 @@
       if (end() > 1500) add("last 1,000", () => this.zoom(end() - 1000, end()));
       add("closer", () => this.scale(0.5));
       add("further", () => this.scale(2));
+      const log = input(box, "log scale", { type: "checkbox" });
+      log.addEventListener("change", () => { this.isLog.loss = log.checked; this.rebuild(); });
+      const smooth = input(box, "smoothing", { type: "range", min: 0, max: 0.99, step: 0.01, value: 0 });
+      smooth.addEventListener("input", () => { this.weight = Number(smooth.value); this.refresh(); });
       const hint = document.createElement("span");
       hint.className = "note";
-      hint.textContent = "Drag to zoom. Keys on a chart: arrows, + and -, 0 for the whole run.";
+      hint.textContent = "Zoom: drag, pinch, or the wheel with Ctrl or on a chosen chart. Keys on a chart: arrows, + and -, 0 for the whole run.";
       box.append(hint);
     }
 
@@ -212,28 +264,65 @@
       this.setting = true;
       for (const chart of this.charts) chart.setScale("x", { min, max });
       this.setting = false;
+      const isDense = this.isDense();
+      if (this.means.length && this.wasDense !== isDense) {
+        this.wasDense = isDense;
+        this.refresh();
+      }
     }
 
-    scale(factor) {
+    // Around a share of the width, which stays where it is.
+    scale(factor, at = 0.5) {
       const { min, max } = this.charts[0].scales.x;
-      const half = ((max - min) * factor) / 2;
-      this.zoom((min + max) / 2 - half, (min + max) / 2 + half);
+      const middle = min + at * (max - min);
+      this.zoom(middle - (middle - min) * factor, middle + (max - middle) * factor);
     }
 
     addChart(figure) {
-      const name = figure.dataset.curve, isLog = name === "grad_norm";
-      const chart = draw(figure, this.options(name, isLog), this.series(name));
-      withKeys(figure, `${TITLES[name]} over attempted steps`, (key) => this.key(key, chart));
-      this.charts.push(chart);
+      const name = figure.dataset.curve;
+      const make = () => zoomable(draw(figure, this.options(name, this.isLog[name] ?? false), this.series(name)), (factor, at) => this.scale(factor, at));
+      this.charts.push(make());
+      withKeys(figure, `${TITLES[name]} over attempted steps`, (key) => this.key(key, figure.chart));
+    }
+
+    // The scale of a chart cannot be exchanged: the loss is drawn anew.
+    rebuild() {
+      const at = this.charts.findIndex((one) => one.root.parentElement.dataset.curve === "loss");
+      const { min, max } = this.charts[at].scales.x, whole = this.whole;
+      const figure = this.charts[at].root.parentElement, others = this.charts.filter((one, place) => place !== at);
+      this.charts[at].destroy();
+      const make = draw(figure, this.options("loss", this.isLog.loss), this.series("loss"));
+      this.charts = [zoomable(make, (factor, share) => this.scale(factor, share)), ...others];
+      this.zoom(min, max);
+      this.whole = whole;
     }
 
     series(name) {
-      return [this.attempt, this.applied(name)];
+      return [this.attempt, this.applied(name), this.smooth(name)];
+    }
+
+    // The mean of each column, or of a close view each step, with the past by its weight.
+    smooth(name) {
+      const at = ["loss", "grad_norm"].indexOf(name), isMeans = this.isDense();
+      if (at < 0 || (!this.weight && !isMeans)) return this.attempt.map(() => null);
+      const points = isMeans ? this.means.map((one) => [one[0], one[at + 1]]) : this.attempt.map((one, place) => [one, this.isApplied(place) ? this.columns[name][place] : null]);
+      const known = average(points.filter((one) => one[1] !== null), this.weight);
+      const values = this.attempt.map(() => null);
+      for (const [attempt, value] of known) values[place(this.attempt, attempt)] = value;
+      return values;
+    }
+
+    // Whether the steps in view are columns: their extremes are then a band, not a line.
+    isDense() {
+      if (!this.means.length) return false;
+      const { min, max } = this.charts[0]?.scales.x ?? {};
+      if (min === undefined || min === null) return true;
+      return max - min > 1.2 * (place(this.attempt, max) - place(this.attempt, min));
     }
 
     options(name, isLog) {
       return {
-        height: name === "loss" ? 260 : name === "grad_norm" ? 210 : 150,
+        height: name === "loss" ? (innerWidth < 620 ? 190 : 260) : name === "grad_norm" ? 210 : 150,
         padding: [name === "loss" ? 26 : 10, 30, 0, 0], // the last label needs its half
         cursor: {
           sync: { key: `run${this.number}` },
@@ -250,12 +339,13 @@
             space: 70, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7],
             values: (u, splits) => splits.map((v) => group.format(this.stepAt(v))),
           }),
-          axis(62, {
+          axis(72, {
             space: 28, values: (u, splits) => splits.map((v) => (v === null ? null : short(v))),
             ...(isLog ? { filter: (u, splits) => filterLog(u, splits) } : {}),
           }),
         ],
-        series: [{}, { stroke: () => css("--blue"), width: 1.4, gaps: (u) => this.gaps(u), points: { show: (u) => u.scales.x.max - u.scales.x.min < 60, size: 4, fill: () => css("--blue") } }],
+        series: [{}, { stroke: () => (this.weight || this.isDense() ? `color-mix(in srgb, ${css("--blue")} 50%, ${css("--paper")})` : css("--blue")), width: 1.4, gaps: (u) => this.gaps(u), points: { show: (u) => u.scales.x.max - u.scales.x.min < 60, size: 4, fill: () => css("--blue") } },
+        { stroke: () => css("--blue"), width: 1.8, spanGaps: true, points: { show: false } }],
         hooks: {
           drawClear: [(u) => this.drawBelow(u, name)],
           draw: [(u) => this.drawAbove(u, name)],
@@ -281,8 +371,10 @@
 
     height(u, name, isLog) {
       const min = u.scales.x.min ?? 0, max = u.scales.x.max ?? Infinity;
-      const from = Math.max(0, place(this.attempt, min)), to = place(this.attempt, max);
-      const seen = [];
+      const to = place(this.attempt, max);
+      // The steep beginning would flatten the rest.
+      const begin = name === "loss" && !isLog && this.whole ? min + 0.1 * (Math.min(max, this.attempt[to]) - min) : min;
+      const from = Math.max(0, place(this.attempt, begin)), seen = [];
       for (let at = from; at <= to; at++) if (this.isApplied(at)) seen.push(this.columns[name][at]);
       if (name === "loss") {
         for (const [attempt, , value] of this.evaluations) if (attempt >= min && attempt <= max) seen.push(value);
@@ -349,6 +441,43 @@
         this.drawHigh(u, name);
         if (name === "loss") this.drawArcs(u);
       });
+      if (name === "loss") this.pin(u);
+    }
+
+    // A numbered button at each incident; those that would lie on one another are one.
+    pin(u) {
+      const pins = [];
+      for (const [number, from, to, words] of this.incidents) {
+        const at = u.valToPos(from, "x");
+        if (at < 0 || at > u.over.clientWidth) continue;
+        const before = pins[pins.length - 1];
+        if (before && at - before.at < 26) { before.last = number; before.words += `\n${number}: ${words}`; before.to = to; }
+        else pins.push({ at, first: number, last: number, words: `${number}: ${words}`, from, to });
+      }
+      for (const old of u.over.querySelectorAll(".pin")) old.remove();
+      for (const one of pins) {
+        const pin = document.createElement("button");
+        pin.type = "button";
+        pin.className = "pin";
+        pin.style.left = `${one.at}px`;
+        pin.textContent = one.first === one.last ? one.first : `${one.first}-${one.last}`;
+        pin.title = one.words.slice(0, 2000);
+        pin.addEventListener("mousedown", (event) => event.stopPropagation());
+        pin.addEventListener("click", () => {
+          if (one.first === one.last) openIncident(this.section, one.first);
+          else this.show(one.from, one.to);
+        });
+        u.over.append(pin);
+      }
+    }
+
+    // Zooms to attempts, and puts the cursor there.
+    show(from, to) {
+      const room = Math.max(20, 2 * (to - from));
+      this.zoom(from - room, to + room);
+      const [chart] = this.charts;
+      // uPlot applies a scale in a microtask.
+      setTimeout(() => chart.setCursor({ left: chart.valToPos(from, "x"), top: 10 }));
     }
 
     inside(u, x) {
@@ -392,7 +521,8 @@
         const value = this.columns[name][at];
         if (value === null || value <= high || !this.isApplied(at)) continue;
         const x = u.valToPos(this.attempt[at], "x", true);
-        if (!this.inside(u, x) || x - before < 9 * ratio) continue;
+        const isNear = x - before < 9 * ratio;
+        if (isNear || !this.inside(u, x)) { before = isNear ? x : before; continue; } // one for a stretch
         before = x;
         triangle(pen, x, top - 7 * ratio, 5 * ratio, 9 * ratio);
       }
@@ -511,39 +641,85 @@
 
   // -- several runs --------------------------------------------------------------------------
 
-  function drawCompared(told) {
-    const figure = document.querySelector("figure.compare");
-    if (!told || !figure) return;
-    const styles = [["--blue"], ["--orange", [7, 3]], ["--green", [2, 3]], ["--purple", [10, 3, 2, 3]], ["--red"], ["--sky", [7, 3]], ["--ink", [2, 3]], ["--ink-2", [10, 3, 2, 3]]];
-    const lines = told.lines.map((line) => [line.map((p) => p[0]), line.map((p) => p[1])]);
-    const readout = document.createElement("p");
-    readout.className = "readout";
-    readout.textContent = "Point at the chart to read its numbers.";
-    figure.before(readout);
-    const chart = draw(figure, {
-      height: 280, padding: [10, 30, 0, 0],
-      cursor: { drag: { x: true, y: false }, y: false },
-      scales: { x: { time: false }, y: { range: (u) => {
-        const min = u.scales.x.min ?? -Infinity, max = u.scales.x.max ?? Infinity;
-        const seen = told.lines.flatMap((line) => line.filter((p) => !(p[0] < min || p[0] > max)).map((p) => p[1]));
-        return bounds(seen, false) ?? [0, 1];
-      } } },
-      axes: [
-        axis(32, { space: 70, values: (u, s) => s.map((v) => group.format(v)) }),
-        axis(62, { values: (u, s) => s.map(short) }),
-      ],
-      series: [{}, ...lines.map((_, at) => {
-        const [colour, dash] = styles[at % styles.length];
-        return { label: told.names[at], stroke: () => css(colour), dash, width: 1.6, spanGaps: true, points: { show: false } };
-      })],
-      hooks: { setCursor: [(u) => {
-        if (u.cursor.left < 0) return;
-        const step = Math.round(u.posToVal(u.cursor.left, "x"));
-        const words = lines.map(([steps, losses], at) => `${told.names[at]} ${steps.length ? short(losses[place(steps, step)]) : "-"}`);
-        readout.textContent = [`step ${group.format(Math.max(0, step))}`, ...words].join(" \u00b7 ");
-      }] },
-    }, uPlot.join(lines));
-    views.push({ redraw: () => chart.redraw(false, true) });
+  const METRICS = { "loss": 2, "held-out loss": 2, "gradient norm": 3, "tokens per second": 4 };
+
+  // The value at a place between points; null beyond them.
+  function between(points, x) {
+    const at = place(points.map((one) => one[0]), x), [one, other] = [points[at], points[at + 1] ?? points[at]];
+    if (!one || x < points[0][0] || x > points[points.length - 1][0]) return null;
+    return other[0] === one[0] ? one[1] : one[1] + ((x - one[0]) / (other[0] - one[0])) * (other[1] - one[1]);
+  }
+
+  class Compared {
+    constructor(told, figure) {
+      this.told = told;
+      this.figure = figure;
+      this.readout = document.createElement("p");
+      this.readout.className = "readout";
+      this.readout.setAttribute("aria-live", "polite");
+      this.readout.textContent = "Point at the chart to read its numbers.";
+      const box = document.createElement("div");
+      box.className = "controls";
+      figure.before(this.readout, box);
+      this.metric = input(box, "curve", {}, Object.keys(METRICS));
+      this.along = input(box, "over", {}, ["steps", "samples", "hours"]);
+      this.smooth = input(box, "smoothing", { type: "range", min: 0, max: 0.99, step: 0.01, value: 0.6 });
+      this.differs = input(box, `difference to ${told.names[0]}`, { type: "checkbox" });
+      for (const one of [this.metric, this.along, this.smooth, this.differs]) one.addEventListener("input", () => this.draw());
+      this.draw();
+    }
+
+    // Each run's points of what is chosen, rising along the axis.
+    lines() {
+      const { told } = this, metric = this.metric.value, along = this.along.value;
+      const rows = metric === "held-out loss" ? told.evaluations : told.lines;
+      const lines = rows.map((line, run) => {
+        const x = (row) => (along === "hours" ? row[1] : along === "samples" ? row[0] * (told.batch[run] ?? 1) : row[0]);
+        const points = line.map((row) => [x(row), row[METRICS[metric]]]).filter((one) => one[0] !== null && one[1] !== null);
+        points.sort((one, other) => one[0] - other[0]);
+        return average(points.filter((one, at) => !at || one[0] > points[at - 1][0]), Number(this.smooth.value));
+      });
+      if (!this.differs.checked) return lines;
+      return lines.map((line) => line.map(([at, value]) => [at, between(lines[0], at), value]).filter((one) => one[1] !== null).map(([at, first, value]) => [at, value - first]));
+    }
+
+    draw() {
+      const styles = [["--blue"], ["--orange", [7, 3]], ["--green", [2, 3]], ["--purple", [10, 3, 2, 3]], ["--red"], ["--sky", [7, 3]], ["--ink", [2, 3]], ["--ink-2", [10, 3, 2, 3]]];
+      const { told, figure } = this, lines = this.lines(), along = this.along.value;
+      figure.chart?.destroy();
+      figure.querySelector("figcaption").textContent = `${this.metric.value[0].toUpperCase()}${this.metric.value.slice(1)}, over ${along}`;
+      this.chart = draw(figure, {
+        height: 280, padding: [10, 30, 0, 0],
+        cursor: { drag: { x: true, y: false }, y: false },
+        scales: { x: { time: false }, y: { range: (u) => {
+          const min = u.scales.x.min ?? -Infinity, max = u.scales.x.max ?? Infinity;
+          const seen = lines.flatMap((line) => line.filter((p) => !(p[0] < min || p[0] > max)).map((p) => p[1]));
+          return bounds(seen, false) ?? [0, 1];
+        } } },
+        axes: [
+          axis(32, { space: 70, values: (u, s) => s.map((v) => group.format(v)) }),
+          axis(72, { values: (u, s) => s.map(short) }),
+        ],
+        series: [{}, ...lines.map((_, at) => {
+          const [colour, dash] = styles[at % styles.length];
+          return { label: told.names[at], stroke: () => css(colour), dash, width: 1.6, spanGaps: true, points: { show: false } };
+        })],
+        hooks: { setCursor: [(u) => {
+          if (u.cursor.left < 0) return;
+          const at = u.posToVal(u.cursor.left, "x");
+          const words = lines.map((line, run) => `${told.names[run]} ${short(between(line, at))}`);
+          this.readout.textContent = [`${along.slice(0, -1)} ${group.format(along === "hours" ? at : Math.max(0, Math.round(at)))}`, ...words].join(" \u00b7 ");
+        }] },
+      }, uPlot.join(lines.map((line) => [line.map((p) => p[0]), line.map((p) => p[1])])));
+      zoomable(this.chart, (factor, share) => {
+        const { min, max } = this.chart.scales.x, middle = min + share * (max - min);
+        this.chart.setScale("x", { min: middle - (middle - min) * factor, max: middle + (max - middle) * factor });
+      });
+    }
+
+    redraw() {
+      this.chart.redraw(false, true);
+    }
   }
 
   // -- colours over time ---------------------------------------------------------------------
@@ -557,11 +733,12 @@
       this.row = this.column = -1;
       this.line = document.createElement("p");
       this.line.className = "told";
+      this.line.setAttribute("aria-live", "polite");
       this.line.textContent = "Point at a cell to read it.";
       figure.querySelector(".framed").before(this.line);
       this.here = document.createElementNS("http://www.w3.org/2000/svg", "rect");
       this.here.setAttribute("class", "here");
-      figure.querySelector(".plane").addEventListener("pointermove", (event) => this.point(event));
+      for (const name of ["pointermove", "pointerdown"]) figure.querySelector(".plane").addEventListener(name, (event) => this.point(event));
       withKeys(figure, figure.querySelector("figcaption").textContent, (key) => this.key(key));
     }
 
@@ -615,20 +792,64 @@
         const section = article.querySelector("section.curves");
         const view = views.find((one) => one.section === section);
         if (!view) return;
-        const from = Number(button.dataset.from), to = Number(button.dataset.to);
-        const room = Math.max(20, 2 * (to - from));
-        view.zoom(from - room, to + room);
+        view.show(Number(button.dataset.from), Number(button.dataset.to));
         section.scrollIntoView({ block: "start" });
         section.querySelector("figure.chart").focus({ preventScroll: true });
       });
+    }
+    for (const button of scope.querySelectorAll("button.copy")) {
+      button.hidden = false;
+      button.addEventListener("click", () => {
+        const code = button.parentElement.querySelector("code");
+        getSelection().selectAllChildren(code);
+        const copied = navigator.clipboard ? navigator.clipboard.writeText(code.textContent).then(() => true, () => document.execCommand("copy")) : Promise.resolve(document.execCommand("copy"));
+        copied.then((done) => { button.textContent = done ? "copied" : "selected: press Ctrl-C"; });
+      });
+    }
+    for (const box of scope.querySelectorAll(".filter")) {
+      box.hidden = false;
+      box.querySelector("select").addEventListener("change", (event) => {
+        const kind = event.target.value, section = box.closest("section");
+        for (const one of section.querySelectorAll(".incident")) one.hidden = kind !== "" && !one.dataset.kinds.split(" ").includes(kind);
+        for (const one of section.querySelectorAll(".older")) one.open = kind !== "";
+      });
+    }
+  }
+
+  // -- addresses -----------------------------------------------------------------------------
+
+  // #incident=6 opens it and zooms to it; #step=84 zooms to the last attempt at the step.
+  function openIncident(section, number) {
+    const run = Number(section ? section.dataset.run : 0);
+    const card = document.getElementById(`incident-${number}${run ? `-${run}` : ""}`);
+    if (!card) return;
+    for (let one = card.querySelector("details"); one; one = one.parentElement.closest("details")) one.open = true;
+    card.scrollIntoView({ block: "center" });
+    if (run === 0) history.replaceState(null, "", `#incident=${number}`);
+  }
+
+  function go() {
+    const [, what, text] = /^#(incident|step)=(\d+)$/.exec(location.hash) ?? [];
+    const view = views.find((one) => one.section), number = Number(text);
+    if (what === "incident") {
+      const found = view?.incidents.find(([one]) => one === number);
+      if (found) view.show(found[1], found[2]);
+      openIncident(view?.section, number);
+    } else if (what === "step" && view) {
+      const at = view.attempt[view.step.findLastIndex((one) => one <= number)] ?? 0;
+      view.show(at, at);
+      view.section.scrollIntoView({ block: "start" });
     }
   }
 
   for (const section of document.querySelectorAll("section.curves")) {
     views.push(new RunView(section, data.runs[Number(section.dataset.run)]));
   }
-  drawCompared(data.compare);
+  const compared = document.querySelector("figure.compare");
+  if (data.compare && compared) views.push(new Compared(data.compare, compared));
   listen(document);
+  addEventListener("hashchange", go);
+  go();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => views.forEach((one) => one.redraw()));
 
   // -- live ----------------------------------------------------------------------------------
@@ -665,10 +886,13 @@
         renew(view.section, markup);
         continue;
       }
-      const open = [...part.querySelectorAll("details")].map((one) => one.open);
+      const name_of = (one) => one.closest("[id]").id + (one.querySelector("summary > .line") ? "" : one.firstChild.textContent);
+      const open = new Set([...part.querySelectorAll("details[open]")].map(name_of));
       part.innerHTML = markup; // made and escaped by runner.tools.report.markup
-      [...part.querySelectorAll("details")].forEach((one, at) => { one.open = open[at] ?? false; });
+      for (const one of part.querySelectorAll("details")) one.open = open.has(name_of(one));
       listen(part);
+      const link = document.querySelector(`.contents a[data-of="${name}"]`);
+      if (link) link.hidden = markup === "";
     }
     if (told.run) {
       const section = document.querySelector("section.curves");
@@ -703,6 +927,7 @@
         box.prepend(told);
       }
       box.classList.add("stale");
+      box.querySelector(".status").textContent = "\u26a0 unknown";
       told.textContent = `${words} `;
     }
   }
