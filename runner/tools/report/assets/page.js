@@ -849,7 +849,7 @@
   if (data.compare && compared) views.push(new Compared(data.compare, compared));
   listen(document);
   addEventListener("hashchange", go);
-  go();
+  setTimeout(go); // the charts have their height after a microtask
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => views.forEach((one) => one.redraw()));
 
   // -- live ----------------------------------------------------------------------------------
