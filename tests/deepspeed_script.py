@@ -1,7 +1,7 @@
 """A user's DeepSpeed script: torchrun deepspeed_script.py OUT LAYOUT TODO...
 
 LAYOUT: ``zero1``, ``zero2`` (FP32), ``bf16`` (stage 1 with FP32 accumulation), ``bf16-2``.
-TODO as in ``guarded_script.py``; KILL_AT in the environment kills rank 1 in that step, once.
+TODO as in ``guarded_script.py``; KILL_AT in the environment: the batch at which rank 1 is killed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import nn
 from runner import Guard
 
 NUM, DIM, ACCUMULATE = 96, 8, 2  # batches; two of them make a step
+STOP_AT = 31
 BAD = (13, 41, 59, 61, 63)  # the second batches of steps 6, 20, 29, 30, 31
 RULES: dict[str, Any] = {"every": 8, "clean_after": 3, "min_history": 8}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -92,12 +94,33 @@ def train(out: Path, layout: str, *, poison: bool, **settings: Any) -> tuple[Gua
     for count, batch in enumerate(guard.over(data(dist.get_rank(), poison=poison))):
         loss = engine(batch)
         engine.backward(loss)
-        is_ours = poison and guard.resumed_step == 0 and dist.get_rank() == 1
-        if is_ours and os.environ.get("KILL_AT") == str(count):
-            os.kill(os.getpid(), signal.SIGKILL)
+        guard.log(read=(float(batch.nan_to_num().sum()), len(batch)))
+        if poison:
+            end("1", count)
         if not engine.is_gradient_accumulation_boundary() or guard.ok(loss):
             engine.step()
+        if count % 16 == 15:
+            evaluate(engine, guard, lambda: end("0", count) if poison else None)  # noqa: B023
     return guard, engine
+
+
+def end(start: str, count: int) -> None:
+    """Rank 0 is asked to stop in the first start's evaluation; rank 1 is killed in the second."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT") != start:
+        return
+    if start == "0" and count == STOP_AT and dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+    if start == "1" and str(count) == os.environ.get("KILL_AT") and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def evaluate(engine: Any, guard: Guard, meet: Callable[[], None]) -> None:
+    engine.eval()
+    meet()
+    guard.check_stop()
+    with torch.no_grad():
+        engine(torch.ones(6, DIM))
+    engine.train()
 
 
 def bare(layout: str, skipped: list[tuple[int, int]]) -> str:

@@ -241,7 +241,7 @@ def train(out: Path, layout: str, name: str, skip: list[Any]) -> Guard:
 
 
 def train_with_all(out: Path, layout: str, *, is_told: bool, skip: list[Any]) -> Guard:
-    """The last rank asks to stop in the first start, and dies in the second."""
+    """The last rank is asked to stop in the first start's evaluation, and dies in the second."""
     net = Trained(layout)
     by_mesh: dict[Any, list[nn.Parameter]] = {}
     for parameter in net.model.parameters():
@@ -251,11 +251,11 @@ def train_with_all(out: Path, layout: str, *, is_told: bool, skip: list[Any]) ->
     guard = Guard(out, **named, accumulate=2, skip=skip, sync=is_told, **RULES)
     number = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     is_last = dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1
-    due = {"0": (15, signal.SIGTERM), "1": (17, signal.SIGKILL)}.get(number, (-1, 0))
+    is_ours = is_last and not is_told
     given = batches(net.data, () if is_told else THREE_STEPS, 56)
     for count, batch in enumerate(guard.over(given)):
-        if count == due[0] and is_last and not is_told:
-            os.kill(os.getpid(), due[1])
+        if is_ours and (number, count) == ("1", 17):
+            os.kill(os.getpid(), signal.SIGKILL)
         loss = net.backward(batch)
         guard.log(read=(0, 0) if loss is None else (float(batch.square().sum()), len(batch)))
         if count % 2 == 0:
@@ -267,6 +267,9 @@ def train_with_all(out: Path, layout: str, *, is_told: bool, skip: list[Any]) ->
         for optimizer in optimizers:
             optimizer.zero_grad()
         if count % 8 == 7:
+            if is_ours and (number, count) == ("0", 15):
+                os.kill(os.getpid(), signal.SIGTERM)
+            guard.check_stop()
             net.evaluate(given[0])
     return guard
 

@@ -13,7 +13,7 @@ import pytest
 
 from runner.data.cursor import SampleStream
 from runner.data.permutation import held_out
-from tests.run import Result, finish, metrics_step, skip_override, start
+from tests.run import Result, finish, metrics_step, read_lines, skip_override, start
 
 # The defaults of runner/config/schema.py and tests/run.py's TINY.
 SAMPLES, SEED, HELD_OUT, BATCH = 100_000, 0, 0.01, 32
@@ -142,3 +142,9 @@ def in_turns(out: Path, how: Sequence[str], *turns: tuple[int, int]) -> Result:
     for steps, ranks in turns:
         run = finish(out, *how, f"steps={steps}", ranks=ranks)
     return run
+
+
+def logged_by(out: Path) -> dict[int, tuple[list[int], float]]:
+    """By step: a loop's batches and its own number "read", as they were applied at last."""
+    lines = [line for line in read_lines(out / "metrics.jsonl") if line["action"] == "apply"]
+    return {line["step"]: (line["samples"], line["read"]) for line in lines}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.drills.compare import logged_by
 from tests.run import read_lines
 from tests.script_run import ends_of
 
@@ -24,11 +25,15 @@ def test_poisoned_and_killed_is_told_to_skip_is_the_bare_loop(tmp_path: Path, la
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     todo = ("poison", "told", "bare")
     words = (str(tmp_path), layout, *todo)
-    ends = ends_of("deepspeed_script.py", tmp_path, *words, restarts=1, zero=True, KILL_AT="50")
+    ends = ends_of("deepspeed_script.py", tmp_path, *words, restarts=2, zero=True, KILL_AT="50")
     lines = read_lines(tmp_path / f"{layout}-poison" / "journal.jsonl")
-    assert sum(line["kind"] == "start" for line in lines) == 2
+    assert sum(line["kind"] == "start" for line in lines) == 3
+    [stopped] = [line["reason"] for line in lines if line["kind"] == "preempted"]
+    assert "rank 0: SIGTERM); saved at step 15" in stopped  # 16 batches, a step of two is skipped
     [back] = [line for line in lines if line["kind"] == "rollback"]
     assert back["ranks"] == [1]
+    told, own = (logged_by(tmp_path / f"{layout}-{name}") for name in ("told", "poison"))
+    assert own == told and len(own) > 40
     for end in ends:
         assert end["poison"]["skipped"] == [[12, 14], [40, 42], [56, 64]]
         assert end["poison"] == end["told"]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.drills.compare import logged_by
 from tests.run import read_lines
 from tests.script_run import finished
 
@@ -111,15 +112,9 @@ def test_all_at_once_on_a_mesh(tmp_path: Path, layout: str) -> None:
     assert ends["all"]["skipped"] == [[6, 8], [22, 30]] and ends["all"]["resumed"] > 0
     kinds = [line["kind"] for line in read_lines(tmp_path / "all" / "journal.jsonl")]
     assert kinds.count("start") == 3
-    told, own = (_applied(tmp_path / name / "metrics.jsonl") for name in ("all_told", "all"))
+    told, own = (logged_by(tmp_path / name) for name in ("all_told", "all"))
     assert len(told) > 20 and own == told
     assert {"discard", "rollback", "preempted", "crash"} <= set(kinds), kinds
-
-
-def _applied(path: Path) -> dict[int, tuple[list[int], float]]:
-    """By step: the batches and the loop's own number, as they were applied at last."""
-    lines = [line for line in read_lines(path) if line["action"] == "apply"]
-    return {line["step"]: (line["samples"], line["read"]) for line in lines}
 
 
 @pytest.mark.parametrize(("layout", "ranks"), OTHERS)
