@@ -47,6 +47,7 @@ COMMANDS = {
     "report": "runner.command.show:report_command",
     "top": "runner.command.show:top_command",
     "live": "runner.command.show:live_command",
+    "watch": "runner.command.watch:watch_command",
 }
 # These supervise a run: a closed or stalled output must not stop them.
 _LASTING = ("launch", "supervise", "run", "slurm-job", "slurm-node")

@@ -32,6 +32,7 @@ Holdfast: a training runner that survives NaNs, loss spikes, bad data and crashe
   holdfast export OUT DIR            weights as safetensors; import: begin a run from others'
   holdfast replay OUT                why steps were bad; read FILE...: what a curve shows
   holdfast report OUT                the page of a run; live, top: while it runs
+  holdfast watch OUT...              tells you when a run dies, halts or recovers
   holdfast backtest FILE...          what the guard would have done to recorded runs
   holdfast plan ...                  memory of a rank, goodput of a large run
   holdfast demo                      poison a range, kill a rank, and show that neither left a trace

@@ -12,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from runner.command.arguments import Parser, at_least
+from runner.command.watch import begin_watch
 from runner.config.schema import RunConfig
-from runner.distributed.env import EXIT_DIR, tell_exit
+from runner.distributed.env import EXIT_DIR, WATCHED, tell_exit
 from runner.launch import meeting_point, torchrun
 from runner.launch.attempt import EXIT_CODES, Job, Stop, StopTarget, run_once
 from runner.launch.crash_evidence import BadNodes
@@ -22,6 +23,7 @@ from runner.launch.supervisor import JobSupervisor, new_launch_id
 from runner.launch.warm_start import WarmStart, rank_modules
 from runner.observe.tracker import CommandAlerts
 from runner.policy.restart import End, RestartRules
+from runner.run_dir.paths import RunDir
 from runner.system.environment import variables
 from runner.system.error import EXIT_DONE, EXIT_HALTED, EXIT_PREEMPTED, ConfigError
 
@@ -88,7 +90,7 @@ def run_supervised(
     """
     environment = torchrun.environment(variables(), agent) if agent else variables()
     met = agent if agent and agent.nodes.most > 1 else None  # each node has a supervisor
-    diagnose, begin_seconds, alert = False, None, None
+    diagnose, begin_seconds, alert, watches = False, None, None, False
     own = WarmStart(None, None, say)
     if "runner" in command:
         overrides = torchrun.overrides_of(command)
@@ -96,6 +98,13 @@ def run_supervised(
         diagnose, begin_seconds = config.debug.diagnose_on_crash, begin_limit(config)
         own = warm_start(config)
         alert = config.track.command
+        watches = config.track.watch and alert is not None
+
+    is_head = met is None or torchrun.is_head(met)
+    if alert and watches and EXIT_DIR not in environment:
+        environment = dict(environment) | {WATCHED: "1"}
+        if is_head:
+            begin_watch(out, alert)
 
     def make_job(_: int, diagnosing: bool) -> Job:
         chosen = list(command)
@@ -126,7 +135,7 @@ def run_supervised(
         say(end.reason)
     last = supervisor.attempts[-1]
     has_given_up = last.code not in _TOLD_BY_RANKS and not supervisor.stop.is_set
-    if alert and has_given_up and (met is None or torchrun.is_head(met)):
+    if alert and has_given_up and is_head and not watches:
         _alert(alert, out, end, last.step)
     if supervisor.is_left_out and met and met.head and torchrun.is_head(met):
         say("the nodes still meet here; this ends with the run")
@@ -137,7 +146,8 @@ def run_supervised(
 
 def _alert(command: str, out: Path, end: End, step: int) -> None:
     """Run ``track.command`` for the end of the launch: no rank is left to do so."""
-    alerts = CommandAlerts(command, out)
+    run_dir = RunDir(out)
+    alerts = CommandAlerts(command, out, name=run_dir.alert_name, state=run_dir.alerts)
     decision = f"not started again; exit code {end.code}"
     line = {"kind": "gave_up", "step": step, "reason": end.reason, "decision": decision}
     alerts.tell(line | {"detail": {}, "time": time.time()})

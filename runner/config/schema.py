@@ -639,7 +639,13 @@ class TrackConfig:
     )
     command: str | None = key(
         None,
-        "a shell command for each incident, with the journal line as JSON on its standard input",
+        "a shell command for each episode of trouble and its end, with a message as JSON on its "
+        "standard input",
+    )
+    watch: bool = key(
+        False,
+        "launch and supervise start a watcher (holdfast watch), which runs track.command instead "
+        "of the first rank, also when all ranks and the launcher have died",
     )
     report_minutes: float | None = key(
         10.0,

@@ -23,6 +23,7 @@ from runner.system.parsing import json_text
 EXIT_DIR = "HOLDFAST_EXIT_DIR"
 LAUNCH_ID = "HOLDFAST_LAUNCH_ID"
 ATTEMPT = "HOLDFAST_ATTEMPT"
+WATCHED = "HOLDFAST_WATCHED"  # set: a watcher outside tells of the run; see track.watch
 END_TIME = "HOLDFAST_END_TIME"
 RESTART = "HOLDFAST_RESTART"  # JSON, see runner.run_dir.start_times
 _BEGUN = ".begun-"  # hidden: not an exit code

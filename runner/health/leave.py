@@ -43,9 +43,8 @@ def leave_after_exit_functions(code: int) -> NoReturn:
     """
     try:
         output.finish()
-        for thread in threading.enumerate():
-            if thread is not threading.main_thread() and not thread.daemon:
-                thread.join()
+        # As the interpreter does: idle threads of a pool end only when they are told to.
+        threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
     finally:
         os._exit(code)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,18 +18,14 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from runner.policy.decision.history import WARNING, Incident
+from runner.policy.alert import level_of
+from runner.policy.decision.history import Incident
 from runner.system.units import duration
 
 _log = logging.getLogger(__name__)
 # By level, as numbers of ECMA-48: red, yellow.
 _COLOURS = {logging.ERROR: "31", logging.WARNING: "33"}
 _WARNING = "warning: "
-# Kinds of incidents with these levels; all others are warnings.
-_GRAVE = frozenset(
-    {"halt", "crash", "gave_up", "unproven", "replica_mismatch", "checkpoint_damaged"}
-)
-_CALM = frozenset({"start", "setting_changed", "restored", "episode", "interval"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,17 +239,3 @@ class Console:
         if self._live is not None:
             self._live.stop()
             self._live = None
-
-
-def is_calm(line: Mapping[str, Any]) -> bool:
-    """Whether a journal line is information only: nobody needs to be told."""
-    detail = line.get("detail")
-    is_sign = line["kind"] == WARNING and isinstance(detail, Mapping) and not detail.get("agreeing")
-    return line["kind"] in _CALM or is_sign
-
-
-def level_of(line: Mapping[str, Any]) -> int:
-    """The :mod:`logging` level of a journal line."""
-    if line["kind"] in _GRAVE:
-        return logging.ERROR
-    return logging.INFO if is_calm(line) else logging.WARNING

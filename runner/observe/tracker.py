@@ -9,26 +9,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
-import signal
 import socket
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from runner.config.schema import TrackConfig
-from runner.observe.console import is_calm, level_of
 from runner.observe.metrics import MetricsLine
+from runner.policy.alert import DONE, RUNNING, Episodes, addressed, level_of
 from runner.policy.columns import EVALUATED, LAYERS, kind_of
 from runner.system import output
 from runner.system.files import make_folder, naming, replace_for_writing, write_json
 from runner.system.json_lines import count_of, read_object
 from runner.system.output import AsyncWriter
 from runner.system.parsing import json_text
-from runner.system.process import host_name
+from runner.system.process import host_name, run_with_input
 from runner.system.user_code import bound_target
 
 _MOST_WAITING = 10_000  # steps and incidents
@@ -402,7 +399,7 @@ class MlflowTracker(Tracker):
 OUTLET = "track.command"
 _COMMAND_SECONDS = 30.0
 _MOST_ALERTS = 200
-_TAIL = 300  # characters of the command's output
+_STATE_BYTES = 1 << 20
 # How long a process that ends waits for its last commands: to begin, and to end.
 _BEGIN_SECONDS, _END_SECONDS = 2.0, 5.0
 _POLL_SECONDS = 0.01
@@ -410,69 +407,77 @@ _POLL_SECONDS = 0.01
 _LAST = frozenset({"crash", "halt", "preempted", "failed"})
 
 
-class CommandAlerts(AsyncWriter[bytes]):
-    """Runs a shell command for each incident, one after the other, in a thread of its own.
+class CommandAlerts(AsyncWriter[tuple[bytes, dict[str, Any]]]):
+    """Runs a shell command for each episode of trouble, in a thread of its own.
 
-    The journal line is on its standard input, one JSON object with ``out``, ``host``, ``level`` and
-    ``text`` (a sentence) beside the line's own fields. It runs in a session of its own, so it
-    outlives a process that ends, and is killed after 30 seconds. Its output is dropped.
+    Its standard input is a message of :class:`runner.policy.alert.Episodes` with what
+    :func:`runner.policy.alert.addressed` adds, one JSON object. It runs in a session of its own, so
+    it outlives a process that ends, and is killed after 30 seconds. Its output is dropped.
 
     Args:
         out: the run's directory.
+        name: of the run, in the messages' keys.
+        state: file of the episodes that are open.
     """
 
-    def __init__(self, command: str, out: Path) -> None:
+    def __init__(
+        self,
+        command: str,
+        out: Path,
+        *,
+        name: str,
+        state: Path,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._command = command
         self._out = str(out.absolute())
+        self._state = state
+        self._clock = clock
+        self._episodes = Episodes(name, state=read_object(state, _STATE_BYTES))
         self._num_told = self._num_begun = 0
         super().__init__(OUTLET, self._run_command, most=_MOST_ALERTS)
 
     def tell(self, line: Mapping[str, Any]) -> None:
         """Take one journal line. Waits only for the last lines of a process about to end."""
         kind = str(line["kind"])
-        is_own = kind == "output_lost" and line["detail"].get("output") == OUTLET
-        if is_calm(line) or is_own:
+        if kind == "output_lost" and line["detail"].get("output") == OUTLET:
             return
-        text = f"{self._out}: step {line['step']} {kind}: {line['reason']} -> {line['decision']}"
-        context = {
-            "out": self._out,
-            "host": host_name(),
-            "level": logging.getLevelName(level_of(line)).lower(),
-            "text": text,
-        }
-        if self.put(json_text(context | dict(line)).encode() + b"\n"):
-            self._num_told += 1
+        self._send(self._episodes.add(line, self._clock()))
         if kind in _LAST:
             limit = time.monotonic() + _BEGIN_SECONDS
             while self._num_begun < self._num_told and time.monotonic() < limit:
                 time.sleep(_POLL_SECONDS)
 
+    def applied(self, step: int) -> None:
+        """Take that an update was applied: an episode may be over."""
+        if self._episodes.is_trouble:
+            self._send(self._episodes.see(RUNNING, step, self._clock()))
+
+    def done(self, step: int) -> None:
+        """Take that the run is done, and with it every episode."""
+        if self._episodes.is_trouble:
+            self._send(self._episodes.see(DONE, step, self._clock())[:-1])
+
+    def _send(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        for message in messages:
+            whole = addressed(message, self._out, host_name(), self._clock())
+            if self.put((json_text(whole).encode() + b"\n", self._episodes.to_json())):
+                self._num_told += 1
+
     def close(self) -> None:
         """Wait some seconds for the last commands."""
         self.drain(_END_SECONDS)
 
-    def _run_command(self, data: bytes) -> None:
+    def _run_command(self, message: tuple[bytes, dict[str, Any]]) -> None:
         """
         Raises:
             OSError: the command failed, or took too long.
         """
-        try:
-            process = subprocess.Popen(
-                ["/bin/sh", "-c", self._command],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-            )
-        finally:
+
+        def begun() -> None:
             self._num_begun += 1
-        try:
-            _, stderr = process.communicate(data, timeout=_COMMAND_SECONDS)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            raise OSError(f"it took longer than {_COMMAND_SECONDS:g} s") from None
-        if process.returncode:
-            message = stderr.decode(errors="replace").strip()[-_TAIL:]
-            raise OSError(f"it ended with {process.returncode}: {message}")
+
+        data, state = message
+        with contextlib.suppress(OSError):  # a restart may say again that it goes on
+            write_json(self._state, state)
+        run_with_input(self._command, data, seconds=_COMMAND_SECONDS, begun=begun)

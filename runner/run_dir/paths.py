@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator
 import os
 import re
@@ -56,6 +57,7 @@ class RunDir:
         self.explanations = out / "explanations"
         self.run_id = out / "run_id"
         self.pretrained = out / "pretrained"
+        self.alerts = self.debug / "alerts.json"
 
     def stored_summary(self) -> dict[str, Any] | None:
         """What ``summary.json`` holds; None where there is none that can be read."""
@@ -111,6 +113,12 @@ class RunDir:
         except FileNotFoundError:
             return None
         return name if _RUN_ID.fullmatch(name) else None
+
+    @property
+    def alert_name(self) -> str:
+        """What begins the keys of the run's messages; equal for all who tell of it."""
+        path = self.out.absolute()
+        return f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
 
     @property
     def is_open_to_all(self) -> bool:

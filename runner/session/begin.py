@@ -315,6 +315,8 @@ def begin(
     run.reporter.also_applied(
         lambda line: run.observers.alone("resume check", lambda: check.applied(line), None)
     )
+    if (alerts := run.written.alerts) is not None:
+        run.reporter.also_applied(lambda line: alerts.applied(line.step))
     run.journal.add(start)
     leave_out_ended(run)
     if config.debug.check_devices:

@@ -20,7 +20,7 @@ from runner.config.sources import unsteady_samples
 from runner.data.corpus_digest import Progress
 from runner.distributed.agreement import all_or_none_slowly
 from runner.distributed.device import device_facts, ranks_on, versions
-from runner.distributed.env import JobEnv
+from runner.distributed.env import WATCHED, JobEnv
 from runner.distributed.rendezvous import difference
 from runner.health.cause_reporter import clear_fatal_logs, crash_incident
 from runner.health.preemption import who_asked
@@ -48,6 +48,7 @@ from runner.session.parts import keep_small_files, kept_files, rules_matched, st
 from runner.startup.precision import settle_precision
 from runner.startup.restore import RemoteRun, RestoredRun, Restorer, open_remote, with_highest
 from runner.startup.resume import RunInventory, claim_run_dir, scan, settle_micro_size
+from runner.system.environment import variables
 from runner.system.error import ConfigError, Preempted
 from runner.system.json_lines import LineFile, iter_lines
 from runner.system.process import host_name, parent_name
@@ -197,7 +198,11 @@ def open_journal(
     """Open the journal; record changed settings, earlier crashes and restored checkpoints."""
     run_inventory = inventory.found
     command = config.track.command
-    alerts = CommandAlerts(command, group.run_dir.out) if command and group.is_first else None
+    alerts = None
+    if command and group.is_first and WATCHED not in variables():
+        run_dir = group.run_dir
+        name, state = run_dir.alert_name, run_dir.alerts
+        alerts = CommandAlerts(command, run_dir.out, name=name, state=state)
     trackers = group.ranks.all_or_none(
         "opening the trackers",
         lambda: _trackers(group, config, lease, identity) if group.is_first else [],

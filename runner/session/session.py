@@ -128,6 +128,8 @@ def close(run: EngineRun, end: RunEnd) -> int:
             if warning := tracker.finish(asdict(summary), in_time=end.in_time, most_seconds=left):
                 group.console.say(f"warning: {warning}")
     if run.written.alerts is not None:
+        if end.status == "done":
+            run.written.alerts.done(run.state.updates)
         run.written.alerts.close()
     if run.pages is not None:
         _write_last_page(run.pages, run, end)

@@ -144,6 +144,7 @@ PACKAGES: Final = {
     "hf": "datasets",
     "quantised": "bitsandbytes",
     "nvml": "pynvml",
+    "watch": "apprise",
 }
 
 

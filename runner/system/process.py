@@ -306,6 +306,41 @@ def run_beside(
     return result
 
 
+def run_with_input(
+    command: str, data: bytes, *, seconds: float, begun: Callable[[], None] = lambda: None
+) -> None:
+    """Run a shell command in a session of its own; blocks until it has ended.
+
+    Args:
+        data: its standard input; its output is dropped.
+        seconds: how long it may take before it is killed.
+        begun: called once there is a process, or cannot be.
+
+    Raises:
+        OSError: the command failed, or took too long.
+    """
+    try:
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    finally:
+        begun()
+    try:
+        _, stderr = process.communicate(data, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise OSError(f"it took longer than {seconds:g} s") from None
+    if process.returncode:
+        message = stderr.decode(errors="replace").strip()[-_TAIL:]
+        raise OSError(f"it ended with {process.returncode}: {message}")
+
+
 def in_thread(work: Callable[[], T], name: str) -> Future[T]:
     """Call ``work``, which may never return, in a thread.
 

@@ -17,6 +17,10 @@ from runner.system.json_lines import LineFile
 from tests.made_run import incident
 
 
+def alerts_of(command: str, folder: Path) -> CommandAlerts:
+    return CommandAlerts(command, folder, name="run", state=folder / "alerts.json")
+
+
 def keep(path: Path) -> str:
     """A command that adds the line on its input to a file."""
     return f"read -r line; printf '%s\\n' \"$line\" >> {shlex.quote(str(path))}"
@@ -31,7 +35,7 @@ def happened(kind: str, step: int = 5, **more: Any) -> Incident:
 
 
 def test_each_incident_is_told_once(tmp_path: Path) -> None:
-    alerts = CommandAlerts(keep(tmp_path / "told"), tmp_path)
+    alerts = alerts_of(keep(tmp_path / "told"), tmp_path)
     journal = Journal(
         [], told_to_skip=[], file=LineFile(tmp_path / "j", length=0), tell=alerts.tell
     )
@@ -49,7 +53,7 @@ def test_each_incident_is_told_once(tmp_path: Path) -> None:
 
 
 def test_a_line_that_was_there_is_not_told_again(tmp_path: Path) -> None:
-    alerts = CommandAlerts(keep(tmp_path / "told"), tmp_path)
+    alerts = alerts_of(keep(tmp_path / "told"), tmp_path)
     old = incident("replica_mismatch", 3)
     Journal([old], told_to_skip=[], file=LineFile(tmp_path / "j", length=0), tell=alerts.tell).add(
         happened("straggler")
@@ -63,15 +67,15 @@ def test_a_command_that_hangs_delays_nothing(
 ) -> None:
     monkeypatch.setattr(tracker, "_COMMAND_SECONDS", 1.0)
     monkeypatch.setattr(tracker, "_MOST_ALERTS", 3)
-    alerts = CommandAlerts(f"sleep 600; {keep(tmp_path / 'told')}", tmp_path)
+    alerts = alerts_of(f"sleep 600; {keep(tmp_path / 'told')}", tmp_path)
     for step in range(500):  # were one waited for, nothing would pile up
-        alerts.tell(incident("straggler", step))
+        alerts.tell(incident(f"kind{step}", step))
     assert alerts.loss is not None and "too much is waiting" in alerts.loss.reason
     assert alerts.loss.outlet == "track.command"
 
 
 def test_a_command_that_fails_is_told_and_not_alerted_of(tmp_path: Path) -> None:
-    alerts = CommandAlerts("echo no such channel >&2; exit 7", tmp_path)
+    alerts = alerts_of("echo no such channel >&2; exit 7", tmp_path)
     alerts.tell(incident("straggler", 1))
     alerts.close()
     assert "ended with 7: no such channel" in alerts.loss.reason
@@ -83,6 +87,34 @@ def test_a_command_that_fails_is_told_and_not_alerted_of(tmp_path: Path) -> None
 
 
 def test_the_last_words_of_a_process_are_begun_before_it_goes(tmp_path: Path) -> None:
-    alerts = CommandAlerts(f"sleep 0.3; {keep(tmp_path / 'told')}", tmp_path)
+    alerts = alerts_of(f"sleep 0.3; {keep(tmp_path / 'told')}", tmp_path)
     alerts.tell(incident("crash", 9))
     assert alerts._num_begun == 1, "it outlives this process now"
+
+
+def test_one_message_an_episode_and_one_when_it_is_over_also_across_a_restart(
+    tmp_path: Path,
+) -> None:
+    now = [100.0]
+    for kinds in (("discard", "redo"), ("rollback", "discard", "straggler")):
+        alerts = CommandAlerts(
+            keep(tmp_path / "told"), tmp_path, name="run", state=tmp_path / "state",
+            clock=lambda: now[0],
+        )  # fmt: skip
+        for kind in kinds:
+            alerts.tell(incident(kind, 5))
+        alerts.close()
+    for step in range(6, 60):
+        now[0] += 10.0
+        alerts.applied(step)
+    alerts.close()
+    found = told(tmp_path / "told")
+    assert [(one["event"], one["kind"]) for one in found] == [
+        ("trigger", "discard"), ("notice", "straggler"), ("resolve", "recovered"),
+    ]  # fmt: skip
+    assert found[0]["key"] == found[2]["key"] != found[1]["key"]
+    assert "step 41 recovered: over: clean after discard x2, rollback" in found[2]["text"]
+    alerts.tell(incident("discard", 61))
+    alerts.done(62)
+    alerts.close()
+    assert [one["event"] for one in told(tmp_path / "told")[3:]] == ["trigger", "resolve"]

@@ -6,13 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from runner.policy.alert import BAD_STEPS, FAR_STEPS, TROUBLE
 from runner.run_dir.time_account import plausible_seconds
 from runner.tools.report.follow import whole
 
 # Kinds that a person reads about first; others are notices or belong to the settings.
-_ENDING = {"rollback", "rebaseline", "halt"}
-_OF_STEPS = {"discard", "redo"} | _ENDING
-INCIDENT_KINDS = _OF_STEPS | {"crash", "unreadable", "out_of_memory", "evaluation"}
+INCIDENT_KINDS = TROUBLE | {"crash"}
 READING = "reading"  # a signature found in the run's own curve
 CHANGE_KINDS = {"setting_changed", "mixture", "interval"}
 # Lines that comment on an incident.
@@ -20,7 +19,6 @@ REMARK_KINDS = {"episode", "explained"}
 # Neither an incident nor a warning.
 _QUIET_KINDS = {"start", "restored", "stable", READING} | REMARK_KINDS | CHANGE_KINDS
 _NAMES_NOTHING = ("unclear", "not reproducible")
-_FAR_STEPS = 30  # without an episode, a line this many steps later starts another incident
 _MOST_CHARACTERS = 2000  # of one text of a line, in characters
 _MOST_NAMES = 64
 
@@ -85,7 +83,7 @@ def group_incidents(lines: Iterable[Line]) -> list[list[Line]]:
                 current = None
         elif line.kind not in INCIDENT_KINDS:
             current = None if line.kind == "start" else current
-        elif current and line.kind in _OF_STEPS and _is_near(line, current):
+        elif current and line.kind in BAD_STEPS and _is_near(line, current):
             current.append(line)
             current = None if line.kind == "rollback" else current
         else:
@@ -120,7 +118,7 @@ def notices(lines: Iterable[Line]) -> list[Line]:
 
 
 def _is_near(line: Line, group: Sequence[Line]) -> bool:
-    return abs(line.step - group[-1].step) <= _FAR_STEPS
+    return abs(line.step - group[-1].step) <= FAR_STEPS
 
 
 def _is_remark_on(line: Line, group: Sequence[Line]) -> bool:

@@ -20,7 +20,7 @@ from runner.tools.report import incident_section, sections
 from runner.tools.report.drawing import data_of, script_json
 from runner.tools.report.episode import episodes
 from runner.tools.report.markup import Html, join, tag, text
-from runner.tools.report.run_reader import RunReader, RunStatus, status_of
+from runner.tools.report.run_reader import RunReader, RunStatus
 
 # uPlot 1.6.32, unmodified: https://github.com/leeoniya/uPlot, MIT.
 VENDORED = {
@@ -127,7 +127,7 @@ def page(runs: Sequence[RunReader], *, is_live: bool = False) -> str:
 
 def title_of(runs: Sequence[RunReader]) -> str:
     """The page's title: the status first, which is all that a narrow tab shows."""
-    status = f"{status_of(runs[0])} - " if len(runs) == 1 else ""
+    status = f"{runs[0].status()} - " if len(runs) == 1 else ""
     names = ", ".join(_name(run.run_dir.out, runs) for run in runs)
     return f"{status}{names} - holdfast"
 

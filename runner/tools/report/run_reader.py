@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from runner.policy.alert import RUNNING, STARTING
 from runner.policy.columns import FIELDS
 from runner.policy.decision.history import History, Incident
 from runner.policy.retention.records import State
@@ -21,6 +22,7 @@ from runner.tools.report.attempts import AttemptIndex, AttemptRow, Thinned, is_o
 from runner.tools.report.follow import Follower, whole
 from runner.tools.report.incident import Line, line_of
 from runner.tools.report.side_files import LayerFold, MetricFold, RankFold, RingFold, SourceFold
+from runner.tools.report.vitals import Vitals
 from runner.tools.ring_files import StoredCheckpoint, checkpoints
 
 _HOUR = 3600.0
@@ -28,7 +30,6 @@ _MOST_RECENT = 100_000  # lines kept for the account of the last hour
 # Of a metrics line without further columns; it names what is not finite only where there is such.
 _COMMON_KEYS = len(FIELDS) - 1
 _TEXT_BYTES, _TEXT_CHARACTERS = 1 << 20, 2000  # of the samples of an explained step
-_ALIVE_SECONDS = 60.0  # the owner beats about every second; a busy file system may show it late
 
 
 Evidence = tuple[Mapping[str, Any], str]
@@ -106,7 +107,7 @@ class RunReader:
             Follower(path) for path in (paths.layers, paths.rank_times, paths.ring_lines)
         ]
         self._evidence: dict[int, Evidence] = {}
-        self._beat: tuple[str, float | None] | None = None  # read, and when it was seen to change
+        self._vitals = Vitals(self.run_dir, clock)
         self.fold = self._new_fold()
 
     def _new_fold(self) -> _Fold:
@@ -251,45 +252,31 @@ class RunReader:
 
     def summary(self) -> Mapping[str, Any] | None:
         """``summary.json`` of the newest start; None until that has ended."""
-        summary = self.run_dir.stored_summary()
-        if summary is None:
-            return None
+        return self._vitals.summary(self._incarnation())
+
+    def _incarnation(self) -> object:
         start = self.last("start")
-        number = start.detail.get("incarnation") if start else None
-        return summary if number is None or summary.get("incarnation") == number else None
+        return start.detail.get("incarnation") if start else None
 
     def settings(self) -> dict[str, Any]:
         """The settings by dotted key; empty if they cannot be read."""
-        try:
-            return self.run_dir.stored_settings()
-        except ConfigError:
-            return {}
+        return self._vitals.settings()
 
     def last(self, kind: str) -> Line | None:
         """The newest journal line of a kind."""
         return next((line for line in reversed(self.fold.lines) if line.kind == kind), None)
 
     def silent_seconds(self) -> float | None:
-        """Seconds since the last heartbeat of the run's owner; None without an owner.
-
-        A beat that this reader has seen to move counts by the reader's own clock: that of a file
-        server may be wrong. Until then the file's time has to do.
-        """
-        path = self.run_dir.incarnation / "beat"
-        try:
-            text, written = path.read_text()[:100], path.stat().st_mtime
-        except (OSError, UnicodeDecodeError):
-            return None
-        now = self.clock()
-        if self._beat is None or text != self._beat[0]:
-            self._beat = text, None if self._beat is None else now
-        moved = self._beat[1]
-        return max(0.0, now - (written if moved is None else moved))
+        """See :meth:`Vitals.silent_seconds`."""
+        return self._vitals.silent_seconds()
 
     def is_alive(self) -> bool:
         """Whether the run is training right now."""
-        silent = self.silent_seconds()
-        return self.summary() is None and silent is not None and silent < _ALIVE_SECONDS
+        return self.status() in (RUNNING, STARTING)
+
+    def status(self) -> str:
+        """See :class:`RunStatus`; reads the summary and the heartbeat only."""
+        return self._vitals.status(self._incarnation(), has_steps=bool(len(self.fold.attempts)))
 
     def began(self) -> float | None:
         """When the run was first started, in seconds since the epoch; None if unknown."""
@@ -343,7 +330,7 @@ class RunStatus:
     def __init__(self, run: RunReader) -> None:
         fold, summary = run.fold, run.summary() or {}
         last, attempts = fold.thinned.last, fold.attempts
-        self.status = status_of(run)
+        self.status = run.status()
         self.reason = str(summary.get("reason", ""))[:2000]
         self.step = _step(last, summary)
         total = run.settings().get("steps")
@@ -448,16 +435,6 @@ class RunStatus:
         if self.status in ("preempted", "failed"):
             return "The run has ended; the same command resumes it."
         return ""
-
-
-def status_of(run: RunReader) -> str:
-    """See :class:`RunStatus`; reads the summary and the heartbeat only."""
-    summary = run.summary()
-    if summary is not None:
-        return str(summary.get("status", "ended"))[:40]
-    if run.is_alive():
-        return "running" if len(run.fold.attempts) else "starting"
-    return "silent"
 
 
 def _step(last: AttemptRow | None, summary: Mapping[str, Any]) -> int:

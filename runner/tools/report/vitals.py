@@ -1,0 +1,214 @@
+"""How a run is, from its small files: the heartbeat, the summary, the settings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from runner.policy.alert import RUNNING, SILENT, STARTING
+from runner.run_dir.paths import RunDir
+from runner.run_dir.time_account import plausible_seconds
+from runner.system.error import ConfigError
+from runner.system.json_lines import last_line
+from runner.tools.report.follow import Follower, number, whole
+
+ALIVE_SECONDS = 60.0  # the owner beats about every second; a busy file system may show it late
+_DEEP = 3  # folders of runs within folders
+
+
+class Vitals:
+    """The small files of one run, each parsed again only when it has changed.
+
+    Args:
+        clock: seconds since the epoch.
+        alive_seconds: without a heartbeat, until the run counts as silent.
+        is_patient: a first heartbeat counts as of now: the file's time may be of a wrong clock.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        clock: Callable[[], float],
+        *,
+        alive_seconds: float = ALIVE_SECONDS,
+        is_patient: bool = False,
+    ) -> None:
+        self._run_dir = run_dir
+        self._is_patient = is_patient
+        self._alive_seconds = alive_seconds
+        self._clock = clock
+        self._beat: tuple[str, float | None] | None = None  # read, and when it was seen to change
+        self._settings: tuple[tuple[int, int], dict[str, Any]] | None = None
+
+    @property
+    def beat(self) -> list[Any] | None:
+        """The newest heartbeat and when it was seen to move, for :meth:`resume`."""
+        return list(self._beat) if self._beat else None
+
+    def resume(self, beat: object) -> None:
+        """Take a heartbeat that was seen before; anything else is left out."""
+        if isinstance(beat, list) and len(beat) == 2 and isinstance(beat[0], str):
+            self._beat = beat[0], plausible_seconds(beat[1])
+
+    def summary(self, incarnation: object) -> Mapping[str, Any] | None:
+        """``summary.json`` of the newest start; None until that has ended."""
+        summary = self._run_dir.stored_summary()
+        if summary is None:
+            return None
+        is_newest = incarnation is None or summary.get("incarnation") == incarnation
+        return summary if is_newest else None
+
+    def settings(self) -> dict[str, Any]:
+        """The settings by dotted key; empty if they cannot be read."""
+        try:
+            status = self._run_dir.config.stat()
+            version = status.st_mtime_ns, status.st_size
+            if self._settings is None or self._settings[0] != version:
+                self._settings = version, self._run_dir.stored_settings()
+        except (ConfigError, OSError):
+            return {}
+        return self._settings[1]
+
+    def silent_seconds(self) -> float | None:
+        """Seconds since the last heartbeat of the run's owner; None without an owner.
+
+        A beat that this reader has seen to move counts by the reader's own clock: that of a file
+        server may be wrong. Until then the file's time has to do.
+        """
+        path = self._run_dir.incarnation / "beat"
+        try:
+            text, written = path.read_text()[:100], path.stat().st_mtime
+        except (OSError, UnicodeDecodeError):
+            return None
+        now = self._clock()
+        if self._beat is None or text != self._beat[0]:
+            is_seen_moving = self._beat is not None or self._is_patient
+            self._beat = text, now if is_seen_moving else None
+        moved = self._beat[1]
+        return max(0.0, now - (written if moved is None else moved))
+
+    def status(self, incarnation: object, *, has_steps: bool) -> str:
+        """See :class:`runner.tools.report.run_reader.RunStatus`."""
+        summary = self.summary(incarnation)
+        if summary is not None:
+            return str(summary.get("status", "ended"))[:40]
+        silent = self.silent_seconds()
+        if silent is not None and silent < self._alive_seconds:
+            return RUNNING if has_steps else STARTING
+        return SILENT
+
+
+class Glance:
+    """A run without its curves: cheap enough for hundreds of them.
+
+    Attributes:
+        status: see :class:`runner.tools.report.run_reader.RunStatus`.
+        step, total: applied updates, and of how many; ``total`` is None if unknown.
+        loss: of the last attempt, in nats per token; NaN if unknown.
+        moved: when the last step was made, in seconds since the epoch; 0 without any.
+        incarnation: of the newest start; None if unknown.
+        reason: how the newest start ended; empty until it has.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        *,
+        clock: Callable[[], float] = time.time,
+        alive_seconds: float = ALIVE_SECONDS,
+        is_patient: bool = False,
+    ) -> None:
+        self.run_dir = RunDir(out)
+        self.vitals = Vitals(
+            self.run_dir, clock, alive_seconds=alive_seconds, is_patient=is_patient
+        )
+        self._clock, self._alive_seconds = clock, alive_seconds
+        self._seen = clock() if is_patient else 0.0
+        self._line_time = 0.0
+        self._journal = Follower(self.run_dir.journal)
+        self.num_lines = 0
+        self._began: Any = None  # the time of the first line: a run made anew has another
+        self.incarnation: object = None
+        self.status, self.reason = STARTING, ""
+        self.step, self.loss, self.moved = 0, float("nan"), 0.0
+        self.total: int | None = None
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Take a state of :meth:`to_json`: its lines are not new."""
+        self.num_lines, self._began = whole(state.get("num_lines")), state.get("began")
+        self._seen = plausible_seconds(state.get("seen")) or self._seen
+        self.vitals.resume(state.get("beat"))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for :meth:`resume`."""
+        known = {"num_lines": self.num_lines, "began": self._began, "seen": self._seen}
+        return known | {"beat": self.vitals.beat}
+
+    def silent_seconds(self) -> float:
+        """Seconds since the last sign of the run: its heartbeat, or else its newest line."""
+        silent = self.vitals.silent_seconds()
+        if silent is not None:
+            return silent
+        return max(0.0, self._clock() - max(self.moved, self._line_time, self._seen))
+
+    def update(self) -> list[dict[str, Any]]:
+        """Read how the run is; returns the journal lines that are new.
+
+        Raises:
+            OSError: a file cannot be read.
+            ConfigError: the metrics are no regular file.
+        """
+        if self._journal.was_replaced():  # each start puts it in place anew
+            self._journal.restart()
+        fresh, place = [], 0 if self._journal.offset == 0 else self.num_lines
+        for line in self._journal.lines():
+            place += 1
+            if place == 1 and self._began != line.get("time"):
+                self.num_lines = 0 if self._began is not None else self.num_lines
+                self._began = line.get("time")
+            self._line_time = plausible_seconds(line.get("time")) or self._line_time
+            if place <= self.num_lines or type(line.get("step")) is not int or "kind" not in line:
+                continue
+            fresh.append(line)
+            if line["kind"] == "start":
+                detail = line.get("detail")
+                self.incarnation = detail.get("incarnation") if isinstance(detail, dict) else None
+        self.num_lines = max(place, self.num_lines)
+        last = last_line(self.run_dir.metrics) or {}
+        self.step = max(0, whole(last.get("step")) - (last.get("action") != "apply"))
+        self.loss = number(last.get("loss"))
+        self.moved = plausible_seconds(last.get("time")) or 0.0
+        total = self.vitals.settings().get("steps")
+        self.total = total if type(total) is int else None
+        summary = self.vitals.summary(self.incarnation) or {}
+        self.reason = str(summary.get("reason", ""))[:2000]
+        self.status = self.vitals.status(self.incarnation, has_steps=bool(last))
+        if self.status == SILENT and self.silent_seconds() < self._alive_seconds:
+            self.status = STARTING  # it has not beaten yet
+        return fresh
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is the directory of a run.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    paths = RunDir(folder)
+    return any(path.exists() for path in (paths.journal, paths.metrics, paths.incarnation))
+
+
+def find_runs(folder: Path, deep: int = _DEEP) -> Iterator[Path]:
+    """The directories of runs in a folder, or the folder itself, in the order of their names.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if is_run(folder):
+        yield folder
+    elif deep:
+        for inside in sorted(folder.iterdir()):
+            if inside.is_dir() and not inside.is_symlink():
+                yield from find_runs(inside, deep - 1)

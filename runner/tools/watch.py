@@ -1,0 +1,252 @@
+"""Watches runs from outside, and tells of each episode of trouble once, and once when it is over.
+
+Reads the small files of the runs and writes nothing there. What was told is kept in a file, written
+before a message is sent and after it: a watcher that is started again goes on where it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runner.policy import alert
+from runner.policy.alert import Episodes, QuietHours, addressed, merged
+from runner.run_dir.time_account import plausible_seconds
+from runner.system.error import ConfigError
+from runner.system.process import host_name, in_thread
+from runner.system.units import duration
+from runner.tools.report.vitals import Glance, find_runs
+
+_LEVELS = ("info", "warning", "error")
+_MOST_WAITING = 1000  # messages; older ones are dropped
+_READ_SECONDS = 60.0  # for all runs; a file system that takes longer is away
+_FIRST_RETRY, _MOST_RETRY = 5.0, 600.0
+_ENDS = (alert.DONE, alert.HALTED, alert.PREEMPTED, alert.FAILED)
+_AGAIN = "if no launcher starts it again, give the same command again"
+_ADVICE = {
+    alert.SILENT: _AGAIN,
+    alert.HALTED: "a restart would not help: remove the cause that the journal names",
+    alert.PREEMPTED: _AGAIN,
+    alert.FAILED: _AGAIN,
+}
+
+Send = Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """When to tell of what.
+
+    Attributes:
+        every_seconds: see :class:`Episodes`.
+        silent_seconds: without a heartbeat, until a run counts as silent.
+        level: the least that is told: info, warning or error.
+        quiet: in these hours only errors are told; the others wait.
+    """
+
+    every_seconds: float = alert.EVERY_SECONDS
+    silent_seconds: float = 120.0
+    level: str = "info"
+    quiet: QuietHours = field(default_factory=lambda: QuietHours(""))
+
+
+class _Watched:
+    """One run, and its episodes."""
+
+    def __init__(
+        self,
+        out: Path,
+        rules: Rules,
+        clock: Callable[[], float],
+        *,
+        state: Any,
+        is_patient: bool,
+    ) -> None:
+        state = state if isinstance(state, dict) else {}
+        self._clock = clock
+        self.glance = Glance(
+            out, clock=clock, alive_seconds=rules.silent_seconds, is_patient=is_patient
+        )
+        self.glance.resume(state.get("glance", {}))
+        name = self.glance.run_dir.alert_name
+        self.episodes = Episodes(
+            name, every_seconds=rules.every_seconds, state=state.get("episodes")
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {"glance": self.glance.to_json(), "episodes": self.episodes.to_json()}
+
+    def look(self, *, tells_past: bool, tells_state: bool) -> Iterator[dict[str, Any]]:
+        """The messages since the last look.
+
+        Raises:
+            OSError, ConfigError: a file cannot be read.
+        """
+        lines, now = self.glance.update(), self._clock()
+        for line in lines:
+            at = plausible_seconds(line.get("time")) or now
+            yield from self.episodes.add(line, at, is_told=tells_past)
+        glance = self.glance
+        said: dict[str, Any] = {"reason": glance.reason or "ended"}
+        if glance.status == alert.SILENT:
+            said["reason"] = f"no sign of life for {duration(glance.silent_seconds())}"
+        said["decision"] = _ADVICE.get(glance.status, "")
+        yield from self.episodes.see(
+            glance.status, glance.step, now, line=said, moved=glance.moved, is_told=tells_state
+        )
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the run has ended, or it was told that it is silent."""
+        status = self.glance.status
+        return status in _ENDS or (status == alert.SILENT and self.episodes.is_trouble)
+
+
+class Watch:
+    """Watches runs and folders of runs.
+
+    Args:
+        paths: run directories, or folders in which runs are, or will be.
+        sends: what sends a message; raises OSError if it could not.
+        state: of :meth:`to_json`; empty for a new watcher, which does not tell of what was before
+            it, except how the runs that ``paths`` name are.
+        keep: writes the state.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        sends: Sequence[Send],
+        rules: Rules,
+        *,
+        state: Mapping[str, Any],
+        keep: Callable[[Mapping[str, Any]], None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._paths, self._sends, self._rules = paths, sends, rules
+        self._keep, self._clock = keep, clock
+        self._known: dict[str, Any] = dict(state.get("runs", {}))
+        self._runs: dict[str, _Watched] = {}
+        self._waiting: list[dict[str, Any]] = list(state.get("waiting", []))
+        self._is_first = not state
+        self._host = host_name()
+        self._own = Episodes(
+            f"watch-{self._host}", every_seconds=rules.every_seconds, state=state.get("own")
+        )
+        self._away_since: float | None = plausible_seconds(state.get("away_since"))
+        self._reading: Future[list[dict[str, Any]]] | None = None
+        self._unread: list[str] = []
+        self._retry_at = self._retry_seconds = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values that ``state`` takes."""
+        runs = self._known | {name: one.to_json() for name, one in self._runs.items()}
+        own = {"own": self._own.to_json(), "away_since": self._away_since}
+        return {"runs": runs, "waiting": self._waiting, **own}
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every run has ended or is known to be silent, and all was sent."""
+        return not self._waiting and all(one.is_settled for one in self._runs.values())
+
+    def poll(self) -> None:
+        """Look at all runs once, and send what is new. Never raises for a run or a message."""
+        self._reading = self._reading or in_thread(self._look, "watch")
+        messages: list[dict[str, Any]] = []
+        if wait([self._reading], _READ_SECONDS).done:
+            messages, self._reading = self._reading.result(), None
+        else:
+            self._unread = [str(path) for path in self._paths]
+        messages += self._away()
+        self._waiting = merged([*self._waiting, *filter(self._is_wanted, messages)])
+        del self._waiting[:-_MOST_WAITING]
+        if self._reading is None:  # else its thread may be changing what is kept
+            self._keep(self.to_json())
+        if self._deliver() and self._reading is None:
+            self._keep(self.to_json())
+
+    def _look(self) -> list[dict[str, Any]]:
+        messages, unread = [], []
+        for path in self._paths:
+            try:
+                found = list(find_runs(path)) if path.exists() else []
+            except OSError as error:
+                unread.append(f"{path} ({error.strerror})")
+                continue
+            was_there = any(_is_within(name, path) for name in self._known | self._runs)
+            if not found and was_there:
+                unread.append(f"{path} (its runs are gone)")
+            for out in found:
+                messages += self._look_at(out, unread, is_named=out == path)
+        self._unread, self._is_first = unread, False
+        return messages
+
+    def _look_at(self, out: Path, unread: list[str], *, is_named: bool) -> list[dict[str, Any]]:
+        name = str(out.absolute())
+        is_new = name not in self._runs and name not in self._known
+        try:
+            is_past = is_new and self._is_first
+            one = self._runs.get(name)
+            if one is None:
+                # Of old runs in a folder that have died long ago nobody needs to be told.
+                is_patient = is_named or not is_past
+                state = self._known.get(name)
+                one = _Watched(out, self._rules, self._clock, state=state, is_patient=is_patient)
+            messages = list(one.look(tells_past=not is_past, tells_state=not is_past or is_named))
+        except (OSError, ConfigError) as error:
+            unread.append(f"{out} ({error})")
+            return []
+        self._runs[name] = one
+        return [addressed(message, name, self._host, self._clock()) for message in messages]
+
+    def _away(self) -> list[dict[str, Any]]:
+        """Messages about runs that cannot be read, together one episode."""
+        now = self._clock()
+        if not self._unread:
+            self._away_since = None
+            messages = self._own.see(alert.RUNNING, 0, now)
+        else:
+            self._away_since = self._away_since or now
+            if now - self._away_since < self._rules.silent_seconds:
+                return []
+            line = {"reason": f"cannot be read: {', '.join(self._unread)[:500]}", "decision": ""}
+            messages = self._own.add({"kind": alert.UNREACHABLE, "step": 0, **line}, now)
+        place = str(self._paths[0].absolute())
+        return [addressed(message, place, self._host, now) for message in messages]
+
+    def _is_wanted(self, message: Mapping[str, Any]) -> bool:
+        return _LEVELS.index(message["level"]) >= _LEVELS.index(self._rules.level)
+
+    def _deliver(self) -> bool:
+        """Send what waits, to each receiver in order; whether anything was sent."""
+        now, local = self._clock(), time.localtime(self._clock())
+        if now < self._retry_at:
+            return False
+        minute = 60 * local.tm_hour + local.tm_min
+        has_sent, failed = False, set[int]()
+        for message in list(self._waiting):
+            if self._rules.quiet.holds(minute, message["level"]):
+                continue
+            left = message.setdefault("left", list(range(len(self._sends))))
+            for place in [one for one in left if one not in failed]:
+                try:
+                    self._sends[place]({k: v for k, v in message.items() if k != "left"})
+                    has_sent = True
+                    left.remove(place)
+                except OSError:
+                    failed.add(place)
+            if not left:
+                self._waiting.remove(message)
+        again = min(_MOST_RETRY, max(_FIRST_RETRY, 2 * self._retry_seconds))
+        self._retry_seconds = again if failed else 0.0
+        self._retry_at = now + self._retry_seconds if failed else 0.0
+        return has_sent
+
+
+def _is_within(name: str, path: Path) -> bool:
+    return Path(name).is_relative_to(path.absolute())
