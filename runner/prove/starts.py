@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +14,9 @@ from runner.prove.record import Recorded, Undecided
 from runner.prove.scratch import Place, Scratch
 from runner.system.files import make_folder, write_json
 
+# What a script says that gets no terminal, or no GPU; in small letters.
+_ASKS = ("eoferror", "not a tty", "inappropriate ioctl")
+_NO_GPU = ("busy or unavailable", "cuda out of memory", "devices are busy")
 _ON_PATH = Path(__file__).parent / "on_path"
 _TAIL = 12  # lines of the script's output that a message quotes
 _SAY_SECONDS = 10.0  # between two lines that say how far it is
@@ -154,22 +157,31 @@ class Start:
                     "before it could be killed"
                 )
             return
-        raise Undecided(
-            f"The command failed with {self.ended.code} after step {self.recorded.done}."
-            f"{self._tail()}"
-        )
+        what = self._of_gpu() or f"The command failed with {self.ended.code}"
+        raise Undecided(f"{what} after step {self.recorded.done}.{self._tail()}")
 
     def _without_steps(self) -> str:
-        text = self._output()
-        if self.ended.code and ("EOFError" in text or "not a tty" in text.lower()):
+        if self.ended.code and self._says(_ASKS):
             return f"The script asks for a terminal; it has none here.{self._tail()}"
         if self.ended.code:
-            return f"The command failed at once, with {self.ended.code}.{self._tail()}"
+            what = self._of_gpu() or f"The command failed at once, with {self.ended.code}"
+            return f"{what}.{self._tail()}"
         return (
             "The command ended without an optimizer step that could be seen: it trains nothing, or "
             "not with torch.optim, or its Python ignores PYTHONPATH (-I, -E, -S, a container), or "
             "the step itself is compiled"
         )
+
+    def _of_gpu(self) -> str:
+        return self._says(_NO_GPU) and (
+            "The script cannot have the GPU, or not enough of its memory: another process holds it "
+            "(no start of this proof runs beside another). Free it, or set CUDA_VISIBLE_DEVICES; "
+            "it failed"
+        )
+
+    def _says(self, words: Sequence[str]) -> str:
+        text = self._output().lower()
+        return next((word for word in words if word in text), "")
 
     def _output(self) -> str:
         return (self.folder / "output.txt").read_text(errors="replace")

@@ -74,8 +74,10 @@ def odd(kind: str, home: Path, address: str, **settings: Any) -> Verdict:
     ("kind", "words"),
     [
         ("asks", "asks for a terminal"),
+        ("busy_gpu", "cannot have the GPU"),
         ("fails", "failed at once, with 1.\n"),
         ("fails_again", "When it was started again: The command failed at once, with 1.\n"),
+        ("hangs", "has done no step for 2 s (--timeout)"),
         ("never_saves", "No file was written before step 20"),
         ("no_optimizer", "without an optimizer step"),
     ],
@@ -84,7 +86,7 @@ def test_what_cannot_be_judged_gets_its_sentence(
     kind: str, words: str, tmp_path: Path, address: str
 ) -> None:
     before = with_results(tmp_path)
-    verdict = odd(kind, tmp_path, address)
+    verdict = odd(kind, tmp_path, address, limit_seconds=2 if kind == "hangs" else 60)
     assert verdict.code == 2 and words in verdict.text(), verdict.text()
     assert everything(tmp_path) == before
 

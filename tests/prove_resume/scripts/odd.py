@@ -2,8 +2,10 @@
 
 =============  ===============================================================================
 asks           waits for an answer from the terminal
+busy_gpu       fails as where another process holds the GPU for itself
 fails          ends with an error before its first step
 fails_again    trains, but ends with an error when there is a checkpoint
+hangs          waits for ever in its fifth step
 never_ends     goes on training after its last step, and saves
 never_saves    writes no checkpoint within its steps
 no_optimizer   updates its weights by hand
@@ -15,13 +17,15 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 from pathlib import Path
 
 import parts
 import torch
 
 KINDS = {
-    *("asks", "fails", "fails_again", "never_ends", "never_saves", "no_optimizer", "relative"),
+    *("asks", "busy_gpu", "fails", "fails_again", "hangs", "never_ends", "never_saves"),
+    *("no_optimizer", "relative"),
 }
 
 
@@ -32,6 +36,8 @@ def main() -> None:
     arguments = parts.settings(defects=())
     if kind == "fails":
         raise FileNotFoundError("data/train.bin: run prepare.py first")
+    if kind == "busy_gpu":
+        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
     if kind == "asks" and input("Overwrite the results? [y/n] ") != "y":
         sys.exit("not overwritten")
     train(kind, arguments.out, arguments.steps, arguments.save_every)
@@ -51,6 +57,8 @@ def train(kind: str, out: Path, steps: int, every: int) -> None:
         model.load_state_dict(state["model"])
         first = state["step"]
     for step in itertools.count(first + 1):
+        if kind == "hangs" and step == 5:
+            time.sleep(3600)
         loss = torch.nn.functional.cross_entropy(model(samples.inputs), samples.labels)
         loss.backward()
         if optimizer is not None:
