@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import warnings
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from runner.prove.inside.digests import Digests
+from runner.prove.inside.found import Found
 from runner.prove.inside.hooks import Recorder
 
 BATCHES = torch.arange(24.0).reshape(3, 4, 2)
@@ -113,3 +115,11 @@ def test_a_generator_that_moves_between_steps(recorder: Recorder, tmp_path: Path
         optimizer.step()
         recorder.after_step(optimizer)
     assert [line["between"] for line in lines(tmp_path)] == [[], [], ["torch"]]
+
+
+def test_a_look_at_all_objects_wakes_none_of_them() -> None:
+    """``torch.distributed.reduce_op`` warns of itself where its class is asked for."""
+    model = torch.nn.Linear(2, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Found().look(dict(model.named_parameters()), [])

@@ -138,7 +138,9 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> Shapes:
 def _are_copies_by_name(thing: dict[Any, Any], names: list[Shapes], known: set[int]) -> bool:
     # Most dictionaries of a process hold no tensors: renaming their keys would take seconds.
     least = min(map(len, names))
-    if len(thing) < least or least > sum(isinstance(v, torch.Tensor) for v in thing.values()):
+    # By type: isinstance asks objects for their class, which torch's deprecated ones warn of.
+    tensors = (issubclass(type(value), torch.Tensor) for value in thing.values())
+    if len(thing) < least or least > sum(tensors):
         return False
     if not all(type(key) is str for key in thing):
         return False
