@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import sys
 import time
 from collections.abc import Sequence
@@ -120,17 +121,20 @@ def live_command(arguments: Sequence[str]) -> int:
     """``holdfast live OUT [--port N]``: serves the page of a running run to a local browser.
 
     It listens on 127.0.0.1 only, reads the files in OUT and writes nothing. From another machine:
-    ``ssh -L 8765:127.0.0.1:8765 HOST``, then open http://127.0.0.1:8765/ there. Any user of
-    this machine can open the page as well.
+    ``ssh -L 8765:127.0.0.1:8765 HOST``, then open the printed address there. It has a token, which
+    other users of this machine lack.
     """
     parser = Parser("live", live_command.__doc__)
     parser.add_argument("out", help="the run's directory (out)")
     parser.option("--port", 8765, "0: any")
+    parser.flag("--no-token", "any user of this machine may look")
     options = parser.parse_args(arguments)
-    live_server = server(Path(options.out), options.port)
+    token = "" if options.no_token else secrets.token_urlsafe(16)
+    live_server = server(Path(options.out), options.port, token)
     port = live_server.server_address[1]
+    query = f"?token={token}" if token else ""
     sys.stdout.write(
-        f"http://{ADDRESS}:{port}/ shows {options.out}; Ctrl-C ends it\n"
+        f"http://{ADDRESS}:{port}/{query} shows {options.out}; Ctrl-C ends it\n"
         f"from another machine: ssh -L {port}:{ADDRESS}:{port} HOST\n"
     )
     sys.stdout.flush()

@@ -3,12 +3,14 @@
 A browser gets the whole page once, and then every second or two what is new. The files are read
 incrementally, on request, and never written. A request whose Host header does not name this machine
 is refused: otherwise a foreign page in the same browser could read this one through a domain that
-resolves to 127.0.0.1 (DNS rebinding).
+resolves to 127.0.0.1 (DNS rebinding). Other users of this machine lack the token, which the address
+has once and then a cookie.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import re
 import threading
 import time
@@ -32,6 +34,7 @@ _HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _UPDATE_SECONDS = 0.5  # the files are not read more often, however many requests come
 _MOST_RECENT = 5000  # rows kept for incremental requests
 _IDLE_SECONDS = 30.0
+_MOST_CONNECTIONS = 32
 _HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -125,8 +128,36 @@ def _short(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:12]
 
 
-def server(out: Path, port: int) -> ThreadingHTTPServer:
+class _Server(ThreadingHTTPServer):
+    """At most some connections at a time; a further one is closed at once."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away, or sends nonsense, is no news."""
+
+
+def server(out: Path, port: int, token: str = "") -> ThreadingHTTPServer:
     """A server that listens; the caller serves and closes it.
+
+    Args:
+        token: what a viewer must have; empty for none.
 
     Raises:
         ConfigError: there is no run in ``out``, or the port is taken.
@@ -135,15 +166,15 @@ def server(out: Path, port: int) -> ThreadingHTTPServer:
 
     class Handler(_Handler):
         run = live
+        secret = token
 
     try:
-        http_server = ThreadingHTTPServer((ADDRESS, port), Handler)
+        http_server = _Server((ADDRESS, port), Handler)
     except (OSError, OverflowError) as error:
         raise ConfigError(
             f"live: port {port} of {ADDRESS}: {error}; choose another with --port N, or any free "
             "one with --port 0"
         ) from None
-    http_server.daemon_threads = True
     return http_server
 
 
@@ -151,6 +182,7 @@ class _Handler(BaseHTTPRequestHandler):
     """Answers GET requests only."""
 
     run: LiveRun
+    secret: str
     protocol_version = "HTTP/1.1"
     server_version = "holdfast"
     sys_version = ""
@@ -160,7 +192,14 @@ class _Handler(BaseHTTPRequestHandler):
         if not _is_own(self.headers.get_all("Host") or []):
             self._send(403, "text/plain", "this page is only for a browser on this machine\n")
             return
-        url = urlsplit(self.path)
+        try:
+            url = urlsplit(self.path)
+        except ValueError:
+            self._send(400, "text/plain", "this is no address\n")
+            return
+        if not self._has_token(url.query):
+            self._send(403, "text/plain", "open the address that holdfast live printed\n")
+            return
         try:
             if url.path == "/":
                 self._send(200, "text/html", self.run.page())
@@ -173,6 +212,19 @@ class _Handler(BaseHTTPRequestHandler):
         except OSError as error:
             if not isinstance(error, ConnectionError | TimeoutError):
                 self._send(503, "text/plain", f"{error}\n")
+
+    @property
+    def _cookie(self) -> str:
+        """Its name: browsers share the cookies of all ports."""
+        return f"holdfast-{self.connection.getsockname()[1]}"
+
+    def _has_token(self, query: str) -> bool:
+        """Whether the address, a cookie or an Authorization header has the token."""
+        cookie = re.search(rf"(?:^|; ){self._cookie}=([^;]*)", self.headers.get("Cookie") or "")
+        bearer = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+        given = [*parse_qs(query[:4096]).get("token", [])[:1], cookie[1] if cookie else "", bearer]
+        secret = self.secret.encode()
+        return not secret or any(hmac.compare_digest(one.encode(), secret) for one in given)
 
     def _news(self, query: str) -> dict[str, Any]:
         query_fields = parse_qs(query[:4096])
@@ -187,6 +239,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(code)
         for name, value in _HEADERS.items():
             self.send_header(name, value)
+        if code == 200 and self.secret:
+            words = f"{self._cookie}={self.secret}; HttpOnly; SameSite=Strict; Path=/"
+            self.send_header("Set-Cookie", words)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
