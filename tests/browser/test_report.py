@@ -203,6 +203,8 @@ def test_an_address_opens_an_incident_or_a_step(watched: Watched, troubled: Path
     low, high = page.evaluate(span)
     assert 100 < low < 151 < high < 200
     page.locator(".readout", has_text="step 150 ·").wait_for()
+    page.locator(".state a").click()
+    page.locator(".readout", has_text="step 150 ·").wait_for()
     page.evaluate("location.hash = '#step=300'")
     page.locator(".readout", has_text="step 300 ·").wait_for()
     assert page.locator("#incident-1 dl").is_hidden()

@@ -27,7 +27,15 @@ from runner.observe.page_writer import PageWriter
 from runner.system.error import ConfigError
 from runner.tools.report import page as pages
 from runner.tools.report.attempts import AttemptRow, Thinned, row_of
-from runner.tools.report.drawing import ABOVE, NONE, heat, picture, script_json
+from runner.tools.report.drawing import (
+    ABOVE,
+    CURVES,
+    NONE,
+    drawing,
+    heat,
+    picture,
+    script_json,
+)
 from runner.tools.report.episode import command, episodes
 from runner.tools.report.follow import Follower
 from runner.tools.report.incident import group_incidents, line_of
@@ -179,6 +187,9 @@ def test_a_rollback_to_the_initial_state_goes_back_to_the_first_attempt(tmp_path
     run = read(Made(steps=30, back_at=10).write(tmp_path / "run"))
     [mark] = [mark for mark in run.marks() if mark.line.kind == "rollback"]
     assert mark.line.detail["to_step"] == 0 and mark.back_to == 0
+    still = drawing(run, CURVES[0])
+    (path,) = re.findall(r'<path d="([^"]*)" class="curve"', still)
+    assert path.count("M") == 2, "the line starts again after the rollback"
 
 
 def test_the_state_in_prometheus_text_format(tmp_path: Path) -> None:

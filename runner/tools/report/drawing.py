@@ -278,16 +278,16 @@ def drawing(run: RunReader, curve: Chart) -> Html:
     steps = {_STEP_LABELS * row.attempt // last: row for row in reversed(rows)}
     found = [one for one in episodes(run) if one.attempts][-_MOST_NUMBERS:]
     places = [(plane.x(one.attempts[0]), one.number) for one in found if one.attempts]
+    # The line starts again after a rollback.
+    ends = [mark.attempt + 0.5 for mark in run.marks() if mark.line.kind == "rollback"]
+    points = [(row.attempt, getattr(row, curve.key)) for row in applied]
+    path = plane.path(sorted([*points, *((end, math.nan) for end in ends)]))
     return svg(
         f"{curve.title} over all attempted steps",
         *plane.rulers((row.attempt, f"{row.step:,}") for row in steps.values()),
         tag("path", d="".join(f"M{x:.1f} {_TOP}V{plane.bottom}" for x, _ in places), cls="marked"),
         *(_tick(str(number), x, _TOP - 4, "middle") for x, number in places),
-        tag(
-            "path",
-            d=plane.path((row.attempt, getattr(row, curve.key)) for row in applied),
-            cls="curve",
-        ),
+        tag("path", d=path, cls="curve"),
         height=HEIGHT,
         cls=f"still {curve.key}",
         preserveAspectRatio=None,

@@ -68,6 +68,10 @@ class Episode:
     clean_step: int | None
     clean_at: float
 
+    def anchor(self, place: int) -> str:
+        """Its name on a page on which the run has this place."""
+        return f"incident-{self.number}{f'-{place}' if place else ''}"
+
     @property
     def lines(self) -> list[Line]:
         """The journal's lines but for remarks."""

@@ -161,7 +161,7 @@ def _incident(run: RunReader, one: Episode, place: int, *, is_late: bool) -> Htm
             *(_evidence(*evidence) if evidence is not None else []),
         ),
         cls=f"incident {status_class(lines[-1].kind)}",
-        id=f"incident-{one.number}" + (f"-{place}" if place else ""),
+        id=one.anchor(place),
         data_step=group[0].step,
         data_kinds=" ".join(one.kinds),
     )

@@ -120,7 +120,6 @@ def head(run: RunReader, now: RunStatus, found: Sequence[Episode], place: int) -
     """How the run is, what happened last, what to do, and its numbers."""
     losses = dict(now.numbers())
     loss = "".join(f"; {name} {losses[name]}" for name in ("loss", "held-out") if name in losses)
-    last = f"#incident={found[-1].number}" if found and not place else None
     words, command = to_do(run, now)
     badge = tag("strong", _BADGES.get(now.status, now.status), cls="badge status")
     copy = tag("button", "copy", type="button", cls="copy", hidden=True)
@@ -133,6 +132,7 @@ def head(run: RunReader, now: RunStatus, found: Sequence[Episode], place: int) -
     damaged = run.num_damaged
     happened = tag("p", "No incident so far.")
     if found:
+        last = f"#{found[-1].anchor(place)}"
         link = tag("a", f"Incident {len(found):,}", href=last)
         happened = tag("p", link, f": {found[-1].sentence()}")
     return join(

@@ -829,7 +829,7 @@
   }
 
   function go() {
-    const [, what, text] = /^#(incident|step)=(\d+)$/.exec(location.hash) ?? [];
+    const [, what, text] = /^#(incident|step)[=-](\d+)$/.exec(location.hash) ?? [];
     const view = views.find((one) => one.section), number = Number(text);
     if (what === "incident") {
       const found = view?.incidents.find(([one]) => one === number);
