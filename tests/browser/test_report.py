@@ -344,6 +344,16 @@ def test_one_look_of_one_layer_is_seen_at_its_place(watched: Watched, inside: Pa
     assert watched.complaints == []
 
 
+@pytest.mark.parametrize(
+    "watched", [{"has_touch": True, "viewport": {"width": 360, "height": 740}}], indirect=True
+)
+def test_a_tap_reads_a_cell(watched: Watched, inside: Path) -> None:
+    page = watched.open(inside)
+    x, y = cell(page, "blocks.7", 220)
+    page.tap("figure.heat .plane >> nth=0", position={"x": x, "y": y})
+    page.locator("figure.heat .told", has_text="blocks.7 · step 220").wait_for()
+
+
 def test_the_slow_rank_is_the_bright_row(watched: Watched, inside: Path) -> None:
     page = watched.open(inside)
     box = page.locator("section.ranks .cells").first.bounding_box()

@@ -734,7 +734,7 @@
       this.line = document.createElement("p");
       this.line.className = "told";
       this.line.setAttribute("aria-live", "polite");
-      this.line.textContent = "Point at a cell to read it.";
+      this.line.textContent = document.querySelector(".told") ? "" : "Point at a cell to read it.";
       figure.querySelector(".framed").before(this.line);
       this.here = document.createElementNS("http://www.w3.org/2000/svg", "rect");
       this.here.setAttribute("class", "here");
