@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ from runner.tools.report.side_files import ValueGrid
 
 WIDTH, HEIGHT = 1000, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 8, 16, 26
+_COLUMNS = 500
 _MOST_NUMBERS = 40
 _MOST_MARKS = 2000
 MOST_INCIDENTS = 300
@@ -280,7 +282,11 @@ def drawing(run: RunReader, curve: Chart) -> Html:
     places = [(plane.x(one.attempts[0]), one.number) for one in found if one.attempts]
     # The line starts again after a rollback.
     ends = [mark.attempt + 0.5 for mark in run.marks() if mark.line.kind == "rollback"]
-    points = [(row.attempt, getattr(row, curve.key)) for row in applied]
+    points: list[Point] = []
+    for _, column in groupby(applied, key=lambda row: _COLUMNS * row.attempt // last):
+        known = [(row.attempt, getattr(row, curve.key)) for row in column]
+        known = [point for point in known if math.isfinite(point[1])] or known[:1]
+        points += {min(known, key=itemgetter(1)), max(known, key=itemgetter(1))}
     path = plane.path(sorted([*points, *((end, math.nan) for end in ends)]))
     return svg(
         f"{curve.title} over all attempted steps",
