@@ -113,6 +113,7 @@ def train(out: Path, *, poison: bool, kill_at: int = -1, **settings: Any) -> dic
                     loss = model(batch) / ACCUMULATE
                 scaler.scale(loss).backward()
             if not is_whole:
+                guard.note(loss)  # without it, NaN in this batch looks like the scaler's overflow
                 continue
             if micro == kill_at * ACCUMULATE and guard.resumed_step == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
