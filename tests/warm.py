@@ -35,6 +35,7 @@ _MODULES = ("runner", "runner.launch.fork_server", *TORCHRUNS)
 _IMPORTS = ("runner.tools.report.page",)
 # The optimizer's module brings torch._inductor: five seconds a rank.
 _IMPORTS_OF_ZERO = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
+_TRAINERS = ("transformers.trainer", "accelerate", "lightning")
 # While it imports: DeepSpeed imports mlflow where that is installed, and that pyarrow's jemalloc.
 _WITHOUT_THREADS = {
     "OPENBLAS_NUM_THREADS": "1",
@@ -65,10 +66,11 @@ def suits(arguments: Sequence[str], env: Mapping[str, str]) -> bool:
 class WarmPopen(ForkedPopen):
     """``subprocess.Popen`` of a Python program, forked from the session's zygote."""
 
-    is_zero = False
+    modules: tuple[str, ...] = ()  # imported besides, which the program's words do not tell
 
     def __init__(self, args: Sequence[str], **options: Any) -> None:
-        super().__init__(_zygote(self.is_zero or any(map(_is_zero, args))), args, **options)
+        modules = _IMPORTS_OF_ZERO if any(map(_is_zero, args)) else self.modules
+        super().__init__(_zygote(modules), args, **options)
 
 
 class TerminalPopen(WarmPopen):
@@ -80,9 +82,15 @@ class TerminalPopen(WarmPopen):
 
 
 class ZeroPopen(WarmPopen):
-    """:class:`WarmPopen` with DeepSpeed imported, which the program's words do not tell."""
+    """:class:`WarmPopen` with DeepSpeed imported."""
 
-    is_zero = True
+    modules = _IMPORTS_OF_ZERO
+
+
+class TrainersPopen(WarmPopen):
+    """:class:`WarmPopen` with the trainers of Hugging Face and Lightning imported."""
+
+    modules = _TRAINERS
 
 
 def finished(
@@ -120,20 +128,21 @@ def _is_zero(word: str) -> bool:
     return word.startswith("parallel=zero")
 
 
-_made: dict[bool, tuple[Forks, subprocess.Popen[Any]]] = {}
+_made: dict[tuple[str, ...], tuple[Forks, subprocess.Popen[Any]]] = {}
 _making = threading.Lock()
 
 
-def _zygote(for_zero: bool) -> Forks:
-    """The process that forks; with DeepSpeed, which other runs must do without."""
+def _zygote(modules: tuple[str, ...]) -> Forks:
+    """The process that forks, with modules that other runs must do without."""
     with _making:
-        if for_zero not in _made:
-            modules = (*_IMPORTS, *(_IMPORTS_OF_ZERO if for_zero else ()))
+        if modules not in _made:
             # It outlives the drill that happens to be the first to need it.
             own = {name: value for name, value in os.environ.items() if name != DRILL}
-            _made[for_zero] = Forks.start(modules, own | _WITHOUT_THREADS, program=__name__)
-            assert _made[for_zero][0].is_ready(_IMPORT_SECONDS), "the zygote still imports"
-        return _made[for_zero][0]
+            _made[modules] = Forks.start(
+                (*_IMPORTS, *modules), own | _WITHOUT_THREADS, program=__name__
+            )
+            assert _made[modules][0].is_ready(_IMPORT_SECONDS), "the zygote still imports"
+        return _made[modules][0]
 
 
 def close() -> None:
@@ -191,6 +200,8 @@ class Zygote(Server):
             from tests import late_copies
 
             late_copies.install()
+        if os.environ.get("HOLDFAST_PROVE_DIR") and not {*words[:2]} & {*_MODULES[1:]}:
+            _record()
         if words[0] != "-m":
             sys.argv = list(words)
             sys.path.insert(0, str(Path(words[0]).parent))
@@ -203,6 +214,14 @@ class Zygote(Server):
                 subprocess.Popen = _NestedPopen  # type: ignore[misc]
             sys.path.insert(0, os.getcwd())
             super().run(words)
+
+
+def _record() -> None:
+    """What prove-resume's ``sitecustomize`` does as an interpreter begins, and after torch."""
+    folder = os.environ["PYTHONPATH"].split(os.pathsep)[0]
+    its = runpy.run_path(f"{folder}/sitecustomize.py", run_name="sitecustomize")
+    sys.meta_path = [finder for finder in sys.meta_path if type(finder) is not its["_AfterTorch"]]
+    its["_begin"]()
 
 
 if __name__ == "__main__":

@@ -48,6 +48,9 @@ NAMED = {
     "older_whole": "equal older_checkpoint",
 }
 
+# Scripts that import more than torch before they train.
+TRAINERS = {"hf_trainer", "lightning_script", "accelerate_script", "fabric_script"}
+
 EVERY = (
     "moments step_counts rng epoch_seed sampler_restarted batch_skipped batch_repeated lr_reset "
     "weights_bf16 ema_lost older_checkpoint"

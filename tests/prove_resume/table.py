@@ -23,14 +23,18 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+from runner.prove import starts
 from runner.prove.drive import Plan, prove
 from runner.prove.verdict import Verdict
+from tests import warm
 from tests.full import clean_commit
-from tests.prove_resume.cases import NAMED, PLANTED, SCRIPTS, SOUND_CASES, STEPS, Case
+from tests.prove_resume.cases import NAMED, PLANTED, SOUND_CASES, STEPS, TRAINERS, Case
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, RECORD = DOCS / "prove_resume.md", DOCS / "records" / "prove-resume.jsonl"
@@ -56,46 +60,33 @@ def named(verdict: Verdict) -> str:
     return "equal" if verdict.is_equal else "undecided"
 
 
+def begin(
+    command: Sequence[str], *, is_asked_to_stop: Callable[[], bool], **options: Any
+) -> subprocess.Popen[Any]:
+    """Start the words of prove-resume's shell, forked if they are a Python program's."""
+    folder, *words = command[3:]
+    if words[0] != sys.executable:
+        return subprocess.Popen(command, **options)
+    trains = any(Path(word).stem in TRAINERS for word in words)
+    kind = warm.TrainersPopen if trains else warm.WarmPopen
+    return kind(words, cwd=folder, stdin=subprocess.DEVNULL, **options)
+
+
 @contextlib.contextmanager
-def zygote(*, frameworks: bool = True) -> Iterator[str]:
-    """The address of a process that forks starts."""
-    with tempfile.TemporaryDirectory(prefix="prove-") as folder:
-        address = str(Path(folder) / "zygote")
-        command = [sys.executable, "-m", "tests.prove_resume.zygote", address]
-        command += ["frameworks"] if frameworks else []
-        with subprocess.Popen(command) as process:
-            try:
-                while not os.path.exists(address):
-                    if process.poll() is not None:
-                        raise RuntimeError("the zygote has ended")
-                    time.sleep(0.05)
-                yield address
-            finally:
-                process.kill()
+def forked() -> Iterator[None]:
+    """Have prove-resume's starts forked from processes that have torch imported."""
+    with mock.patch.object(starts, "Job", partial(starts.Job, popen=begin)):
+        yield
 
 
-def command_of(case: Case, address: str = "") -> tuple[str, ...]:
-    """As a user types it, or forked from a zygote."""
-    command = case.command(Path("out"))
-    if not address or case.script == "launches_itself":
-        return tuple(command)
-    place = command.index(str(SCRIPTS / f"{case.script}.py"))
-    return forked(address, case.ranks, command[place:])
-
-
-def forked(address: str, ranks: int, words: Sequence[str]) -> tuple[str, ...]:
-    """The command of a script that a zygote forks; without a launcher for one rank."""
-    count = ranks if ranks > 1 else 0
-    client = str(Path(__file__).with_name("zygote.py"))
-    return (sys.executable, client, address, f"--nproc-per-node={count}", *words)
-
-
-def verdict_of(case: Case, home: Path, address: str = "", **settings: Any) -> Verdict:
+def verdict_of(case: Case, home: Path, **settings: Any) -> Verdict:
     """Prove one case in an empty working directory."""
     plan = Plan(
-        command=command_of(case, address), steps=STEPS, out_argument="out", limit_seconds=120,
-        **{"kills": case.kills, **settings},
-    )  # fmt: skip
+        command=tuple(case.command(Path("out"))),
+        out_argument="out",
+        limit_seconds=120,
+        **{"steps": STEPS, "kills": case.kills, **settings},
+    )
     return prove(plan, environment=os.environ | case.environment, home=home)
 
 
@@ -118,9 +109,7 @@ def row_of(case: Case, verdict: Verdict, commit: str | None) -> dict[str, Any]:
     }
 
 
-def run(
-    cases: Sequence[Case], address: str, out: Path | None, minutes: float
-) -> list[Mapping[str, Any]]:
+def run(cases: Sequence[Case], out: Path | None, minutes: float) -> list[Mapping[str, Any]]:
     """Prove each that ``out`` lacks; prints and appends as it goes, begins none after a time."""
     rows, commit, end = [], clean_commit(), time.monotonic() + 60 * minutes
     done = {row["case"] for row in read(out)} if out and out.exists() else set[str]()
@@ -128,7 +117,7 @@ def run(
         if str(case) in done or time.monotonic() > end:
             continue
         with tempfile.TemporaryDirectory(prefix="prove-home-") as home:
-            row = row_of(case, verdict_of(case, Path(home), address), commit)
+            row = row_of(case, verdict_of(case, Path(home)), commit)
         rows.append(row)
         mark = "  " if row["right"] else "NO"
         line = f"{mark} {row['case']:42} {row['named']:18} {row['seconds']:6.1f} s"
@@ -213,8 +202,10 @@ def main() -> int:
         if not arguments.only or any(text in str(case) for text in arguments.only)
     ]
     with contextlib.ExitStack() as stack:
-        address = "" if arguments.real else stack.enter_context(zygote())
-        done = run(chosen, address, arguments.out, arguments.minutes)
+        if not arguments.real:
+            stack.callback(warm.close)
+            stack.enter_context(forked())
+        done = run(chosen, arguments.out, arguments.minutes)
     print(summary(done))
     return 0 if all(row["right"] for row in done) else 1
 

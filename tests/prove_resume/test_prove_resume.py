@@ -19,17 +19,17 @@ from runner.prove.verdict import Verdict
 from runner.system.error import ConfigError
 from tests.programs import ROOT, python
 from tests.prove_resume.cases import PLANTED, SCRIPTS, SOUND_CASES, Case
-from tests.prove_resume.table import forked, named, verdict_of, zygote
+from tests.prove_resume.table import forked, named, verdict_of
 
 # Always; the others with --full.
 FEW = {"plain-1-moments", "ddp-2-sampler_restarted"}
 
 
-@pytest.fixture(scope="module")
-def address(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Of a process from which the scripts of this file are forked."""
-    with zygote(frameworks=request.config.getoption("--full")) as found:
-        yield found
+@pytest.fixture(autouse=True)
+def starts_are_forked() -> Iterator[None]:
+    """Those that this process begins."""
+    with forked():
+        yield
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def address(request: pytest.FixtureRequest) -> Iterator[str]:
         for case in (*PLANTED, *SOUND_CASES)
     ],
 )
-def test_what_is_named_first(case: Case, tmp_path: Path, address: str) -> None:
-    verdict = verdict_of(case, tmp_path, address)
+def test_what_is_named_first(case: Case, tmp_path: Path) -> None:
+    verdict = verdict_of(case, tmp_path)
     assert named(verdict) in case.named, verdict.text()
 
 
@@ -61,10 +61,20 @@ def with_results(home: Path) -> dict[str, tuple[int, int, bytes]]:
     return everything(home)
 
 
-def odd(kind: str, home: Path, address: str, **settings: Any) -> Verdict:
-    words = (str(SCRIPTS / "odd.py"), kind, "--out", "out", "--steps", "30", "--save-every", "5")
+def python_of(*words: str, ranks: int = 1) -> tuple[str, ...]:
+    """The command of a script, and of a launcher where there are several ranks."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    return (sys.executable, *(launcher if ranks > 1 else ()), *words)
+
+
+def command_of(kind: str) -> tuple[str, ...]:
+    words = (kind, "--out", "out", "--steps", "30", "--save-every", "5")
+    return python_of(str(SCRIPTS / "odd.py"), *words)
+
+
+def odd(kind: str, home: Path, **settings: Any) -> Verdict:
     plan = Plan(
-        command=forked(address, 1, words),
+        command=command_of(kind),
         **{"steps": 20, "out_argument": "out", "limit_seconds": 60, **settings},
     )
     return prove(plan, environment=os.environ, home=home)
@@ -82,49 +92,49 @@ def odd(kind: str, home: Path, address: str, **settings: Any) -> Verdict:
         ("no_optimizer", "without an optimizer step"),
     ],
 )
-def test_what_cannot_be_judged_gets_its_sentence(
-    kind: str, words: str, tmp_path: Path, address: str
-) -> None:
+def test_what_cannot_be_judged_gets_its_sentence(kind: str, words: str, tmp_path: Path) -> None:
     before = with_results(tmp_path)
-    verdict = odd(kind, tmp_path, address, limit_seconds=2 if kind == "hangs" else 60)
+    verdict = odd(kind, tmp_path, limit_seconds=2 if kind == "hangs" else 60)
     assert verdict.code == 2 and words in verdict.text(), verdict.text()
     assert everything(tmp_path) == before
 
 
 def test_the_users_own_output_is_never_touched(
-    tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a script without an end, asked to end; and by one that chooses its output itself."""
     before = with_results(tmp_path)
-    asked = odd("never_ends", tmp_path, address, number=signal.SIGTERM)
+    asked = odd("never_ends", tmp_path, number=signal.SIGTERM)
     assert asked.text().startswith("Equal bit for bit: 20 steps, 2 kills"), asked.text()
     monkeypatch.chdir(tmp_path)
-    words = (str(SCRIPTS / "odd.py"), "relative", "--out", "out", "--save-every", "5")
-    verdict = prove_resume(forked(address, 1, words), steps=20, out="checkpoints")
+    verdict = prove_resume(command_of("relative"), steps=20, out="checkpoints")
     assert verdict.is_equal and len(verdict.kills) == 2, verdict.text()
     assert everything(tmp_path) == before
 
 
-def test_the_fixture_in_a_projects_own_tests(tmp_path: Path, address: str) -> None:
+def test_the_fixture_in_a_projects_own_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It passes where the resume is equal; else the test fails, with what the verdict says."""
-    words = (str(SCRIPTS / "odd.py"), "relative", "--out", "out", "--save-every", "5")
     (tmp_path / "test_ours.py").write_text(
         "def test_equal(prove_resume):\n"
-        f"    verdict = prove_resume({forked(address, 1, words)}, steps=20, out='checkpoints')\n"
+        f"    verdict = prove_resume({command_of('relative')}, steps=20, out='checkpoints')\n"
         "    assert len(verdict.kills) == 2\n"
         "def test_not_judged(prove_resume):\n"
         "    prove_resume('true', out='checkpoints')\n"
     )
     entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    done = python(
-        *("-m", "pytest", "-q", "-p", entries["pytest11"]["holdfast"]), cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-    )  # fmt: skip
-    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
-    assert "Could not be judged. The command ended without an optimizer step" in done.stdout
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as own:
+        own.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+        own.setenv("PYTEST_CURRENT_TEST", os.environ["PYTEST_CURRENT_TEST"])  # put back after it
+        pytest.main(["-q", "-p", entries["pytest11"]["holdfast"], str(tmp_path)])
+    told = capsys.readouterr().out
+    assert "1 failed, 1 passed" in told, told
+    assert "Could not be judged. The command ended without an optimizer step" in told
 
 
-def test_a_script_that_reaches_for_it_is_refused(tmp_path: Path, address: str) -> None:
+def test_a_script_that_reaches_for_it_is_refused(tmp_path: Path) -> None:
     """By an absolute path of its own, which no copy of the working directory changes."""
     own = tmp_path / "results"
     own.mkdir()
@@ -140,7 +150,7 @@ def test_a_script_that_reaches_for_it_is_refused(tmp_path: Path, address: str) -
         f"    torch.save(model.state_dict(), {str(own / 'last.pt')!r})\n"
     )
     before = everything(tmp_path)
-    plan = Plan(command=forked(address, 1, ("train.py",)), steps=20, out="results")
+    plan = Plan(command=python_of("train.py"), steps=20, out="results")
     verdict = prove(plan, environment=os.environ, home=tmp_path)
     assert verdict.code == 2 and f"touches {own}" in verdict.reason, verdict.text()
     assert everything(tmp_path) == before
@@ -157,11 +167,9 @@ RUNNER = (
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["guard", "ring", "runner"])
 @pytest.mark.full
-def test_our_own_parts_resume(kind: str, ranks: int, tmp_path: Path, address: str) -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
-    command = (sys.executable, *(launcher if ranks > 1 else ()), *RUNNER)
-    if kind != "runner":
-        command = forked(address, ranks, (OWN, kind, "--out", "out"))
+def test_our_own_parts_resume(kind: str, ranks: int, tmp_path: Path) -> None:
+    words = RUNNER if kind == "runner" else (OWN, kind, "--out", "out")
+    command = python_of(*words, ranks=ranks)
     plan = Plan(command=command, steps=40, out_argument="out", limit_seconds=120)
     verdict = prove(plan, environment=os.environ, home=tmp_path)
     assert verdict.is_equal, verdict.text()
@@ -170,10 +178,10 @@ def test_our_own_parts_resume(kind: str, ranks: int, tmp_path: Path, address: st
 
 @pytest.mark.parametrize("kind", ["guard", "ring", "plain"])
 @pytest.mark.full
-def test_a_signal_that_asks(kind: str, tmp_path: Path, address: str) -> None:
+def test_a_signal_that_asks(kind: str, tmp_path: Path) -> None:
     """The guard ends the step, or one more, saves and leaves with 75; the others just end."""
     words = (str(SCRIPTS / "plain.py"),) if kind == "plain" else (OWN, kind)
-    command = forked(address, 1, (*words, "--out", "out"))
+    command = python_of(*words, "--out", "out")
     plan = Plan(command=command, steps=40, out_argument="out", number=signal.SIGTERM)
     verdict = prove(plan, environment=os.environ, home=tmp_path)
     assert verdict.is_equal, verdict.text()
@@ -193,10 +201,8 @@ def test_a_signal_that_asks(kind: str, tmp_path: Path, address: str) -> None:
         ),
     ],
 )  # fmt: skip
-def test_on_other_ranks(
-    words: tuple[str, ...], count: int, said: str, tmp_path: Path, address: str
-) -> None:
-    command = forked(address, 2, (*words, "--out", "out", "--steps", "40"))
+def test_on_other_ranks(words: tuple[str, ...], count: int, said: str, tmp_path: Path) -> None:
+    command = python_of(*words, "--out", "out", "--steps", "40", ranks=2)
     plan = Plan(command=command, steps=20, out_argument="out", other_ranks=count)
     verdict = prove(plan, environment=os.environ, home=tmp_path)
     assert said in verdict.text(), verdict.text()
