@@ -130,10 +130,10 @@ def _refuse_unknown_command(given: Sequence[str]) -> None:
     """
     first = given[0] if given else "="
     if re.fullmatch(r"[A-Za-z][\w-]*", first):
-        close = difflib.get_close_matches(first, COMMANDS, n=2)
-        meant = f"; did you mean {' or '.join(close)}?" if close else ""
+        close = difflib.get_close_matches(first, ["train", *COMMANDS], n=2)
+        meant = f"; did you mean {' or '.join(close)}?" if close else "."
         raise ConfigError(
-            f"{first!r} is neither a command nor a setting{meant}. Commands: "
+            f"{first!r} is neither a command nor a setting{meant} Commands: "
             f"{', '.join(COMMANDS)}; without one it trains, and settings are written key=value"
         )
 

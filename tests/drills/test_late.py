@@ -33,7 +33,7 @@ CUT = (
 )
 # What tells when, not what; the digest of settings that differ by guard.sync, paths in out.
 WHEN = ("time", "cost_seconds")
-WHEN_DETAIL = ("metrics_bytes", "settings", "debug", "lost", "start_seconds")
+WHEN_DETAIL = ("metrics_bytes", "settings", "command", "debug", "lost", "start_seconds")
 
 
 def journal(run: Result) -> list[dict[str, Any]]:

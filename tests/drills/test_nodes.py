@@ -254,7 +254,7 @@ def test_pods_start_again_inside_and_keep_their_snapshots(tmp_path: Path, clean:
     run = Result(out=out, code=max(codes), text=text)
     starts = run.journal("start")
     assert [line["detail"]["tier"] for line in starts] == [None, "memory"], text
-    assert 28 < starts[1]["step"] <= 32 and starts[1]["detail"]["hosts"] == dict(
+    assert 20 < starts[1]["step"] <= 32 and starts[1]["detail"]["hosts"] == dict(
         zip(names, "01", strict=True)
     )
     assert_same_run(run, clean)
