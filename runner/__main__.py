@@ -48,9 +48,12 @@ COMMANDS = {
     "top": "runner.command.show:top_command",
     "live": "runner.command.show:live_command",
     "watch": "runner.command.watch:watch_command",
+    "docs": "runner.command.docs:docs_command",
+    "completion": "runner.command.completion:completion_command",
 }
 # These supervise a run: a closed or stalled output must not stop them.
 _LASTING = ("launch", "supervise", "run", "slurm-job", "slurm-node")
+_OF_SCRIPTS = (["run"], ["supervise"], ["prove-resume"])  # these start somebody's own command
 _FIRST_SECONDS = 3.0  # for rank 0 to report what all ranks refuse
 
 
@@ -60,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_rank = not (given and given[0] in COMMANDS)
     log.begin(as_json=_wants_json(given), rank=own_rank(variables()) if is_rank else None)
     try:
+        given = _with_file(given)
         return _train_command(given) if is_rank else _command(given[0])(given[1:])
     except RunnerError as error:
         if _is_first() or _is_known_here_alone(error):
@@ -76,6 +80,15 @@ def _plain(given: list[str]) -> list[str]:
     if given[:1] in (["help"], ["version"]):
         return [f"--{given[0]}", *given[1:]]
     return given
+
+
+def _with_file(given: list[str]) -> list[str]:
+    """The arguments with the settings of ``--config FILE``; scripts may have such an option too."""
+    if given[:1] in _OF_SCRIPTS or not any(word.startswith("--config") for word in given):
+        return given
+    from runner.config.settings_file import expanded
+
+    return expanded(given)
 
 
 def _wants_json(given: Sequence[str]) -> bool:

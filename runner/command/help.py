@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Iterable, Iterator
 from enum import Enum
+from typing import Any
 
 from runner.config.compose import documented, fields, packaged_configs, suggestion, type_name
 from runner.config.schema import RunConfig
@@ -36,12 +37,14 @@ Holdfast: a training runner that survives NaNs, loss spikes, bad data and crashe
   holdfast backtest FILE...          what the guard would have done to recorded runs
   holdfast plan ...                  memory of a rank, goodput of a large run
   holdfast demo                      poison a range, kill a rank, and show that neither left a trace
+  holdfast docs [PAGE|KEY|WORD]      these pages; completion SHELL: the Tab key
   holdfast COMMAND --help            the options of a command
 
   --help GROUP      the keys and presets of a group, such as --help guard; --help all: every key
   --version         print the version
   --cfg job         print the resolved settings and stop
   --get KEY         check the settings, print one of them and stop (for scripts)
+  --config FILE     settings from a YAML file; what stands after it replaces them
   --config-dir DIR  your own presets, beside the packaged ones
 """
 
@@ -95,6 +98,15 @@ def _keys(group: str) -> Iterator[str]:
     for name, spec, value in documented(RunConfig()):
         if (name.rpartition(".")[0] or _RUN) != group:
             continue
-        shown = value.value if isinstance(value, Enum) else value
-        default = "null" if shown is None else shown
-        yield f"  {name}={default}  ({type_name(spec)}) {spec.metadata['help']}"
+        yield f"  {_line(name, spec, value)}"
+
+
+def key_line(name: str) -> str | None:
+    """What ``--help`` says of a key; None if there is no such key."""
+    return next((_line(*entry) for entry in fields(RunConfig()) if entry[0] == name), None)
+
+
+def _line(name: str, spec: dataclasses.Field[Any], value: Any) -> str:
+    shown = value.value if isinstance(value, Enum) else value
+    default = "null" if shown is None else shown
+    return f"{name}={default}  ({type_name(spec)}) {spec.metadata['help']}"

@@ -93,7 +93,13 @@ def compose(overrides: Sequence[str], *, config_dir: str | None = None) -> RunCo
         config.data.path = [config.data.path]
     config.data.val_path = _listed(config.data.val_path)
     _settle_tokenizer(config)
+    _refuse_two_lengths(config, arguments)
     return config
+
+
+def _refuse_two_lengths(config: RunConfig, overrides: Sequence[str]) -> None:
+    if config.epochs is not None and "steps" in map(_key_of, overrides):
+        raise ConfigError(f"epochs={config.epochs:g}: is given in place of steps; leave one out")
 
 
 def _listed(paths: Any) -> Any:
@@ -449,6 +455,11 @@ def from_yaml(text: str, *, source: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is not such a mapping.
     """
+    return dict(_flatten(read_yaml(text, source=source)))
+
+
+def read_yaml(text: str, *, source: Path) -> dict[Any, Any]:
+    """A mapping of settings as it stands in a file; see :func:`from_yaml`."""
     try:
         _refuse_bombs(text)
         tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
@@ -457,7 +468,7 @@ def from_yaml(text: str, *, source: Path) -> dict[str, Any]:
         raise ConfigError(f"{source}: not a settings file ({cause})") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{source}: not a settings file")
-    return dict(_flatten(tree))
+    return tree
 
 
 def _refuse_bombs(text: str) -> None:

@@ -1,7 +1,7 @@
-"""Settings of other trainers (Hugging Face, Lightning, torchtitan, Axolotl, nanoGPT), and ours.
+"""Settings of other trainers, and ours.
 
-An unknown key is answered with the key that does the same here. Nothing is renamed silently: a
-value may have another unit.
+Of Hugging Face, Lightning, torchtitan, Composer, Axolotl and nanoGPT. An unknown key is answered
+with the key that does the same here. Nothing is renamed silently: a value may have another unit.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ _BATCH = (
 )
 _RESUME = "the same command with the same out=DIR resumes by itself"
 _PRECISION = "compute.precision=bf16, fp32, or auto (default)"
-_EPOCHS = "steps: epochs x samples / batch.global_size; each pass has an order of its own"
+_EPOCHS = "epochs, in place of steps; each pass has an order of its own"
 _HALF = (
     "compute.precision is bf16 or fp32; FP16 with a loss scaler is guarded in a loop of your own "
     "or under the Hugging Face Trainer (docs/integrations.md)"
 )
-_LORA = "model.lora, such as model.lora={r: 8, target_modules: all-linear}"
+_LORA = "model.lora, such as model.lora={r: 8, targets: all-linear}"
 _LOOP = "none here: put runner.Guard into a loop of your own (docs/loop.md)"
 
 # Ours, and the names of others without their group, in lower case, with "_" for "-".
-_NAMES: Final = (
+NAMES: Final = (
     ("optim.lr", "learning_rate max_lr base_lr peak_lr"),
     ("schedule.floor, a share of optim.lr", "min_lr lr_min min_lr_ratio min_lr_factor"),
     (
@@ -36,12 +36,13 @@ _NAMES: Final = (
     ),
     ("schedule.warmup, in steps: the ratio x steps", "warmup_ratio"),
     ("schedule.total, in steps", "lr_decay_iters decay_steps lr_decay_steps"),
-    (_EPOCHS, "num_train_epochs epochs num_epochs max_epochs n_epochs"),
+    (_EPOCHS, "num_train_epochs num_epochs max_epochs n_epochs"),
+    ("steps, or epochs", "max_duration"),
     ("steps", "max_steps max_iters train_iters num_steps total_steps training_steps iterations"),
     (
         f"batch.micro_size: {_BATCH}",
         "per_device_train_batch_size micro_batch_size local_batch_size device_batch_size "
-        "per_gpu_batch_size",
+        "per_gpu_batch_size device_train_microbatch_size",
     ),
     (
         f"batch.global_size: {_BATCH}",
@@ -55,7 +56,7 @@ _NAMES: Final = (
     (
         "optim.clip",
         "max_grad_norm gradient_clip_val grad_clip clip_grad_norm clip_grad max_norm "
-        "gradient_clipping",
+        "gradient_clipping clipping_threshold",
     ),
     ("optim.beta1", "adam_beta1 beta_1"),
     ("optim.beta2", "adam_beta2 beta_2"),
@@ -65,15 +66,20 @@ _NAMES: Final = (
     ("optim.weight_decay", "wd decay l2"),
     (_PRECISION, "bf16 precision mixed_precision dtype torch_dtype mixed_precision_param amp"),
     (_HALF, "fp16"),
-    ("none here: compute.precision says what is computed in", "tf32 fp8 load_in_8bit load_in_4bit"),
+    ("none here: compute.precision says what is computed in", "tf32 fp8"),
+    ("model.quantize=nf4, fp4 or int8, with model.lora", "load_in_8bit load_in_4bit"),
     (
         "compute.recompute",
         "gradient_checkpointing activation_checkpointing activation_checkpoint "
         "recompute_granularity",
     ),
     ("compute.compile", "torch_compile compile_model"),
-    (_RESUME, "resume_from_checkpoint ckpt_path load_checkpoint init_from load_dir auto_resume"),
-    ("out", "output_dir out_dir default_root_dir save_dir dump_folder run_dir"),
+    (
+        _RESUME,
+        "resume_from_checkpoint ckpt_path load_checkpoint init_from load_dir load_path "
+        "auto_resume autoresume",
+    ),
+    ("out", "output_dir save_folder out_dir default_root_dir save_dir dump_folder run_dir"),
     (
         "checkpoint.every, in steps, or auto",
         "save_steps save_interval save_every save_every_n_steps ckpt_interval "
@@ -137,7 +143,7 @@ _NAMES: Final = (
         "walltime max_time timeout time_limit",
     ),
 )
-_OURS: Final = {name: ours for ours, names in _NAMES for name in names.split()}
+_OURS: Final = {name: ours for ours, names in NAMES for name in names.split()}
 
 
 def our_key(key: str) -> str | None:

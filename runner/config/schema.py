@@ -695,6 +695,12 @@ class RunConfig:
 
     out: str = key("runs/default", "directory of the run; the same command again resumes it")
     steps: int = key(250, "applied updates", ge=1)
+    epochs: float | None = key(
+        None,
+        "passes over the training data, in place of steps: each start makes steps of them, and "
+        "prints both; null: steps",
+        gt=0,
+    )
     seed: int = exact(0, "seed of weights, sample order and dropout", ge=0)
     model: ModelConfig = key(ModelConfig, "the network")
     compute: ComputeConfig = key(ComputeConfig, "how the network is computed")

@@ -222,6 +222,10 @@ def _rules(config: RunConfig, world_size: int) -> list[tuple[bool, str]]:
             f"schedule.total={config.schedule.total}: must exceed schedule.warmup="
             f"{config.schedule.warmup}",
         ),
+        (
+            config.epochs is not None and config.data.sources is not None,
+            f"epochs={config.epochs}: the sources of a mixture have no common end; give steps",
+        ),
         (not config.out.strip(), "out=: must name a directory"),
     ]
 

@@ -107,6 +107,13 @@ class OneSource:
     def is_held_out(self, indices: Indices) -> npt.NDArray[np.bool_]:
         return held_out(indices, share=self._share, seed=self._split)
 
+    @property
+    def num_trained(self) -> int:
+        """Samples of one epoch: those that are not held out."""
+        starts = range(0, self.num_samples, _CHUNK)
+        chunks = (np.arange(at, min(self.num_samples, at + _CHUNK)) for at in starts)
+        return sum(int((~self.is_held_out(chunk)).sum()) for chunk in chunks)
+
     def held_out_indices(self, count: int) -> Indices:
         chunks: list[Indices] = [np.empty(0, dtype=np.int64)]
         num_found = 0

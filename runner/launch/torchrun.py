@@ -16,6 +16,7 @@ from pathlib import Path
 
 from runner.config.compose import compose
 from runner.config.schema import RunConfig
+from runner.config.settings_file import expanded
 from runner.distributed.env import gpus_asked_for, gpus_on_node
 from runner.system.error import ConfigError
 
@@ -274,7 +275,7 @@ def settings(overrides: Sequence[str]) -> RunConfig:
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir")
-    known, rest = parser.parse_known_args(list(overrides))
+    known, rest = parser.parse_known_args(expanded(overrides))
     return compose(rest, config_dir=known.config_dir)
 
 

@@ -6,6 +6,7 @@ rank.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from runner.config.compose import digest, flat
 from runner.config.schema import BatchConfig, RunConfig
 from runner.config.sources import unsteady_samples
 from runner.data.corpus_digest import Progress
+from runner.data.cursor import OneSource
 from runner.distributed.agreement import all_or_none_slowly
 from runner.distributed.device import device_facts, ranks_on, versions
 from runner.distributed.env import WATCHED, JobEnv
@@ -147,6 +149,19 @@ def open_corpus(group: RankGroup, config: RunConfig) -> Corpus:
         network=network,
         words=data_words(config.data, dataset),
     )
+
+
+def with_steps(group: RankGroup, config: RunConfig, corpus: Corpus) -> RunConfig:
+    """The settings with ``steps`` in place of ``epochs``, which it prints."""
+    order = corpus.stream.order
+    if config.epochs is None or not isinstance(order, OneSource):
+        return config
+    trained, size = order.num_trained, config.batch.global_size
+    steps = max(1, math.ceil(config.epochs * trained / size))
+    group.console.say(
+        f"epochs={config.epochs:g} of {trained:,} training samples, {size} a step: steps={steps}"
+    )
+    return replace(config, steps=steps, epochs=None)
 
 
 def take_inventory(

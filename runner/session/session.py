@@ -23,6 +23,7 @@ from runner.session.opening import (
     settle_memory,
     settled,
     take_inventory,
+    with_steps,
 )
 from runner.session.summary import RunEnd, at_a_stop, collect_digest, sum_up
 from runner.system.error import EXIT_DONE, EXIT_HALTED, EXIT_PREEMPTED, Preempted, RunnerError
@@ -61,6 +62,7 @@ def open_run(group: RankGroup, config: RunConfig) -> FaultyRun:
         lease, remote = acquire_lease(group, config)
         config = settled(group, config, remote)
         corpus = open_corpus(group, config)
+        config = with_steps(group, config, corpus)
         identity = Identity(
             config_digest=digest(flat(config)), data_fingerprint=corpus.dataset.fingerprint()
         )

@@ -22,7 +22,9 @@ Any other exception is a crash: exit code 1, start the job again.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import re
 from typing import Any, Final
 
 # The exit codes of every command. Scripts and schedulers rely on them; they never change.
@@ -149,8 +151,18 @@ PACKAGES: Final = {
 
 
 def install_command(extra: str) -> str:
-    """The command that installs an extra."""
-    return f"pip install '{DISTRIBUTION}[{extra}]'"
+    """The command that installs what an extra brings.
+
+    It names the packages themselves, so it works although the distribution is on no index.
+    """
+    try:
+        needed = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        needed = []
+    of_extra = re.compile(rf"extra == ['\"]{extra}['\"]")
+    names = [text.partition(";")[0].strip() for text in needed if of_extra.search(text)]
+    words = " ".join(f"'{name}'" for name in names)
+    return f"pip install {words}" if names else f"pip install '.[{extra}]' in a checkout"
 
 
 def lacking(what: str, extra: str, package: str = "") -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,3 +71,18 @@ def test_the_example_of_an_own_loop(tmp_path: Path) -> None:
         for out in (tmp_path / "run", killed)
     }
     assert len(digests) == 1
+
+
+def test_the_example_with_pictures(tmp_path: Path) -> None:
+    """BatchNorm, random flips, a metric, and epochs; the closing table names the page."""
+    told = ("epochs=1.5", "batch.global_size=32", "eval.every=0", "track.report_minutes=0")
+    command = [sys.executable, str(EXAMPLES / "vision.py"), f"out={tmp_path}/run", *told]
+    done = warm.finished(command, timeout=300)
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, text
+    [(samples, steps)] = re.findall(r"epochs=1\.5 of (\d+) training .*: steps=(\d+)", text)
+    assert 580 < int(samples) < 600, "the held-out ones are left out"
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert int(steps) == len(lines) == -(-int(samples) * 3 // 64)
+    assert lines[-1]["accuracy"] > 0.9
+    assert "report.html" in text

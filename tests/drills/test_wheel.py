@@ -1,4 +1,4 @@
-"""The wheel in a fresh environment that holds what it declares, no extra and no checkout."""
+"""The wheel, by way of the source distribution, where nothing is but what it declares."""
 
 from __future__ import annotations
 
@@ -36,6 +36,14 @@ def declared() -> dict[str, importlib.metadata.Distribution]:
     return found
 
 
+def of_extra(extra: str) -> str:
+    """The one package that pyproject.toml has in an extra, as pip takes it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    [package] = project["optional-dependencies"][extra]
+    name = Requirement(package).name
+    return f"{name}{Requirement(package).specifier}"
+
+
 def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """A command that finds no Python package but those of its own environment."""
     hidden = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")
@@ -50,9 +58,13 @@ def bin_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``bin`` of a fresh environment with the wheel in it. The packages that it declares are
     links to those here, for torch is large."""
     place = tmp_path_factory.mktemp("wheel")
+    build = (sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(place))
+    source = run(*build, cwd=ROOT)
+    assert source.returncode == 0, source.stderr
+    [archive] = place.glob("holdfast_train-*.tar.gz")
     built = run(
         sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps",
-        "--no-build-isolation", "--wheel-dir", "built", str(ROOT), cwd=place,
+        "--no-build-isolation", "--wheel-dir", "built", str(archive), cwd=place,
     )  # fmt: skip
     assert built.returncode == 0, built.stderr
     [wheel] = (place / "built").glob("*.whl")
@@ -123,7 +135,7 @@ def test_without_an_extra_the_error_names_it_and_the_command(
         ):
             assert (
                 f"{setting}: needs the package {package}, which is not installed: "
-                f"pip install 'holdfast-train[{extra}]'"
+                f"pip install '{of_extra(extra)}'"
             ) in done.stderr
         assert not (tmp_path / "run").exists()
 
@@ -143,7 +155,7 @@ def test_other_commands_name_the_extra_too(
     (tmp_path / "a.csv").write_text("step,loss,grad_norm\n" + rows)
     done = run(str(bin_folder / "holdfast"), *words, cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert f"pip install 'holdfast-train[{extra}]'" in done.stderr
+    assert f"pip install '{of_extra(extra)}'" in done.stderr
 
 
 INTEGRATIONS = ("accelerate", "lightning")  # whoever imports runner.integrations has them
@@ -168,5 +180,6 @@ def test_every_extra_is_declared_with_its_package() -> None:
 
 def test_the_wheel_holds_the_package_and_its_presets_only(bin_folder: Path) -> None:
     [wheel] = (bin_folder.parent.parent / "built").glob("*.whl")
+    assert "runner/docs/loop.md" in zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"runner"}

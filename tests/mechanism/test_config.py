@@ -450,7 +450,7 @@ def test_keys_of_other_trainers_are_answered_with_ours() -> None:
     [
         ("learning_rate=3e-4", "'learning_rate'. Here: optim.lr."),
         ("optim.learning_rate=3e-4", "'optim.learning_rate'. Here: optim.lr."),
-        ("trainer.max-epochs=3", "Here: steps: epochs x samples / batch.global_size"),
+        ("trainer.max-epochs=3", "Here: epochs, in place of steps"),
         ("gradient_accumulation_steps=4", "how often gradients accumulate follows from both"),
         ("fp16=true", "Here: compute.precision is bf16 or fp32; FP16"),
         ("resume_from_checkpoint=x", "same out=DIR resumes by itself"),

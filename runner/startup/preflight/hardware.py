@@ -15,6 +15,7 @@ from runner.distributed.device import device_name
 from runner.health.nvml import gpu_health
 from runner.startup.checks import Check, not_tried
 from runner.startup.preflight.subject import Subject
+from runner.system.error import install_command
 
 _NAME = "bandwidth between GPUs"
 _BUFFER_BYTES = 256 << 20
@@ -85,7 +86,7 @@ def _health(device: torch.device) -> Check:
     uuid = device_name(device)
     health = gpu_health(uuid) if uuid else None
     if health is None:
-        return not_tried(name, "it is not there: pip install 'holdfast-train[nvml]'")
+        return not_tried(name, f"it is not there: {install_command('nvml')}")
     faults = [health.broken] if health.broken else list(health.warnings)
     return Check(
         name=name,
