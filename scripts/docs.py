@@ -1,36 +1,81 @@
-"""Writes docs/configuration.md from the schema: python scripts/docs.py
+"""Writes docs/configuration.md and docs/coming-from.md from the code: python scripts/docs.py
 
-A test fails where the page is out of date.
+A test fails where a page is out of date.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from runner.config.compose import documented, fields, packaged_configs, type_name
+from runner.config.foreign_keys import NAMES
 from runner.config.schema import RunConfig
 
-PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
+DOCS = Path(__file__).parent.parent / "docs"
 _HEAD = """\
 # Configuration
 
 <!-- Made by scripts/docs.py from runner/config/schema.py and configs/: change those and run it. -->
 
-Give a key as `key=value` after the command, for example `optim.lr=1e-3`.
-`python -m runner --help all` prints the same list, `--help GROUP` a part of it, and
-`python -m runner --cfg job key=value ...` the resolved settings of a run.
-
-**A key marked \\* changes what the run computes.** A command that resumes a run with another value
-is refused, unless `resume.allow` names the key or `resume.allow_change=true`.
+`holdfast --help GROUP` and `holdfast docs KEY` print the same, and `holdfast --cfg job key=value
+...` the resolved settings of a run. **A key marked \\*
+changes what the run computes**: a command that resumes a run with another value is refused,
+unless `resume.allow` names the key or `resume.allow_change=true`.
 
 **Code of your own** stands in a group's `_target_`. It is called with the keys of the group that
-are not in its table; one that is in the table is given as `GROUP.arguments.KEY=value`.
+are not listed; one that is listed is given as `GROUP.arguments.KEY=value`.
 """
+_COMING_FROM = """\
+# Coming from another trainer
+
+<!-- Made by scripts/docs.py from runner/config/foreign_keys.py: change that and run it. -->
+
+You can stay: [one line](integrations.md) puts the guard under the Hugging Face Trainer, TRL,
+Lightning or Accelerate. Composer, torchtitan and loops of your own take [`Guard`](loop.md), and
+`holdfast run -- COMMAND` needs [no line](any-script.md).
+
+To move to `holdfast launch`:
+
+* **Hugging Face Trainer**: `model=hf model.path=FOLDER data=hf data.path=FILES`; [its
+  page](hugging-face.md). Nothing is downloaded. A collator becomes `collate` of [a data
+  set](data.md#a-data-set-of-your-own), `compute_metrics` the metrics of
+  [`losses(batch)`](models.md#a-model-of-your-own).
+* **Lightning**: the module gets `losses(batch)` in place of `training_step`, and
+  `model._target_=pkg.Module`; `self.log` becomes its metrics; the data module becomes a data set.
+* **torchtitan**: TOML tables become groups. `training.steps` is `steps`; `parallel=fsdp` or
+  `hsdp`. Tensor, context and pipeline parallelism stay in your own loop.
+* **Composer**: `max_duration="3ep"` is `epochs=3`. Algorithms have no counterpart. MosaicML
+  Streaming works under `Guard`.
+
+## Keys
+
+A key that is unknown here is answered in the same words on the command line. A group before it
+(`trainer.`, `training.`) does not matter.
+
+| theirs | here |
+|---|---|
+"""
+
+
+def coming_from() -> str:
+    """The page for users of other trainers: each of their keys and what it is here."""
+    rows = (
+        f"| {' '.join(f'`{name}`' for name in names.split())} | {_cell(_once(ours))} |"
+        for ours, names in NAMES
+    )
+    return _COMING_FROM + "\n".join(rows) + "\n"
+
+
+def _once(answer: str) -> str:
+    """The answer; what follows a batch's size is said in the row of accumulation alone."""
+    key, _, more = answer.partition(": batch.global_size counts")
+    return key if more else answer.replace("docs/", "")
 
 
 def page() -> str:
@@ -48,12 +93,22 @@ def page() -> str:
 
 
 def _table(entries: list[tuple[str, dataclasses.Field[Any], Any]]) -> Iterator[str]:
-    yield "| key | type | default | meaning |"
-    yield "|---|---|---|---|"
     for name, spec, value in entries:
-        mark = " \\*" if spec.metadata["trajectory"] else ""
-        kind = _cell(type_name(spec)).replace("<", "&lt;").replace(">", "&gt;")
-        yield f"| `{name}`{mark} | {kind} | `{_shown(value)}` | {_cell(spec.metadata['help'])} |"
+        mark = "\\*" if spec.metadata["trajectory"] else ""
+        kind = f" ({_kind(spec)})" if _kind(spec) else ""
+        told = spec.metadata["help"].replace("*", "\\*")
+        yield f"* `{name}={_shown(value)}`{mark}{_html(kind)}: {_html(told)}"
+
+
+def _kind(spec: dataclasses.Field[Any]) -> str:
+    """The type where the default does not show it: bounds, words, and what null stands for."""
+    told = type_name(spec).replace(" | null", "").replace(" | ", ", ")
+    plain = ("bool", "str", "int", "float", "list[str]", "list", "mapping")
+    return "" if told in plain else re.sub(r"([<>]=?) ", r"\1", told)
+
+
+def _html(text: str) -> str:
+    return text.replace("<", "&lt;").replace(">", "&gt;")
 
 
 def _shown(value: Any) -> str:
@@ -72,8 +127,6 @@ def _presets(group: str) -> Iterator[str]:
     files = sorted((packaged_configs() / group).glob("*.yaml"))
     if not files:
         return
-    yield "| preset | what it is | sets |"
-    yield "|---|---|---|"
     for file in files:
         lines = [ln for ln in file.read_text().splitlines() if not ln.startswith("# @package")]
         description = " ".join(line[1:].strip() for line in lines if line.startswith("#"))
@@ -83,9 +136,13 @@ def _presets(group: str) -> Iterator[str]:
             for value in values
             if value not in ("", "{}", f"kind: {file.stem}") and value[-1] != ":"
         )
-        yield f"| `{group}={file.stem}` | {_cell(description)} | {shown} |"
-    yield ""
+        sets = f" It sets {shown}." if shown else ""
+        yield f"* **`{group}={file.stem}`** " + f"{description}{sets}".replace("*", "\\*")
+    yield "\nKeys:\n"
 
+
+PAGES = {"configuration.md": page, "coming-from.md": coming_from}
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for name, made in PAGES.items():
+        (DOCS / name).write_text(made())

@@ -74,7 +74,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     ("text", "wrong"),
     [
         ("[a](guard.md)", 0),
-        ("[a](guard.md#presets)", 0),
+        ("[a](guard.md#signals)", 0),
         ("[a](#here-too)\n\n## Here, too", 0),
         ("`[a](nowhere.md)`\n\n```\n[a](nowhere.md)\n# no-heading\n```", 0),
         ("[a](https://example.com/nowhere)", 0),
@@ -92,8 +92,16 @@ def test_a_broken_link_is_seen(text: str, wrong: int) -> None:
     assert len(list(broken(FOLDER / "index.md", text))) == wrong
 
 
-def test_configuration_is_what_the_schema_says() -> None:
-    assert docs.PAGE.read_text() == docs.page(), "out of date: run python scripts/docs.py"
+@pytest.mark.parametrize("name", docs.PAGES)
+def test_a_generated_page_is_what_the_code_says(name: str) -> None:
+    assert (FOLDER / name).read_text() == docs.PAGES[name](), (
+        "out of date: run python scripts/docs.py"
+    )
+
+
+def test_the_page_about_pictures_shows_the_example() -> None:
+    code = (ROOT / "examples" / "vision.py").read_text().partition("import sys")[2]
+    assert code in (FOLDER / "vision.md").read_text()
 
 
 def test_every_page_is_in_the_navigation_and_in_the_overview() -> None:
@@ -104,10 +112,18 @@ def test_every_page_is_in_the_navigation_and_in_the_overview() -> None:
         assert page.name == "index.md" or f"({page.name})" in overview
 
 
-def test_the_first_page_stays_short_and_says_early_what_ran_on_gpus() -> None:
+def test_the_first_page_stays_short_and_says_what_ran_on_gpus() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.split()) <= 1500
-    assert "GPU" in "\n".join(text.splitlines()[:10])
+    assert "run on GPUs" in text.partition("## What it does not do\n\n")[2].splitlines()[0]
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    from runner.system.version import __version__
+
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## [{__version__}] - " in (ROOT / "CHANGELOG.md").read_text()
+    assert f"The version is {__version__}." in (FOLDER / "stability.md").read_text()
 
 
 def test_every_command_is_told_in_the_pages() -> None:

@@ -38,6 +38,7 @@ from tests.prove_resume.cases import NAMED, PLANTED, SOUND_CASES, STEPS, TRAINER
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, RECORD = DOCS / "prove_resume.md", DOCS / "records" / "prove-resume.jsonl"
+PAGES = (PAGE, RECORD.with_suffix(".md"))
 COLUMNS = {
     "plain": "bare loop",
     "ddp": "DDP",
@@ -179,8 +180,7 @@ def page_of(page: str, rows: Sequence[Mapping[str, Any]]) -> str:
         (r"\d+ of \d+ cases were run: .*(?=; each)", commits(rows)),
         (r"(?s:\| mistake \|.*?(?=\n\n))", table(rows)),
     ):
-        before, _, after = re.split(rf"({pattern})", page)
-        page = before + text + after
+        page = re.sub(pattern, lambda _, text=text: text, page)
     return page
 
 
@@ -194,7 +194,8 @@ def main() -> int:
     parser.add_argument("--page", action="store_true", help="only write the record's numbers")
     arguments = parser.parse_args()
     if arguments.page:
-        PAGE.write_text(page_of(PAGE.read_text(), read(RECORD)))
+        for page in PAGES:
+            page.write_text(page_of(page.read_text(), read(RECORD)))
         return 0
     chosen = [
         case

@@ -1,0 +1,1 @@
+"""A small run directory of each release, as that release left it; see docs/stability.md."""
