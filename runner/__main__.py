@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from runner.command.arguments import Parser
+from runner.command.table import COMMANDS
 from runner.distributed.env import own_local_rank, own_rank, place_from
 from runner.health.leave import leave, leave_after_exit_functions
 from runner.system import log, output
@@ -24,33 +25,6 @@ from runner.system.error import EXIT_CRASH, ConfigError, MissingPackage, RunnerE
 
 _log = logging.getLogger("runner.__main__")  # __name__ is "__main__" under python -m runner
 
-# Command, and the function that takes its arguments. Imported when asked for: most want no torch.
-COMMANDS = {
-    "ring": "runner.command.ring:ring_command",
-    "export": "runner.command.export:export_command",
-    "import": "runner.command.import_:import_command",
-    "check-model": "runner.command.check_model:check_model_command",
-    "backtest": "runner.command.backtest:backtest_command",
-    "read": "runner.command.read:read_command",
-    "replay": "runner.command.replay:replay_command",
-    "preflight": "runner.command.preflight:preflight_command",
-    "launch": "runner.command.launch:launch_command",
-    "supervise": "runner.command.supervise:supervise_command",
-    "run": "runner.command.supervise:run_command",
-    "prove-resume": "runner.command.prove_resume:prove_resume_command",
-    "slurm": "runner.command.cluster:slurm_command",
-    "slurm-job": "runner.command.cluster:slurm_job_command",
-    "slurm-node": "runner.command.launch:slurm_node_command",
-    "k8s": "runner.command.cluster:k8s_command",
-    "plan": "runner.command.plan:plan_command",
-    "demo": "runner.command.demo:demo_command",
-    "report": "runner.command.show:report_command",
-    "top": "runner.command.show:top_command",
-    "live": "runner.command.show:live_command",
-    "watch": "runner.command.watch:watch_command",
-    "docs": "runner.command.docs:docs_command",
-    "completion": "runner.command.completion:completion_command",
-}
 # These supervise a run: a closed or stalled output must not stop them.
 _LASTING = ("launch", "supervise", "run", "slurm-job", "slurm-node")
 _OF_SCRIPTS = (["run"], ["supervise"], ["prove-resume"])  # these start somebody's own command

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from runner.command.arguments import Parser
+from runner.command.table import COMMANDS
 from runner.config.compose import fields, packaged_configs
 from runner.config.schema import RunConfig
 from runner.system.error import EXIT_DONE
@@ -50,8 +51,6 @@ def completion_command(arguments: Sequence[str]) -> int:
 
 def words() -> list[str]:
     """All that can stand in a command line: commands, presets, ``key=``."""
-    from runner.__main__ import COMMANDS
-
     presets = (f"{path.parent.name}={path.stem}" for path in packaged_configs().glob("*/*.yaml"))
     keys = (f"{name}=" for name, _, _ in fields(RunConfig()))
     return ["train", *COMMANDS, *sorted({*presets, *keys})]
