@@ -55,7 +55,7 @@ def test_a_crash_report_grows_with_the_ranks_and_no_faster(tmp_path: Path) -> No
 def test_the_page_is_of_the_ranks_that_the_runner_allows() -> None:
     rows = json.loads((ROOT / "docs" / "scale.json").read_text())["rows"]
     sizes = [row["ranks"] for row in rows]
-    page = (ROOT / "docs" / "scale.md").read_text()
+    page = (ROOT / "docs" / "records" / "scale.md").read_text()
     assert all(f"\n| {size:,} | " in page for size in sizes)
     schema = (ROOT / "runner" / "config" / "schema.py").read_text()
     allowed = re.search(r"max_ranks: int = key\(\s*(\d+)", schema)
