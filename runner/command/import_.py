@@ -29,9 +29,10 @@ from runner.command.arguments import Parser
 from runner.command.bar import Bar
 from runner.config.compose import compose, digest, flat
 from runner.config.schema import RunConfig
+from runner.config.settings_file import override_text
 from runner.config.validate import check
 from runner.convert.model_config import NAME as CONFIG_NAME
-from runner.convert.model_config import RENAMES, ForeignModel, Setting, config_beside, read_model
+from runner.convert.model_config import RENAMES, ForeignModel, config_beside, read_model
 from runner.convert.weights import StoredWeights, open_source
 from runner.distributed.env import place_from
 from runner.model.blueprint import frozen_names
@@ -128,7 +129,7 @@ def _settings_of(foreign: ForeignModel, config: RunConfig, overrides: Sequence[s
     differing = {key: value for key, value in foreign.settings.items() if values[key] != value}
     typed = {text.partition("=")[0].lstrip("+") for text in overrides}
     contradictions = [
-        f"  {key}={values[key]}: {foreign.path} says {_text(differing[key])}"
+        f"  {key}={values[key]}: {foreign.path} says {override_text(differing[key])}"
         for key in differing
         if key in typed
     ]
@@ -138,7 +139,7 @@ def _settings_of(foreign: ForeignModel, config: RunConfig, overrides: Sequence[s
             + "\n".join(contradictions)
             + "\nRemove them: they are taken from that file"
         )
-    return [f"{key}={_text(value)}" for key, value in differing.items()]
+    return [f"{key}={override_text(value)}" for key, value in differing.items()]
 
 
 def _nulls(foreign: ForeignModel) -> dict[str, Any]:
@@ -149,12 +150,6 @@ def _nulls(foreign: ForeignModel) -> dict[str, Any]:
         "model.kv_heads": sizes.get("model.heads"),
         "model.ffn_dim": default_ffn_dim(dim) if isinstance(dim, int) else None,
     }
-
-
-def _text(value: Setting) -> str:
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{name}:{item}" for name, item in value.items()) + "}"
-    return "null" if value is None else str(value).lower()
 
 
 def _refuse_used(run_dir: RunDir) -> None:

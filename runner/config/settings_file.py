@@ -44,7 +44,7 @@ def _overrides(name: str) -> list[str]:
             f"OUT/config.yaml; a folder of presets is --config-dir DIR"
         )
     settings = read_yaml(path.read_text(errors="replace"), source=path)
-    return [f"{key}={_text(value)}" for key, value in _leaves(settings)]
+    return [f"{key}={override_text(value)}" for key, value in _leaves(settings)]
 
 
 def _leaves(settings: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
@@ -62,16 +62,16 @@ def _leaves(settings: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
             yield f"{name}.{key}", item
 
 
-def _text(value: Any) -> str:
-    """A value in the grammar of overrides."""
+def override_text(value: Any) -> str:
+    """A value in the grammar of Hydra's overrides."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
-        return f"[{','.join(map(_text, value))}]"
+        return f"[{','.join(map(override_text, value))}]"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}: {_text(item)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{override_text(item)}" for key, item in value.items()) + "}"
     text = str(value)
     if not isinstance(value, str) or _NUMBER.fullmatch(text) or re.fullmatch(r"[\w./-]+", text):
         return text if text.lower() not in ("null", "true", "false") else f'"{text}"'

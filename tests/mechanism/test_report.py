@@ -187,7 +187,7 @@ def test_a_rollback_to_the_initial_state_goes_back_to_the_first_attempt(tmp_path
     run = read(Made(steps=30, back_at=10).write(tmp_path / "run"))
     [mark] = [mark for mark in run.marks() if mark.line.kind == "rollback"]
     assert mark.line.detail["to_step"] == 0 and mark.back_to == 0
-    still = drawing(run, CURVES[0])
+    still = drawing(run, CURVES[0], episodes(run))
     (path,) = re.findall(r'<path d="([^"]*)" class="curve"', still)
     assert path.count("M") == 2, "the line starts again after the rollback"
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from runner.system.parsing import json_text
 from runner.tools.report.attempts import AttemptRow
-from runner.tools.report.episode import episodes
+from runner.tools.report.episode import Episode, episodes
 from runner.tools.report.markup import Html, cut, figure, join, legend, tag
 from runner.tools.report.run_reader import RunReader
 from runner.tools.report.side_files import ValueGrid
@@ -269,7 +269,7 @@ def _tick(words: str, x: float, y: float, anchor: str) -> Html:
 # -- curves of a run -------------------------------------------------------------------------
 
 
-def drawing(run: RunReader, curve: Chart) -> Html:
+def drawing(run: RunReader, curve: Chart, found: Sequence[Episode]) -> Html:
     """The applied steps of the whole run and its numbered incidents, for paper and no script."""
     rows = run.fold.thinned.rows()
     applied = [row for row in rows if row.is_applied]
@@ -278,8 +278,8 @@ def drawing(run: RunReader, curve: Chart) -> Html:
     last = max(1, rows[-1].attempt)
     plane = _Plane(first=0, last=last, scale=scale, is_log=curve.is_log)
     steps = {_STEP_LABELS * row.attempt // last: row for row in reversed(rows)}
-    found = [one for one in episodes(run) if one.attempts][-_MOST_NUMBERS:]
     places = [(plane.x(one.attempts[0]), one.number) for one in found if one.attempts]
+    places = places[-_MOST_NUMBERS:]
     # The line starts again after a rollback.
     ends = [mark.attempt + 0.5 for mark in run.marks() if mark.line.kind == "rollback"]
     points: list[Point] = []

@@ -170,7 +170,7 @@ def parts_of(run: RunReader, place: int) -> dict[str, tuple[str, Callable[[], Ht
     ring_key = f"{side_key} {key} {states} {int(run.clock()) // _AGES_SECONDS} {run.is_alive()}"
     made: dict[str, tuple[str | None, Callable[[], Html | None]]] = {
         "head": (None, lambda: join([title, sections.head(run, now, found, place)])),
-        "curves": (f"{key} {sections.legend_of(run)}", lambda: sections.curves(run, place)),
+        "curves": (f"{key} {sections.legend_of(run)}", lambda: sections.curves(run, found, place)),
         "incidents": (None, lambda: incident_section.incidents(run, found, place)),
         "time": (None, lambda: sections.where_time_went(run, now)),
         "warnings": (None, lambda: incident_section.warnings(run)),

@@ -191,13 +191,15 @@ def _amount(spent: Mapping[str, float], name: str) -> list[str]:
     return [took(seconds), f"{share:.1%}" if share >= 0.001 or not seconds else "< 0.1%"]
 
 
-def curves(run: RunReader, number: int) -> Html | None:
+def curves(run: RunReader, found: Sequence[Episode], number: int) -> Html | None:
     """The charts: static ones, which the script replaces."""
     drawn_curves = shown(run.fold.thinned.rows())
     if not drawn_curves:
         return None
     figures = [
-        figure(curve.title, curve.unit, drawing(run, curve), cls="chart", data_curve=curve.key)
+        figure(
+            curve.title, curve.unit, drawing(run, curve, found), cls="chart", data_curve=curve.key
+        )
         for curve in drawn_curves
     ]
     words = "Over attempted steps, labelled by step; a step that was tried again appears twice."

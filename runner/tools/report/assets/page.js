@@ -126,6 +126,12 @@
     return chart;
   }
 
+  // A view made wider or narrower around a share of its width, which stays where it is.
+  function scaled({ min, max }, factor, share) {
+    const at = min + share * (max - min);
+    return { min: at - (at - min) * factor, max: at + (max - at) * factor };
+  }
+
   function trace(pen, ...points) {
     pen.beginPath();
     points.forEach(([x, y], at) => (at ? pen.lineTo(x, y) : pen.moveTo(x, y)));
@@ -271,28 +277,28 @@
       }
     }
 
-    // Around a share of the width, which stays where it is.
-    scale(factor, at = 0.5) {
-      const { min, max } = this.charts[0].scales.x;
-      const middle = min + at * (max - min);
-      this.zoom(middle - (middle - min) * factor, middle + (max - middle) * factor);
+    scale(factor, share = 0.5) {
+      const { min, max } = scaled(this.charts[0].scales.x, factor, share);
+      this.zoom(min, max);
+    }
+
+    make(figure) {
+      const name = figure.dataset.curve, chart = draw(figure, this.options(name, this.isLog[name] ?? false), this.series(name));
+      return zoomable(chart, (factor, share) => this.scale(factor, share));
     }
 
     addChart(figure) {
       const name = figure.dataset.curve;
-      const make = () => zoomable(draw(figure, this.options(name, this.isLog[name] ?? false), this.series(name)), (factor, at) => this.scale(factor, at));
-      this.charts.push(make());
+      this.charts.push(this.make(figure));
       withKeys(figure, `${TITLES[name]} over attempted steps`, (key) => this.key(key, figure.chart));
     }
 
     // The scale of a chart cannot be exchanged: the loss is drawn anew.
     rebuild() {
       const at = this.charts.findIndex((one) => one.root.parentElement.dataset.curve === "loss");
-      const { min, max } = this.charts[at].scales.x, whole = this.whole;
-      const figure = this.charts[at].root.parentElement, others = this.charts.filter((one, place) => place !== at);
-      this.charts[at].destroy();
-      const make = draw(figure, this.options("loss", this.isLog.loss), this.series("loss"));
-      this.charts = [zoomable(make, (factor, share) => this.scale(factor, share)), ...others];
+      const old = this.charts[at], figure = old.root.parentElement, { min, max } = old.scales.x, whole = this.whole;
+      old.destroy();
+      this.charts[at] = this.make(figure);
       this.zoom(min, max);
       this.whole = whole;
     }
@@ -711,10 +717,7 @@
           this.readout.textContent = [`${along.slice(0, -1)} ${group.format(along === "hours" ? at : Math.max(0, Math.round(at)))}`, ...words].join(" \u00b7 ");
         }] },
       }, uPlot.join(lines.map((line) => [line.map((p) => p[0]), line.map((p) => p[1])])));
-      zoomable(this.chart, (factor, share) => {
-        const { min, max } = this.chart.scales.x, middle = min + share * (max - min);
-        this.chart.setScale("x", { min: middle - (middle - min) * factor, max: middle + (max - middle) * factor });
-      });
+      zoomable(this.chart, (factor, share) => this.chart.setScale("x", scaled(this.chart.scales.x, factor, share)));
     }
 
     redraw() {
