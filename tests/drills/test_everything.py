@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.run import TWO_LAYERS, finish, skip_override
+from tests.drills.test_supervise import begun
+from tests.drills.test_watch import until
+from tests.run import TINY, TWO_LAYERS, finish, metrics_step, read_lines, skip_override
 
 MIXTURE = (
     "data.sources=[{name: code, weight: 1, samples: 600, seed: 1},"
@@ -18,6 +24,16 @@ EVERYTHING = (
     *("eval.every=8", "optim.ema=0.9", "checkpoint.keep_best=true", "checkpoint.memory_every=4"),
     *("track.tensorboard=true", "track.every=5", "watchdog.straggler_every=7", MIXTURE, TWO_LAYERS),
 )
+PACKED = """\
+data: {_target_: scripts.swarm.guests.Ids, short: true, pack: true, size: 4000, seq_len: 16}
+batch: {global_size: 32, micro_size: 4}
+epochs: 1
+guard: {remedy: verdict, sync: false}
+explain: quick
+eval: {every: 8, samples: 24}
+optim.ema: 0.9
+checkpoint.memory_every: 4
+"""
 BAD, TRANSIENT, KILL = "poison@samples=700-701", "flip_grad@step=30,rank=1", "kill@step=38,rank=0"
 
 
@@ -32,3 +48,45 @@ def test_a_run_with_everything_on_ends_as_the_run_told_to_skip(tmp_path: Path, e
     assert "data" in causes, hit.tail
     told = finish(tmp_path / "told", *words, skip_override(hit.summary["skipped"]))
     assert told.digest == hit.digest
+
+
+@pytest.mark.twin
+@pytest.mark.full
+def test_what_is_newest_meets_in_one_launched_run(tmp_path: Path) -> None:
+    """Settings in a file, epochs of packed samples, advice, a watcher; and the launcher is killed.
+
+    With evaluations, accumulation, an average, numbers read late and snapshots in memory; a bad
+    sample, a rank that is killed, and then the whole launch. The watcher outlives it.
+    """
+    kept, advice, settings = (tmp_path / name for name in ("told", "advice", "my.yaml"))
+    advice.write_text(json.dumps({"advice": True, "reason": "may go"}))
+    settings.write_text(PACKED)
+    tiny = [one for one in TINY if not one.startswith(("steps=", "data=", "eval.", "guard.remedy"))]
+    words = ["launch", "--nproc", "2", "--pause", "0.1", *tiny, "--config", str(settings)]
+    more = [
+        *("track.watch=true", f"preempt.notice=file:{advice}"),
+        f"track.command={json.dumps(f'cat >> {shlex.quote(str(kept))}')}",
+        "faults=[poison@samples=300-300,kill@step=24,rank=0,slow@step=34-80,rank=1,seconds=0.1]",
+    ]
+    out = tmp_path / "hit"
+    killed = begun(out, [*words, f"out={out}", *more])
+    killed.until(lambda out: metrics_step(out) >= 36)
+    killed.kill()
+    killed.process.wait(30)
+    hit = begun(out, [*words, f"out={out}", *more]).wait()
+    assert hit.code == 0, hit.tail
+    assert hit.summary["skipped"] == [[300, 301]] and len(hit.journal("start")) == 3, hit.tail
+    assert [line["reason"] for line in hit.journal("notice")], "the advice was heard"
+    clean = tmp_path / "told-to-skip"
+    told = begun(clean, [*words, f"out={clean}", skip_override(hit.summary["skipped"])]).wait()
+    assert re.search(r"epochs=1 of [\d,]+ training samples, 32 a step: steps=", told.text), told.tail
+    assert told.digest == hit.digest and told.summary["steps"] > 50
+
+    def messages() -> list[dict[str, Any]]:
+        return read_lines(kept) if kept.exists() else []
+
+    until(lambda: "done" in [one["kind"] for one in messages()])
+    keys = [(one["event"], one["key"], one["level"]) for one in messages()]
+    assert len(keys) == len({*keys}), keys
+    opened, over = ({key for what, key, _ in keys if what == one} for one in ("trigger", "resolve"))
+    assert opened and opened == over, keys
