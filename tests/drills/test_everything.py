@@ -79,7 +79,9 @@ def test_what_is_newest_meets_in_one_launched_run(tmp_path: Path) -> None:
     assert [line["reason"] for line in hit.journal("notice")], "the advice was heard"
     clean = tmp_path / "told-to-skip"
     told = begun(clean, [*words, f"out={clean}", skip_override(hit.summary["skipped"])]).wait()
-    assert re.search(r"epochs=1 of [\d,]+ training samples, 32 a step: steps=", told.text), told.tail
+    assert re.search(r"epochs=1 of [\d,]+ training samples, 32 a step: steps=", told.text), (
+        told.tail
+    )
     assert told.digest == hit.digest and told.summary["steps"] > 50
 
     def messages() -> list[dict[str, Any]]:
