@@ -14,7 +14,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -186,26 +186,30 @@ def stacks() -> list[dict[str, Any]]:
     """The Python stack of every thread of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return [
-        {"thread": names.get(ident, str(ident)), "frames": _listed(traceback.extract_stack(frame))}
-        for ident, frame in _current_frames().items()
+        {"thread": names.get(ident, str(ident)), "frames": frames}
+        for ident, frames in _current_frames().items()
     ]
 
 
 _looking = threading.Lock()
 
 
-def _current_frames() -> dict[int, FrameType]:
-    """The frame of every thread, without a garbage collection meanwhile.
+def _current_frames() -> dict[int, list[Frame]]:
+    """The frames of every thread, outermost first, without a garbage collection meanwhile.
 
-    Python 3.11 holds a lock of the whole runtime while it makes them. Code that a collection runs
-    lets other threads in, and one that then begins, ends or looks as well waits for the first, and
-    the first for it, for ever: cpython's issue 106883.
+    Python 3.11 holds a lock of the whole runtime while it makes frame objects. Code that a
+    collection runs lets other threads in, and one that then begins, ends or looks as well waits
+    for the first, and the first for it, for ever: cpython's issue 106883. On the way from a frame
+    to its caller the same code lets the thread looked at return, and what is read is no frame.
     """
     with _looking:
         is_enabled = gc.isenabled()
         gc.disable()
         try:
-            return sys._current_frames()
+            return {
+                ident: _listed(traceback.walk_stack(frame))[::-1]
+                for ident, frame in sys._current_frames().items()
+            }
         finally:
             if is_enabled:
                 gc.enable()
@@ -213,12 +217,15 @@ def _current_frames() -> dict[int, FrameType]:
 
 def stack_of(error: BaseException) -> dict[str, Any]:
     """The frames that an exception passed through, as the training thread's stack."""
-    frames = _listed(traceback.extract_tb(error.__traceback__))
+    frames = _listed(traceback.walk_tb(error.__traceback__))
     return {"thread": "MainThread", "frames": frames}
 
 
-def _listed(frames: traceback.StackSummary) -> list[Frame]:
-    return [{"file": f.filename, "line": f.lineno, "function": f.name} for f in frames]
+def _listed(frames: Iterator[tuple[FrameType, int]]) -> list[Frame]:
+    return [
+        {"file": frame.f_code.co_filename, "line": line, "function": frame.f_code.co_name}
+        for frame, line in frames
+    ]
 
 
 def read_fatal_log(path: Path, seen: Report) -> Report | None:

@@ -7,9 +7,11 @@ import itertools
 import json
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -151,16 +153,26 @@ def test_one_tells_for_all(tmp_path: Path) -> None:
 
 
 def test_nothing_is_collected_while_stacks_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that report at once once waited for each other for ever: cpython's issue 106883."""
-    frames, collects = sys._current_frames, []
+    """Threads that report at once once waited for each other for ever: cpython's issue 106883.
 
-    def looked() -> object:
-        collects.append(gc.isenabled())
-        return frames()
+    And one read a code object where a frame had been, on the way to that frame's caller.
+    """
+    collects: list[bool] = []
 
-    monkeypatch.setattr(sys, "_current_frames", looked)
-    assert "MainThread" in {told["thread"] for told in stacks()}
-    assert collects == [False] and gc.isenabled()
+    def look(function: Callable[..., Any]) -> Callable[..., Any]:
+        def looked(*args: object) -> Any:
+            collects.append(gc.isenabled())
+            return function(*args)
+
+        return looked
+
+    monkeypatch.setattr(sys, "_current_frames", look(sys._current_frames))
+    walk = traceback.walk_stack
+    # The walk is lazy: what it yields is noted where it is asked for.
+    monkeypatch.setattr(traceback, "walk_stack", lambda frame: map(look(tuple), walk(frame)))
+    told = {one["thread"]: one["frames"] for one in stacks()}
+    assert "_current_frames" in {frame["function"] for frame in told["MainThread"]}
+    assert len(collects) > len(told["MainThread"]) and not any(collects) and gc.isenabled()
 
 
 class NoPeers:
