@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.rows import full
 from tests.run import train
 
 SMALL = ("steps=20", "model.dim=32", "model.heads=2", "batch.global_size=6", "data.seq_len=32")
@@ -21,20 +22,15 @@ SILENT, IN_ONE_WEIGHT = "wrong@step=7", "wrong_grad@step=7,module=blocks.0.ffn.d
     [
         (SILENT, 3, 1, ["parallel=fsdp"]),
         (IN_ONE_WEIGHT, 3, 2, ["parallel=fsdp"]),
-        *(
-            pytest.param(*row, marks=pytest.mark.full)
-            for row in (
-                (SILENT, 3, 2, ["parallel=ddp", "model.dropout=0.1"]),
-                (SILENT, 3, 0, ["parallel=zero2", "batch.micro_size=1"]),
-                (SILENT, 3, 0, ["parallel=zero3", "guard.sync=false"]),
-                (SILENT, 4, 3, ["parallel=hsdp", "parallel.shard_size=2"]),
-                (IN_ONE_WEIGHT, 3, 0, ["parallel=ddp", "batch.micro_size=2"]),
-                (IN_ONE_WEIGHT, 3, 1, ["parallel=zero1", "batch.micro_size=2"]),
-                (IN_ONE_WEIGHT, 3, 1, ["parallel=zero3", "guard.sync=false"]),
-                (IN_ONE_WEIGHT, 4, 1, ["parallel=hsdp", "parallel.shard_size=2"]),
-                (IN_ONE_WEIGHT, 3, 1, ["parallel=fsdp", "compute.recompute=blocks"]),
-            )
-        ),
+        full(SILENT, 3, 2, ["parallel=ddp", "model.dropout=0.1"]),
+        full(SILENT, 3, 0, ["parallel=zero2", "batch.micro_size=1"]),
+        full(SILENT, 3, 0, ["parallel=zero3", "guard.sync=false"]),
+        full(SILENT, 4, 3, ["parallel=hsdp", "parallel.shard_size=2"]),
+        full(IN_ONE_WEIGHT, 3, 0, ["parallel=ddp", "batch.micro_size=2"]),
+        full(IN_ONE_WEIGHT, 3, 1, ["parallel=zero1", "batch.micro_size=2"]),
+        full(IN_ONE_WEIGHT, 3, 1, ["parallel=zero3", "guard.sync=false"]),
+        full(IN_ONE_WEIGHT, 4, 1, ["parallel=hsdp", "parallel.shard_size=2"]),
+        full(IN_ONE_WEIGHT, 3, 1, ["parallel=fsdp", "compute.recompute=blocks"]),
     ],
 )
 def test_a_silent_fault_is_found_and_named(
@@ -70,7 +66,6 @@ def test_a_copy_of_the_weights_that_differs_is_no_device(tmp_path: Path) -> None
     assert hit.digest == clean.digest
 
 
-FULL = pytest.mark.full
 OFTEN = "checkpoint.clean_after=3"
 
 
@@ -80,12 +75,12 @@ OFTEN = "checkpoint.clean_after=3"
         # Between the start and the first audit, so that only the start's weights can tell.
         # An evaluation comes before its audit.
         (1, "wrong@step=3", ["eval.every=1"]),
-        pytest.param(0, "wrong@step=13", ["checkpoint.every=5", OFTEN], marks=FULL),
+        full(0, "wrong@step=13", ["checkpoint.every=5", OFTEN]),
         # No audit falls on a checkpoint.
-        pytest.param(1, "wrong@step=18", ["checkpoint.every=7", OFTEN], marks=FULL),
-        pytest.param(0, IN_ONE_WEIGHT, ["parallel=zero2"], marks=FULL),
-        pytest.param(1, IN_ONE_WEIGHT, ["parallel=ddp"], marks=FULL),
-        pytest.param(0, "wrong@step=7", ["guard.sync=false", "model.dropout=0.1"], marks=FULL),
+        full(1, "wrong@step=18", ["checkpoint.every=7", OFTEN]),
+        full(0, IN_ONE_WEIGHT, ["parallel=zero2"]),
+        full(1, IN_ONE_WEIGHT, ["parallel=ddp"]),
+        full(0, "wrong@step=7", ["guard.sync=false", "model.dropout=0.1"]),
     ],
 )
 def test_of_two_ranks_the_one_that_has_changed_is_named(

@@ -73,8 +73,8 @@ def test_set_while_it_runs(tmp_path: Path, clean: Result, offset: int) -> None:
     assert 0 <= run.summary["goodput"] <= 1
 
 
-@pytest.mark.parametrize("offset", [pytest.param(YEAR, marks=pytest.mark.full)])
-def test_a_time_limit_is_counted_from_the_start(tmp_path: Path, clean: Result, offset: int) -> None:
+@pytest.mark.full
+def test_a_time_limit_is_counted_from_the_start(tmp_path: Path, clean: Result) -> None:
     """The scheduler's end of the job is an hour away; a clock that jumps does not bring it."""
     run = train(
         tmp_path / "run",

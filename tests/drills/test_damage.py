@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-from tests.drills.compare import assert_every_sample_once, assert_same_end, assert_same_run
+from tests.drills.compare import assert_every_sample_once, assert_same_run
+from tests.rows import full, full_but
 from tests.run import Result, finish, train
 
 UP_TO_60 = "schedule.total=60"
@@ -46,12 +48,11 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
     "a lost manifest": ("manifest.json", Path.unlink),
     "a damaged marker": ("COMMITTED", truncate),
 }
-ALWAYS = ("a flipped byte", "a damaged manifest")
 
 
 @pytest.mark.parametrize(
     "what",
-    [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.full) for name in DAMAGE],
+    full_but(["a flipped byte"], DAMAGE),
 )
 def test_the_older_one_is_used(
     tmp_path: Path, part: Result, clean_alone: Result, what: str
@@ -109,9 +110,7 @@ def test_slots_mixed_up(tmp_path: Path, part: Result, clean_alone: Result) -> No
     assert_every_sample_once(again)
 
 
-@pytest.mark.parametrize(
-    "name", ["rank-00000.bin", pytest.param("manifest.json", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("name", ["rank-00000.bin", full("manifest.json")])
 def test_all_damaged(tmp_path: Path, part: Result, name: str) -> None:
     out = tmp_path / "run"
     shutil.copytree(part.out, out)
@@ -144,22 +143,6 @@ def test_found_when_it_should_have_been_proven(tmp_path: Path, clean: Result) ->
     assert_same_run(run, clean)
 
 
-@pytest.mark.full  # always over damaged snapshots: tests/drills/test_memory.py
-def test_a_rollback_passes_over_a_damaged_clean_one(tmp_path: Path, poisoned: Result) -> None:
-    """Step 10 is proven at 15 and damaged at 18: the rollback at 22 goes to step 0."""
-    run = finish(
-        tmp_path / "run",
-        "faults=[corrupt_checkpoint@step=18,poison@samples=700-790]",
-        "checkpoint.background=false",
-        "checkpoint.memory_every=0",
-    )
-    [line] = run.journal("checkpoint_damaged")
-    assert "of step 10" in line["reason"], line
-    [rollback] = run.journal("rollback")
-    assert rollback["detail"]["to_step"] == 0, run.tail
-    assert_same_end(run, poisoned)
-
-
 def flat(text: str) -> str:
     """Console lines may be wrapped."""
     return text.replace("\n", "")
@@ -183,12 +166,9 @@ def fails(path, **named):
 opened, shards.open_regular = shards.open_regular, fails
 raise SystemExit(main())
 """
-ENGINES = [
-    pytest.param(engine, call, marks=() if (engine, call) in always else pytest.mark.full)
-    for always in ({("fsdp", "read")},)
-    for engine in ("fsdp", "zero1", "zero2", "zero3")
-    for call in ("read", "readinto")
-]
+ENGINES = full_but(
+    [("fsdp", "read")], product(("fsdp", "zero1", "zero2", "zero3"), ("read", "readinto"))
+)
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +209,7 @@ def test_what_one_rank_cannot_read_is_passed_over_by_all(
 
 
 @pytest.mark.parametrize(
-    "engine", ["zero2", pytest.param("fsdp", marks=pytest.mark.full)]
+    "engine", ["zero2", full("fsdp")]
 )  # fmt: skip
 def test_what_one_rank_cannot_read_at_all_ends_in_the_disks_words(
     tmp_path: Path, part_of_two: Result, engine: str

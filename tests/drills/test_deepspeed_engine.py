@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.drills.compare import logged_by
+from tests.rows import full
 from tests.run import read_lines
 from tests.script_run import ends_of
 
@@ -15,9 +16,9 @@ from tests.script_run import ends_of
     "layout",
     [
         "zero1",
-        pytest.param("zero2", marks=pytest.mark.full),
-        pytest.param("bf16", marks=pytest.mark.full),
-        pytest.param("bf16-2", marks=pytest.mark.full),
+        full("zero2"),
+        full("bf16"),
+        full("bf16-2"),
     ],
 )
 def test_poisoned_and_killed_is_told_to_skip_is_the_bare_loop(tmp_path: Path, layout: str) -> None:

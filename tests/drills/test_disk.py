@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.drills.compare import assert_every_sample_once, assert_same_end, assert_same_run
+from tests.rows import full
 from tests.run import Result, Started, finish, journalled, metrics_step, start, train
 from tests.syscalls import why_not
 
@@ -56,9 +57,7 @@ def unchangeable(folder: Path) -> Iterator[None]:
         subprocess.run(["chattr", "-i", str(folder)], check=True)
 
 
-@pytest.mark.parametrize(
-    "size", ["900k", *(pytest.param(f"{k}k", marks=pytest.mark.full) for k in (200, 400, 1000))]
-)
+@pytest.mark.parametrize("size", ["900k", *(full(f"{k}k") for k in (200, 400, 1000))])
 def test_a_full_disk(tmp_path: Path, clean: Result, size: str) -> None:
     """It runs as long as it can, ends in words, and goes on once there is room."""
     with small_disk(tmp_path / "disk", size) as disk:
@@ -125,7 +124,7 @@ def keeping(tmp_path: Path) -> tuple[Path, Path]:
 SLOWLY = "faults=[slow@step=14-60,seconds=0.05]"
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(0, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [2, full(0)])
 def test_a_disk_that_is_full_for_a_while(
     tmp_path: Path, clean: Result, clean_alone: Result, ranks: int
 ) -> None:
@@ -150,7 +149,7 @@ def test_a_disk_that_is_full_for_a_while(
         assert "unwritten" in ended.text
 
 
-@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [0, full(2)])
 def test_a_disk_that_stays_full(
     tmp_path: Path, clean: Result, clean_alone: Result, ranks: int
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.drills.compare import FP32_NOISE, assert_every_sample_once, in_order, same_rates
+from tests.rows import full
 from tests.run import Result, finish
 
 UP_TO_60 = "schedule.total=60"
@@ -22,13 +23,13 @@ def half(runs: Path) -> Result:
 @pytest.mark.parametrize(
     ("ranks", "engine"),
     [
-        pytest.param(0, "parallel=single", marks=pytest.mark.full),
+        full(0, "parallel=single"),
         (3, "parallel=fsdp"),
-        pytest.param(4, "parallel=hsdp parallel.shard_size=2", marks=pytest.mark.full),
-        pytest.param(1, "parallel=fsdp", marks=pytest.mark.full),
-        pytest.param(2, "parallel=ddp", marks=pytest.mark.full),
-        pytest.param(3, "parallel=ddp batch.micro_size=4", marks=pytest.mark.full),
-        pytest.param(4, "parallel=fsdp", marks=pytest.mark.full),
+        full(4, "parallel=hsdp parallel.shard_size=2"),
+        full(1, "parallel=fsdp"),
+        full(2, "parallel=ddp"),
+        full(3, "parallel=ddp batch.micro_size=4"),
+        full(4, "parallel=fsdp"),
     ],
 )
 def test_half_on_two_ranks_half_on_others(
@@ -41,21 +42,6 @@ def test_half_on_two_ranks_half_on_others(
     assert_follows(other, clean)
     first_half = [line for line in other.metrics() if line["step"] <= 30]
     assert first_half == half.metrics(), "what was done stands"
-
-
-@pytest.mark.full
-def test_another_engine_with_every_command(tmp_path: Path, clean: Result) -> None:
-    out = tmp_path / "run"
-    for steps, ranks, engine in [
-        (15, 2, "parallel=fsdp"),
-        (27, 2, "parallel=ddp"),
-        (41, 4, "parallel=hsdp parallel.shard_size=2"),
-        (60, 0, "parallel=single"),
-    ]:
-        run = finish(out, f"steps={steps}", UP_TO_60, *engine.split(), ranks=ranks)
-        assert run.summary["steps"] == steps
-    assert_follows(run, clean)
-    assert len(run.metrics()) == 60, "no step was done twice"
 
 
 def assert_follows(run: Result, clean: Result) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.drills.test_supervise import begun
 from tests.drills.test_watch import until
+from tests.rows import full
 from tests.run import TINY, TWO_LAYERS, finish, metrics_step, read_lines, skip_override
 
 MIXTURE = (
@@ -37,7 +38,7 @@ checkpoint.memory_every: 4
 BAD, TRANSIENT, KILL = "poison@samples=700-701", "flip_grad@step=30,rank=1", "kill@step=38,rank=0"
 
 
-@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
+@pytest.mark.parametrize("engine", ["ddp", full("fsdp")])
 def test_a_run_with_everything_on_ends_as_the_run_told_to_skip(tmp_path: Path, engine: str) -> None:
     words = (*EVERYTHING, f"parallel={engine}")
     faults = f"faults=[{BAD},{TRANSIENT},{KILL}]"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.mechanism.test_integrations import NEEDS
+from tests.rows import full
 from tests.run import read_lines
 from tests.script_run import ends_of
 
@@ -17,13 +18,8 @@ from tests.script_run import ends_of
     [
         ("accelerate", ""),
         ("lightning", "1"),
-        *(
-            pytest.param(name, fp16, marks=pytest.mark.full)
-            for name, fp16 in [
-                *(("fabric", ""), ("lightning", ""), ("hf", ""), ("sft", ""), ("qlora", "")),
-                *(("accelerate", "1"), ("hf", "1")),
-            ]
-        ),
+        *(full(name, "") for name in ("fabric", "lightning", "hf", "sft", "qlora")),
+        *(full(name, "1") for name in ("accelerate", "hf")),
     ],
 )
 def test_poisoned_killed_and_resumed_is_told_to_skip(tmp_path: Path, name: str, fp16: str) -> None:

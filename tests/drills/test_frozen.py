@@ -9,6 +9,7 @@ import torch
 
 from runner.checkpoint.disk.directory import CheckpointDirectory, Entry
 from tests.drills.compare import assert_every_sample_once
+from tests.rows import full
 from tests.run import TWO_LAYERS, Result, finish, train
 from tests.stored import read_range
 
@@ -21,10 +22,7 @@ FROZEN = (
 )
 ENGINES = [
     "fsdp",
-    *(
-        pytest.param(engine, marks=pytest.mark.full)
-        for engine in ("ddp", "zero1", "zero2", "zero3")
-    ),
+    *(full(engine) for engine in ("ddp", "zero1", "zero2", "zero3")),
 ]
 # Without it ZeRO-3 would keep all of this small model gathered.
 SMALL = "stage3_param_persistence_threshold:1500"
@@ -101,14 +99,7 @@ def test_any_engine_reads_what_another_wrote(tmp_path: Path) -> None:
         assert abs(line["loss"] - whole.counted()[step]["loss"]) < BF16_NOISE, f"step {step}"
 
 
-@pytest.mark.full
-def test_offloaded_ones_too(tmp_path: Path, trained: Result) -> None:
-    offload = "parallel.deepspeed={zero_optimization:{offload_optimizer:{device:cpu}}}"
-    run = finish(tmp_path / "run", *FROZEN, FAULTS, "steps=40", "parallel=zero3", offload)
-    assert run.digest == trained.digest, run.tail
-
-
-@pytest.mark.parametrize("parallel", ["single", pytest.param("zero2", marks=pytest.mark.full)])
+@pytest.mark.parametrize("parallel", ["single", full("zero2")])
 @pytest.mark.parametrize("pattern", ["nothing_is_called_so", "weight"])
 def test_a_pattern_that_cannot_be_meant_ends_the_command(
     tmp_path: Path, parallel: str, pattern: str

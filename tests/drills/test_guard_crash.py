@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.rows import full
 from tests.run import read_lines
 from tests.script_run import ends_of
 
@@ -23,10 +24,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
 @pytest.mark.parametrize(
     ("rank", "how", "words"),
     [
-        pytest.param("1", "kill", r"rank 1: killed by SIGKILL", marks=pytest.mark.full),
+        full("1", "kill", r"rank 1: killed by SIGKILL"),
         ("1", "raise", r"rank 1: ValueError: the tokens of this batch are out of range .*:\d+ die"),
-        pytest.param("0", "kill", r"rank 0: killed by SIGKILL", marks=pytest.mark.full),
-        pytest.param("0", "raise", r"rank 0: ValueError: the tokens", marks=pytest.mark.full),
+        full("0", "kill", r"rank 0: killed by SIGKILL"),
+        full("0", "raise", r"rank 0: ValueError: the tokens"),
     ],
 )
 def test_the_journal_says_who_died_and_how(

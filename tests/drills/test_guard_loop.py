@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.rows import full
 from tests.run import read_lines
 from tests.script_run import finished
 
@@ -34,9 +35,9 @@ def test_one_rank_sees_nan_and_none_has_a_trace_of_it(tmp_path: Path, layout: st
     "layout",
     [
         "fsdp",
-        pytest.param("ddp", marks=pytest.mark.full),
-        pytest.param("sampler", marks=pytest.mark.full),
-        pytest.param("micro", marks=pytest.mark.full),
+        full("ddp"),
+        full("sampler"),
+        full("micro"),
     ],
 )
 def test_read_late_on_two_ranks_and_killed(tmp_path: Path, layout: str) -> None:
@@ -65,8 +66,8 @@ def test_nan_in_the_loss_of_an_early_batch_of_one_rank_discards_the_step_on_all(
     ("layout", "late"),
     [
         ("micro", {"LATE": "1"}),
-        pytest.param("micro", {}, marks=pytest.mark.full),
-        pytest.param("windows", {}, marks=pytest.mark.full),
+        full("micro", {}),
+        full("windows", {}),
     ],
 )
 def test_a_stop_within_a_slow_step_leaves_no_trace(

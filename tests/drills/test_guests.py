@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,10 @@ from tests.drills.compare import (
     assert_killed_is_as_not,
     in_turns,
 )
+from tests.rows import full, full_but
 from tests.run import finish, train
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
-FULL = pytest.mark.full
 SHORT = ("steps=40", "schedule.total=40", "data.seq_len=32", "guard.min_history=8")
 POISON = "faults=[poison@samples=520-610]"
 SHORTER = (
@@ -88,16 +89,8 @@ UNCOMMON = {
 }
 
 
-def rows(*always: tuple[str, str], engines: tuple[str, ...]) -> list[object]:
-    return [
-        pytest.param(name, engine, marks=() if (name, engine) in always else FULL)
-        for name in GUESTS
-        for engine in engines
-    ]
-
-
 @pytest.mark.parametrize(
-    ("name", "engine"), rows(("Tied", "fsdp"), engines=("fsdp", "zero1", "zero3"))
+    ("name", "engine"), full_but([("Tied", "fsdp")], product(GUESTS, ("fsdp", "zero1", "zero3")))
 )
 def test_poison_ends_as_if_it_was_never_there(tmp_path: Path, name: str, engine: str) -> None:
     how = GUESTS[name].how(*SHORT, f"parallel={engine}")
@@ -107,7 +100,9 @@ def test_poison_ends_as_if_it_was_never_there(tmp_path: Path, name: str, engine:
     assert_every_sample_once(poisoned)
 
 
-@pytest.mark.parametrize(("name", "engine"), rows(engines=("fsdp", "zero1")))
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ["fsdp", "zero1"])
+@pytest.mark.parametrize("name", GUESTS)
 def test_killed_is_as_not_killed_and_ranks_may_change(
     tmp_path: Path, name: str, engine: str
 ) -> None:
@@ -120,9 +115,8 @@ def test_killed_is_as_not_killed_and_ranks_may_change(
     assert_follows(run, whole, within=guest.within if guest.within != -1 else None)
 
 
-@pytest.mark.twin
 @pytest.mark.full
-@pytest.mark.parametrize("engine", ["fsdp", "zero1", "ddp"])
+@pytest.mark.parametrize("engine", ["fsdp", "zero1"])
 @pytest.mark.parametrize("name", UNCOMMON)
 def test_uncommon_ones_are_as_safe(tmp_path: Path, name: str, engine: str) -> None:
     guest = UNCOMMON[name]
@@ -154,16 +148,11 @@ def test_logits_in_parts_are_the_same_run(tmp_path: Path, engine: str) -> None:
     ("model", "more", "code", "words"),
     [
         ("Stages", (*TOKENS, "parallel=fsdp"), 2, "stages.1 is not called alike for each sample"),
-        *(
-            pytest.param(*row, marks=FULL)
-            for row in (
-                ("Routed", (*TOKENS, "parallel=zero2"), 2, "is not called alike for each sample"),
-                ("Halved", tokens("negative"), 2, "samples can be read; tests.uncommon_guests.To"),
-                ("Halved", (f"data._target_={MAKES}Streaming",), 2, "give a map-style data set"),
-                ("Counting", ("model.how=mean", *POINTS), 2, "(reduction='none', and what each is"),
-                ("Counting", ("model.how=nothing", *POINTS), 3, "nothing counts in these samples"),
-            )
-        ),
+        full("Routed", (*TOKENS, "parallel=zero2"), 2, "is not called alike for each sample"),
+        full("Halved", tokens("negative"), 2, "samples can be read; tests.uncommon_guests.To"),
+        full("Halved", (f"data._target_={MAKES}Streaming",), 2, "give a map-style data set"),
+        full("Counting", ("model.how=mean", *POINTS), 2, "(reduction='none', and what each is"),
+        full("Counting", ("model.how=nothing", *POINTS), 3, "nothing counts in these samples"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_words(
@@ -177,7 +166,7 @@ def test_what_cannot_be_trained_is_refused_in_words(
     assert words in " ".join([run.text, *reasons]), run.tail
 
 
-@FULL
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_peak_memory_does_not_grow_with_tokens_times_vocabulary(tmp_path: Path, name: str) -> None:
     """At Llama 3's vocabulary, of whole processes: FP32 logits of 3,072 tokens take 1.6 GB, and

@@ -16,12 +16,12 @@ from runner.session import parts
 from runner.session.corpus import open_dataset
 from tests import hf_folder
 from tests.drills.compare import assert_as_if_never_there, assert_killed_is_as_not
+from tests.rows import full
 from tests.run import TWO_LAYERS, Result, finish, train
 
 for package in ("transformers", "datasets", "peft"):
     pytest.importorskip(package)
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
-FULL = pytest.mark.full
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hf_finetune.py"
 LORA = "model.lora={r: 8, targets: all-linear, alpha: 32}"
 # A hundred; the answer is the question's first letter, four times.
@@ -103,7 +103,7 @@ def assert_the_same(network: Any, exported: Path) -> list[str]:
 CASES = [
     pytest.param("fsdp", 0, "", id="fsdp-1"),
     *(
-        pytest.param(engine, ranks, more, marks=FULL, id=f"{engine}-{ranks}{'-lora' * bool(more)}")
+        full(engine, ranks, more, id=f"{engine}-{ranks}{'-lora' * bool(more)}")
         for engine in ("fsdp", "zero1")
         for ranks in (1, 2)
         for more in ("", LORA)

@@ -11,6 +11,7 @@ import pytest
 from tests.drills.compare import assert_every_sample_once, assert_same_run
 from tests.drills.conftest import POISON
 from tests.drills.test_preempt import stopped
+from tests.rows import full
 from tests.run import Result, finish, read_lines, train
 
 LATE, AT_ONCE = "guard.sync=false", "guard.sync=true"
@@ -61,17 +62,15 @@ def test_a_clean_run(tmp_path: Path, clean: Result) -> None:
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [
-        pytest.param(2, [TROUBLE], marks=pytest.mark.full),
-        pytest.param(2, ["parallel=ddp", TROUBLE, "eval.every=7"], marks=pytest.mark.full),
-        pytest.param(
-            4, ["parallel=hsdp", "parallel.shard_size=2", TROUBLE], marks=pytest.mark.full
-        ),
-        pytest.param(2, ["parallel=zero1", TROUBLE], marks=pytest.mark.full),
-        pytest.param(2, ["parallel=zero2", TROUBLE], marks=pytest.mark.full),
-        pytest.param(2, ["parallel=zero3", TROUBLE], marks=pytest.mark.full),
-        pytest.param(2, SHIFT, marks=pytest.mark.full),
-        pytest.param(2, CUT, marks=pytest.mark.full),
-        pytest.param(2, [TROUBLE, "data.workers=2", "batch.micro_size=4"], marks=pytest.mark.full),
+        full(2, [TROUBLE]),
+        full(2, ["parallel=ddp", TROUBLE, "eval.every=7"]),
+        full(4, ["parallel=hsdp", "parallel.shard_size=2", TROUBLE]),
+        full(2, ["parallel=zero1", TROUBLE]),
+        full(2, ["parallel=zero2", TROUBLE]),
+        full(2, ["parallel=zero3", TROUBLE]),
+        full(2, SHIFT),
+        full(2, CUT),
+        full(2, [TROUBLE, "data.workers=2", "batch.micro_size=4"]),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list | tuple) else None,
 )

@@ -42,7 +42,8 @@ TWINS = (
     *(test_deepspeed_engine, test_layouts),
     *(test_audit, test_keep_best, test_redo, test_rollback, test_running_buffers, test_zero),
 )
-# The others are run with --full.
+# The others are run with --full, in the rows that are always run without a late copier: the other
+# rows prove that an engine or a layout is right, not that it waits for a copy.
 DEFAULT = {
     "test_bad_batches_leave_no_trace",
     "test_read_late_on_two_ranks_and_killed",
@@ -68,19 +69,34 @@ def _late(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     late_copies.remove(earlier)
 
 
+def _is_full(marked: Any) -> bool:
+    return any(mark.name == "full" for mark in marked)
+
+
+def _always(mark: Any) -> Any:
+    """A parametrization without the rows of ``--full``."""
+    if mark.name != "parametrize":
+        return mark
+    names, rows, *rest = mark.args
+    kept = [row for row in rows if not _is_full(getattr(row, "marks", ()))]
+    return pytest.mark.parametrize(names, kept, *rest, **mark.kwargs).mark
+
+
 def _twin(test: Callable[..., Any]) -> Any:
     twin: Any = types.FunctionType(
         test.__code__, test.__globals__, test.__name__, test.__defaults__, test.__closure__
     )
     twin.__kwdefaults__ = test.__kwdefaults__
     # Not once more where nothing breaks.
-    twin.pytestmark = [m for m in getattr(test, "pytestmark", []) if m.name != "twin"]
+    twin.pytestmark = [_always(m) for m in getattr(test, "pytestmark", []) if m.name != "twin"]
     return twin if test.__name__ in DEFAULT else pytest.mark.full(twin)
 
 
 for _module in TWINS:
     for _name, _value in list(vars(_module).items()):
         if _name.startswith("test_") and isinstance(_value, types.FunctionType):
+            if _is_full(getattr(_value, "pytestmark", [])):
+                continue
             globals()[f"{_name}_in_{_module.__name__.rpartition('.')[2]}"] = _twin(_value)
         elif type(_value).__name__ == "FixtureFunctionDefinition":
             globals()[_name] = _value

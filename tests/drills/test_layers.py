@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.rows import full
 from tests.run import TWO_LAYERS, Result, read_lines, train
 
 SMALL = (TWO_LAYERS, "steps=24", "batch.global_size=8", "data.seq_len=32")
@@ -29,11 +30,11 @@ def bare(run: Result) -> dict[int, dict[str, Any]]:
     "settings",
     [
         ["guard.sync=false"],
-        pytest.param(["parallel=ddp", "model.dropout=0.1"], marks=pytest.mark.full),
-        pytest.param(["parallel=zero1"], marks=pytest.mark.full),
-        pytest.param(["parallel=zero2", "batch.micro_size=2"], marks=pytest.mark.full),
-        pytest.param(["parallel=zero3"], marks=pytest.mark.full),
-        pytest.param(["model.loss_chunk_mib=0.01", "model.qk_norm=true"], marks=pytest.mark.full),
+        full(["parallel=ddp", "model.dropout=0.1"]),
+        full(["parallel=zero1"]),
+        full(["parallel=zero2", "batch.micro_size=2"]),
+        full(["parallel=zero3"]),
+        full(["model.loss_chunk_mib=0.01", "model.qk_norm=true"]),
     ],
     ids=" ".join,
 )

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.drills.compare import logged_by
+from tests.rows import full
 from tests.run import read_lines
 from tests.script_run import finished
 
@@ -20,17 +21,8 @@ RANKS |= {"pp": 2, "pp_alike": 2, "pp_fsdp": 4}
 BAD = [[6, 7], [20, 22]]
 OTHERS = [
     ("plain", 0),
-    *(
-        pytest.param(*other, marks=pytest.mark.full)
-        for other in (
-            ("tp", 2),
-            ("tp", 4),
-            ("sp", 2),
-            ("columns", 4),
-            ("hsdp_tp", 8),
-            ("fsdp_tp", 2),
-        )
-    ),
+    *(full("tp", ranks) for ranks in (2, 4)),
+    *(full("sp", 2), full("columns", 4), full("hsdp_tp", 8), full("fsdp_tp", 2)),
 ]
 Ends = dict[str, dict[str, Any]]
 
@@ -60,12 +52,12 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path,
     [
         ("fsdp_tp", [0, 1]),
         ("pp", [1]),
-        pytest.param("pp_alike", [1], marks=pytest.mark.full),
-        pytest.param("pp_fsdp", [2], marks=pytest.mark.full),
-        pytest.param("tp", [0, 1], marks=pytest.mark.full),
-        pytest.param("sp", [0, 1], marks=pytest.mark.full),
-        pytest.param("columns", [0], marks=pytest.mark.full),
-        pytest.param("hsdp_tp", [0, 1], marks=pytest.mark.full),
+        full("pp_alike", [1]),
+        full("pp_fsdp", [2]),
+        full("tp", [0, 1]),
+        full("sp", [0, 1]),
+        full("columns", [0]),
+        full("hsdp_tp", [0, 1]),
     ],
 )
 def test_poisoned_killed_and_resumed_it_is_the_run_told_to_skip(
@@ -85,11 +77,7 @@ def test_poisoned_killed_and_resumed_it_is_the_run_told_to_skip(
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(name, marks=pytest.mark.full)
-        for name in RANKS
-        if name not in ("plain", "hsdp_tp")
-    ],
+    [full(name) for name in RANKS if name not in ("plain", "hsdp_tp")],
 )
 def test_nan_on_any_rank_is_seen_by_all(tmp_path: Path, layout: str) -> None:
     names = [f"nan{rank}" for rank in range(RANKS[layout])]
@@ -100,7 +88,7 @@ def test_nan_on_any_rank_is_seen_by_all(tmp_path: Path, layout: str) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    ["pp", *(pytest.param(name, marks=pytest.mark.full) for name in ("columns", "fsdp_tp"))],
+    ["pp", *(full(name) for name in ("columns", "fsdp_tp"))],
 )
 def test_all_at_once_on_a_mesh(tmp_path: Path, layout: str) -> None:
     """Accumulation, numbers read late, evaluations, a rollback, a stop, a kill, two resumes.
@@ -134,9 +122,9 @@ def test_on_other_meshes_the_state_is_the_same(
     ("source", "layout"),
     [
         ("pp", "plain"),
-        pytest.param("pp_fsdp", "pp", marks=pytest.mark.full),
-        pytest.param("pp_fsdp", "fsdp_tp", marks=pytest.mark.full),
-        pytest.param("fsdp_tp", "pp_fsdp", marks=pytest.mark.full),
+        full("pp_fsdp", "pp"),
+        full("pp_fsdp", "fsdp_tp"),
+        full("fsdp_tp", "pp_fsdp"),
     ],
 )
 def test_a_pipelines_state_is_the_same_on_other_stages(

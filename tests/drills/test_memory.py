@@ -15,6 +15,7 @@ from runner.command.ring import ring_command
 from tests.conftest import MEMORY_DIR
 from tests.drills.compare import assert_every_sample_once, assert_same_end, assert_same_run
 from tests.drills.conftest import POISON
+from tests.rows import full
 from tests.run import Result, finish, train
 
 # In the foreground, so that it does not depend on the machine what was proven in time.
@@ -66,7 +67,7 @@ def test_a_killed_rank_goes_on_from_memory(tmp_path: Path, shared: Path, clean: 
 
 
 @pytest.mark.twin
-@pytest.mark.parametrize("lost", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("lost", [full(False), True])
 def test_a_restart_after_a_rollback_to_memory(
     tmp_path: Path, shared: Path, poisoned: Result, lost: bool
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from runner.data.mixture import MixtureOrder, Phase
 from tests.drills.compare import assert_same_end
+from tests.rows import full
 from tests.run import Result, finish, skip_override, train
 
 LENGTHS = {"code": 60, "talk": 40, "web": 300}
@@ -138,9 +139,7 @@ def test_new_weights_behind_a_skip_begin_where_they_do_in_a_run_that_was_told(
     assert_same_end(sick, twin)
 
 
-@pytest.mark.parametrize(
-    "names", [("code", "web"), pytest.param(("web", "code"), marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("names", [("code", "web"), full(("web", "code"))])
 def test_of_two_levels_only_the_bad_sample_is_skipped(
     tmp_path: Path, names: tuple[str, str]
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.drills.compare import assert_every_sample_once, assert_same_end
+from tests.rows import full
 from tests.run import Result, finish, skip_override
 
 # kind, step, rank: far enough apart for each to be an episode of its own.
@@ -29,15 +30,11 @@ def faults(cases: list[tuple[str, int, int]]) -> str:
     ("ranks", "engine", "cases"),
     [
         (2, "parallel=fsdp", EACH_RANK_IN_TURN),
-        pytest.param(
-            2, "parallel=ddp model.dropout=0.1", EACH_RANK_IN_TURN, marks=pytest.mark.full
-        ),
-        pytest.param(3, "parallel=fsdp", LAST_RANK_OF_THREE, marks=pytest.mark.full),
-        pytest.param(2, "model.dropout=0.1", EACH_RANK_IN_TURN, marks=pytest.mark.full),
-        pytest.param(3, "parallel=ddp", LAST_RANK_OF_THREE, marks=pytest.mark.full),
-        pytest.param(
-            4, "parallel=hsdp parallel.shard_size=2", EACH_RANK_IN_TURN, marks=pytest.mark.full
-        ),
+        full(2, "parallel=ddp model.dropout=0.1", EACH_RANK_IN_TURN),
+        full(3, "parallel=fsdp", LAST_RANK_OF_THREE),
+        full(2, "model.dropout=0.1", EACH_RANK_IN_TURN),
+        full(3, "parallel=ddp", LAST_RANK_OF_THREE),
+        full(4, "parallel=hsdp parallel.shard_size=2", EACH_RANK_IN_TURN),
     ],
 )
 def test_a_discarded_step_never_happened(
@@ -78,18 +75,3 @@ def assert_discards_explain_themselves(run: Result) -> None:
         assert all(first <= position < stop for position in line["detail"]["suspects"])
     assert run.summary["discarded_steps"] == len(discards)
     assert len([line for line in run.metrics() if line["action"] == "discard"]) == len(discards)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["nan_grad", "nan_loss"])
-def test_the_journal_does_not_depend_on_the_rank(tmp_path: Path, kind: str) -> None:
-    runs = [
-        finish(tmp_path / f"rank{rank}", f"faults=[{kind}@step=20,rank={rank}]")
-        for rank in range(2)
-    ]
-    assert_same_end(*runs)
-    one, two = (
-        {key: run.journal("discard")[0][key] for key in ("step", "samples", "decision", "kind")}
-        for run in runs
-    )
-    assert one == two

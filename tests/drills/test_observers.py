@@ -9,6 +9,7 @@ import pytest
 
 from runner.run_dir.paths import RunDir
 from tests.drills.compare import assert_same_end
+from tests.rows import full
 from tests.run import TWO_LAYERS, Result, finish, skip_override, train
 
 # Where each observer raises: the step, and before which of its exchanges between ranks.
@@ -90,11 +91,11 @@ def raising(where: str, *, later: bool) -> str:
     ("where", "later"),
     [
         ("in turn", True),
-        pytest.param("1", True, marks=pytest.mark.full),
-        pytest.param("all", False, marks=pytest.mark.full),
-        pytest.param("1", False, marks=pytest.mark.full),
-        pytest.param("all", True, marks=pytest.mark.full),
-        pytest.param("0", True, marks=pytest.mark.full),
+        full("1", True),
+        full("all", False),
+        full("1", False),
+        full("all", True),
+        full("0", True),
     ],
 )
 def test_no_observer_ends_the_run_or_changes_it(
@@ -175,7 +176,7 @@ def test_a_probe_after_a_rollback_that_raises_on_one_rank_alone_ends_one_start(
     ("fault", "step", "call"),
     [
         ("poison@samples=1030", 32, 3),
-        pytest.param("overflow@step=28-30,module=blocks.1.ffn", 28, 9, marks=pytest.mark.full),
+        full("overflow@step=28-30,module=blocks.1.ffn", 28, 9),
     ],
 )
 def test_a_kill_inside_an_explanation_changes_nothing(

@@ -17,10 +17,10 @@ from tests.drills.compare import (
     in_turns,
 )
 from tests.drills.test_guests import POISON, SHORT
+from tests.rows import full
 from tests.run import Result, finish, train
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
-FULL = pytest.mark.full
 OPTIMIZERS = {
     "muon": (
         "optim=muon",
@@ -43,7 +43,7 @@ OPTIMIZERS = {
     "schedule-free": ("optim._target_=tests.optimizers.ScheduleFree", "optim.lr=1.0"),
 }
 FOREIGN = ("rmsprop", "adafactor", "eight-bit", "schedule-free")
-OTHERS = ["eight-bit", *(pytest.param(n, marks=FULL) for n in OPTIMIZERS if n != "eight-bit")]
+OTHERS = ["eight-bit", *(full(n) for n in OPTIMIZERS if n != "eight-bit")]
 
 
 def told(name: str, *more: str) -> list[str]:
@@ -68,7 +68,7 @@ def test_killed_is_as_not_killed_and_ranks_may_change(tmp_path: Path, name: str)
     assert_follows(run, whole)
 
 
-@pytest.mark.parametrize("engine", ["fsdp", pytest.param("ddp", marks=FULL)])
+@pytest.mark.parametrize("engine", ["fsdp", full("ddp")])
 def test_an_average_is_evaluated_and_exported_and_leaves_no_trace(
     tmp_path: Path, engine: str
 ) -> None:
@@ -98,17 +98,15 @@ def test_an_average_is_evaluated_and_exported_and_leaves_no_trace(
     ("overrides", "words"),
     [
         (["optim._target_=torch.optim.LBFGS"], "cannot train parameters of 1, 2 dimensions"),
-        pytest.param(["optim._target_=torch.optim.nothing"], "has no 'nothing'", marks=FULL),
-        pytest.param(
-            ["optim._target_=torch.optim.RMSprop", "optim.rho=1"], "unexpected keyword", marks=FULL
-        ),
+        full(["optim._target_=torch.optim.nothing"], "has no 'nothing'"),
+        full(["optim._target_=torch.optim.RMSprop", "optim.rho=1"], "unexpected keyword"),
         (["optim.groups=[{rate: 2}]"], "{'rate': 2} is no rule; write"),
         (
             ["optim.groups=[{match: norm, rate: 2}, {match: embeding, rate: 2}]"],
             "optim.groups[1]: match='embeding' takes no tensor, because no trained parameter fits "
             "it; change or remove it. The trained parameters are embedding.weight, ",
         ),
-        pytest.param(["optim.rho=1"], "unknown key 'optim.rho'", marks=FULL),
+        full(["optim.rho=1"], "unknown key 'optim.rho'"),
         (["schedule._target_=tests.guests.sawtooth", "schedule.period=0"], "modulo"),
         (["schedule._target_=tests.guests.falls"], "returns -1.0 after 0 updates"),
     ],

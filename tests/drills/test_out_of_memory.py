@@ -10,6 +10,7 @@ from runner.system.json_lines import read_lines
 from tests.drills.compare import assert_every_sample_once
 from tests.drills.test_supervise import launch
 from tests.oom_script import BAD, FULL_AT
+from tests.rows import full
 from tests.run import finish
 from tests.script_run import ends_of
 
@@ -22,7 +23,7 @@ SHORT = ("steps=24", "schedule.total=24", "batch.micro_size=8")
     ("engine", "precision", "rounding"),
     [
         ("fsdp", "fp32", 1e-4),
-        pytest.param("zero2", "bf16", 0.01, marks=pytest.mark.full),
+        full("zero2", "bf16", 0.01),
     ],
 )
 def test_micro_batches_are_halved_until_they_fit(
@@ -52,7 +53,7 @@ def test_micro_batches_are_halved_until_they_fit(
     assert "micro_size: 8" in (run.out / "config.yaml").read_text()
 
 
-@pytest.mark.parametrize("choice", ["skip", pytest.param("halve", marks=pytest.mark.full)])
+@pytest.mark.parametrize("choice", ["skip", full("halve")])
 def test_a_users_loop_goes_on_by_its_choice(tmp_path: Path, choice: str) -> None:
     """Poisoned, out of memory, stopped in an evaluation, killed: the plain loop, bit for bit."""
     for end in ends_of("oom_script.py", tmp_path, str(tmp_path), choice, restarts=5):

@@ -11,6 +11,7 @@ import pytest
 
 from tests.clouds import served
 from tests.drills.compare import assert_same_run
+from tests.rows import full
 from tests.run import Result, Started, finish, left_behind, metrics_step, start
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -44,7 +45,7 @@ def test_a_scheduler_asks_every_process(tmp_path: Path, clean: Result) -> None:
     assert_same_run(finish(out), clean)
 
 
-@pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("late", [False, full(True)])
 def test_a_cloud_takes_the_machine_back(tmp_path: Path, clean: Result, late: bool) -> None:
     """First it may do so, which saves a checkpoint; then it does."""
     out, rules = tmp_path / "run", ("guard.sync=false",) if late else ()

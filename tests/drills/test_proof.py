@@ -11,6 +11,7 @@ from safetensors import safe_open
 
 from runner.__main__ import main
 from tests.drills.compare import assert_every_sample_once, assert_same_end
+from tests.rows import full
 from tests.run import EVALUATED, Result, finish, skip_override, train
 
 SMALL = ("compute.precision=fp32", "steps=26", "checkpoint.memory_every=0")
@@ -45,7 +46,7 @@ def told(out: Path, hit: Result, *overrides: str, ranks: int = 2) -> Result:
     return finish(out, *SMALL, *overrides, skip_override(hit.summary["skipped"]), ranks=ranks)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [2, full(1)])
 def test_bad_first_batches_are_skipped_however_slow_the_proof(
     tmp_path: Path, slow: Path, ranks: int
 ) -> None:
@@ -86,7 +87,7 @@ def test_a_proof_under_way_is_waited_for_before_a_halt(tmp_path: Path, slow: Pat
     assert_every_sample_once(hit)
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(5, marks=pytest.mark.full)])
+@pytest.mark.parametrize("every", [3, full(5)])
 def test_scattered_bad_steps_with_one_checkpoint_kept(tmp_path: Path, every: int) -> None:
     """What is proven between them must not take the place of what lies before them."""
     settings = (f"checkpoint.every={every}", "checkpoint.clean_after=1", "checkpoint.keep=1")
@@ -151,9 +152,7 @@ def metadata(folder: Path) -> dict[str, str]:
         return dict(file.metadata())
 
 
-@pytest.mark.parametrize(
-    ("ranks", "settings"), [(2, EVALUATED), pytest.param(0, NO_HELD_OUT, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize(("ranks", "settings"), [(2, EVALUATED), full(0, NO_HELD_OUT)])
 def test_a_finished_run_exports_its_last_step(
     tmp_path: Path, ranks: int, settings: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,8 +188,8 @@ def test_a_killed_run_exports_an_older_one_and_says_why(
     ("ranks", "settings", "what"),
     [
         (0, EVALUATED, "held-out loss"),
-        pytest.param(0, NO_HELD_OUT, "loss over the last batch", marks=pytest.mark.full),
-        pytest.param(2, EVALUATED, "held-out loss", marks=pytest.mark.full),
+        full(0, NO_HELD_OUT, "loss over the last batch"),
+        full(2, EVALUATED, "held-out loss"),
     ],
 )
 def test_a_last_update_that_ruined_the_weights_is_not_exported(

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from runner.__main__ import main
 from tests.drills.compare import assert_every_sample_once, assert_same_end
+from tests.rows import full
 from tests.run import TINY, TWO_LAYERS, Result, finish, skip_override, train
 from tests.warm import finished
 
@@ -47,18 +48,14 @@ def assert_no_trace(hit: Result, clean: Result) -> None:
     ("ranks", "settings"),
     [
         (2, []),
-        pytest.param(2, ["guard.sync=false", "data.workers=1"], marks=pytest.mark.full),
+        full(2, ["guard.sync=false", "data.workers=1"]),
         # With dropout the guard does not see samples that one layer reads wrongly.
-        pytest.param(
-            2,
-            ["parallel=ddp", "model.dropout=0.1", "batch.micro_size=4", TWO_LAYERS],
-            marks=pytest.mark.full,
-        ),
-        pytest.param(4, ["parallel=hsdp", "parallel.shard_size=2"], marks=pytest.mark.full),
-        pytest.param(3, ["parallel=fsdp"], marks=pytest.mark.full),
-        pytest.param(2, ["parallel=zero1"], marks=pytest.mark.full),
-        pytest.param(2, ["parallel=zero2", "batch.micro_size=8"], marks=pytest.mark.full),
-        pytest.param(2, ["parallel=zero3", "guard.sync=false"], marks=pytest.mark.full),
+        full(2, ["parallel=ddp", "model.dropout=0.1", "batch.micro_size=4", TWO_LAYERS]),
+        full(4, ["parallel=hsdp", "parallel.shard_size=2"]),
+        full(3, ["parallel=fsdp"]),
+        full(2, ["parallel=zero1"]),
+        full(2, ["parallel=zero2", "batch.micro_size=8"]),
+        full(2, ["parallel=zero3", "guard.sync=false"]),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
 )
@@ -86,9 +83,7 @@ def test_a_transient_fault_leaves_no_trace(
 
 
 @pytest.mark.twin
-@pytest.mark.parametrize(
-    "settings", [[], pytest.param(["parallel=zero3", "guard.sync=false"], marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("settings", [[], full(["parallel=zero3", "guard.sync=false"])])
 def test_of_bad_data_only_the_culprits_are_skipped(
     tmp_path: Path, settings: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,8 +143,8 @@ def assert_numerics(lines: list[dict[str, Any]]) -> None:
     "settings",
     [
         [],  # FP32, which FP64 arbitrates
-        pytest.param(["compute.precision=bf16", "guard.sync=false"], marks=pytest.mark.full),
-        pytest.param(["parallel=hsdp", "parallel.shard_size=2"], marks=pytest.mark.full),
+        full(["compute.precision=bf16", "guard.sync=false"]),
+        full(["parallel=hsdp", "parallel.shard_size=2"]),
     ],
     ids=lambda value: " ".join(value)[:40],
 )
@@ -227,9 +222,9 @@ def test_a_device_that_stays_bad_is_named(tmp_path: Path) -> None:
     ("step", "settings"),
     [
         (27, []),
-        pytest.param(21, ["guard.sync=false"], marks=pytest.mark.full),
+        full(21, ["guard.sync=false"]),
         # The update of step 37 has been gathered: the partition's bit is first used after the next.
-        pytest.param(38, ["parallel=zero2"], marks=pytest.mark.full),
+        full(38, ["parallel=zero2"]),
     ],
 )
 def test_weights_that_were_spoilt_cost_no_sample(

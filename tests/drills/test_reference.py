@@ -11,6 +11,7 @@ from runner.policy.decision.skip_ledger import Ledger
 from runner.session import parts
 from runner.session.corpus import open_dataset, sample_stream
 from tests.reference import Reference
+from tests.rows import full
 from tests.run import TINY, TWO_LAYERS, finish
 
 # Below some norms and above others; a warm-up, a decay and a floor within the steps.
@@ -31,9 +32,7 @@ SETTINGS = (
 )
 
 
-@pytest.mark.parametrize(
-    "ranks", [0, pytest.param(2, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("ranks", [0, full(2), full(3)])
 def test_a_run_trains_as_the_formulas_say(tmp_path: Path, ranks: int) -> None:
     run = finish(tmp_path / "run", *SETTINGS, ranks=ranks)
     config = compose([*TINY, *SETTINGS])

@@ -12,6 +12,7 @@ import pytest
 
 from tests.drills.compare import assert_every_sample_once, assert_same_end, assert_same_run
 from tests.drills.conftest import POISON
+from tests.rows import full
 from tests.run import Result, finish, journalled, metrics_step, start, train
 
 SEED = 20240517
@@ -65,7 +66,7 @@ def test_a_discard_that_is_older_than_the_checkpoint_before_it(
     assert_same_run(again, discarding)
 
 
-@pytest.mark.parametrize("num_kills", [5, pytest.param(20, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_kills", [5, full(20)])
 def test_random_kills_of_the_whole_group(tmp_path: Path, clean: Result, num_kills: int) -> None:
     """At random steps, at a random instant within them; some while still starting."""
     dice = random.Random(SEED)

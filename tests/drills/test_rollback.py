@@ -90,15 +90,6 @@ def test_a_finite_spike_is_skipped_likewise(tmp_path: Path, told: Result, clean:
     assert abs(hit.summary["final_loss"] - clean.summary["final_loss"]) < 0.1
 
 
-@pytest.mark.full
-def test_a_replay_drops_the_same_units(tmp_path: Path) -> None:
-    dropout = "model.dropout=0.1"
-    hit = finish(tmp_path / "hit", POISON, dropout)
-    assert hit.journal("rollback"), hit.tail
-    told = finish(tmp_path / "told", dropout, skip_override(hit.summary["skipped"]))
-    assert_same_end(hit, told)
-
-
 def test_trouble_that_comes_back_lowers_the_rate(tmp_path: Path, clean: Result) -> None:
     hit = finish(
         tmp_path / "long",

@@ -20,10 +20,10 @@ from tests.drills.compare import (
 )
 from tests.drills.test_mixture import sources
 from tests.guests import Residual
+from tests.rows import full
 from tests.run import Result, finish, skip_override, train
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
-FULL = pytest.mark.full
 SHORT = (
     *("steps=40", "schedule.total=40", "guard.min_history=8", "checkpoint.every=6"),
     *("checkpoint.clean_after=3", "batch.micro_size=8", "eval.every=8"),
@@ -59,15 +59,15 @@ def assert_own_modes(folder: Path) -> None:
     ("ranks", "settings"),
     [
         (2, ["parallel=fsdp", *ALL]),
-        pytest.param(2, ["parallel=ddp", "guard.sync=false"], marks=FULL),
-        pytest.param(2, ["parallel=ddp", "guard.sync=false", *ALL], marks=FULL),
-        pytest.param(1, ["parallel=single", "compute.recompute=blocks", *VERDICT], marks=FULL),
-        pytest.param(4, ["parallel=hsdp", "parallel.shard_size=2", *ALL], marks=FULL),
-        pytest.param(2, [*WORDS, "parallel=fsdp", *ALL], marks=FULL),
-        pytest.param(2, ["parallel=zero1", *ALL], marks=FULL),
-        pytest.param(2, ["parallel=zero2", *VERDICT], marks=FULL),
-        pytest.param(2, ["parallel=zero3", *ALL], marks=FULL),
-        pytest.param(2, ["parallel=fsdp", "compute.precision=bf16", *ALL], marks=FULL),
+        full(2, ["parallel=ddp", "guard.sync=false"]),
+        full(2, ["parallel=ddp", "guard.sync=false", *ALL]),
+        full(1, ["parallel=single", "compute.recompute=blocks", *VERDICT]),
+        full(4, ["parallel=hsdp", "parallel.shard_size=2", *ALL]),
+        full(2, [*WORDS, "parallel=fsdp", *ALL]),
+        full(2, ["parallel=zero1", *ALL]),
+        full(2, ["parallel=zero2", *VERDICT]),
+        full(2, ["parallel=zero3", *ALL]),
+        full(2, ["parallel=fsdp", "compute.precision=bf16", *ALL]),
     ],
     ids=lambda value: "-".join(value[:2]) if isinstance(value, list) else str(value),
 )
@@ -94,7 +94,7 @@ ELASTIC = ((12, "fsdp", 2), (25, "fsdp", 1), (40, "fsdp", 3))
 ENGINES = ((8, "fsdp", 2), (16, "zero3", 2), (24, "zero1", 1), (32, "ddp", 3), (40, "zero2", 2))
 
 
-@FULL
+@pytest.mark.full
 @pytest.mark.parametrize("parts", [ELASTIC, ENGINES])
 def test_other_ranks_and_engines_go_on_with_the_statistics(
     tmp_path: Path, parts: tuple[tuple[int, str, int], ...]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.rows import full
 from tests.run import Result, train
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -175,7 +176,7 @@ def test_a_stop_in_any_phase_leaves_no_trace(
     ("place", "is_lost"),
     [
         ("runner.engine.fsdp:FsdpEngine.finish_load 1 0", False),
-        pytest.param("runner.startup.restore:Restorer._fetch 1 0", True, marks=pytest.mark.full),
+        full("runner.startup.restore:Restorer._fetch 1 0", True),
     ],
 )
 def test_a_stop_in_a_restart_ends_it_before_the_first_step(

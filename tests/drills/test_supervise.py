@@ -18,6 +18,7 @@ from runner.system.json_lines import read_lines
 from runner.system.process import parent
 from tests import warm
 from tests.drills.compare import assert_every_sample_once, assert_same_run
+from tests.rows import full
 from tests.run import (
     TINY,
     Result,
@@ -90,9 +91,7 @@ def assert_healed(started: Started, clean: Result, codes: list[int]) -> Result:
 
 
 @pytest.mark.twin
-@pytest.mark.parametrize(
-    "number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("number", [signal.SIGUSR1, full(signal.SIGTERM)])
 def test_asked_to_stop_and_started_again_a_rank_and_torchrun_are_killed(
     tmp_path: Path, clean: Result, number: int
 ) -> None:
@@ -224,29 +223,6 @@ def test_a_rank_that_leaves_without_a_word_is_diagnosed(
     (crash,) = run.journal("crash")
     assert crash["ranks"] == [1], crash
     assert "rank 1: ended with exit code 9 and without a report" in crash["reason"], crash
-
-
-@pytest.mark.full  # always without a run: tests/mechanism/test_fork_server.py
-def test_a_fork_server_that_dies_harms_no_rank(tmp_path: Path, clean: Result) -> None:
-    """Then a rank dies, and again while the ranks start: everything is imported anew."""
-    started = launch(tmp_path / "run", SLOW)
-    started.until(lambda out: metrics_step(out) >= 31)
-    servers = running(started, "runner.launch.fork_server")
-    # The launcher's, which a drill has forked from another one, and that of torchrun.
-    assert len(servers) == 3
-    first = ranks(started)
-    for pid in servers:
-        os.kill(pid, signal.SIGKILL)
-    reached = metrics_step(started.out)
-    started.until(lambda out: metrics_step(out) >= reached + 3)
-    assert ranks(started) == first
-    os.kill(first[1], signal.SIGKILL)
-    started.until(lambda _: bool({*ranks(started)} - {*first}))
-    os.kill(max({*ranks(started)} - {*first}), signal.SIGKILL)
-    run = assert_healed(started, clean, [1, 1, 0])
-    assert run.text.count("imports everything anew") == 1, run.text
-    starts = [line for line in run.journal("start") if line["step"]]
-    assert all("evidence" in line["detail"]["start_seconds"] for line in starts)
 
 
 def test_launch_that_is_killed_leaves_no_process(tmp_path: Path) -> None:

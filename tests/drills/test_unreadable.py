@@ -12,6 +12,7 @@ import pytest
 
 from runner.data.cursor import SampleStream
 from tests.drills.compare import BATCH, HELD_OUT, SAMPLES, SEED, assert_same_run
+from tests.rows import full
 from tests.run import Result, finish, train
 
 STREAM = SampleStream.of_one(
@@ -119,9 +120,9 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 CASES = [
     pytest.param(2, ("data.workers=1", "guard.sync=false"), id="two ranks, loaders, late"),
-    pytest.param(0, (), id="one process", marks=pytest.mark.full),
-    pytest.param(2, (), id="two ranks", marks=pytest.mark.full),
-    pytest.param(0, ("data.workers=2",), id="one process, loaders", marks=pytest.mark.full),
+    full(0, (), id="one process"),
+    full(2, (), id="two ranks"),
+    full(0, ("data.workers=2",), id="one process, loaders"),
 ]
 
 
@@ -210,8 +211,8 @@ def losses(run: Result) -> dict[int, tuple[float | None, bool]]:
     }
 
 
-@pytest.mark.parametrize("kind", [pytest.param("gone", marks=pytest.mark.full), "id"])
-@pytest.mark.parametrize("place", [3, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", [full("gone"), "id"])
+@pytest.mark.parametrize("place", [3, full(4)])
 def test_a_held_out_sample_that_one_rank_cannot_read(
     tmp_path: Path, evaluated: Result, kind: str, place: int
 ) -> None:
@@ -229,7 +230,7 @@ def test_a_held_out_sample_that_one_rank_cannot_read(
     assert not run.summary["skipped"]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(0, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [2, full(0)])
 def test_a_held_out_loss_that_is_no_number(tmp_path: Path, evaluated: Result, ranks: int) -> None:
     index = held_out()[7]
     more = NAN_LOSS.format(samples=SAMPLES, seq_len=32, index=index)
@@ -262,7 +263,7 @@ def test_a_held_out_set_without_a_counted_token(tmp_path: Path, evaluated: Resul
 
 @pytest.mark.parametrize(
     "fault",
-    ["nan_loss@step=20,rank=1", pytest.param("poison@samples=300-331", marks=pytest.mark.full)],
+    ["nan_loss@step=20,rank=1", full("poison@samples=300-331")],
 )
 def test_without_a_guard_a_nan_is_the_end_state(tmp_path: Path, fault: str) -> None:
     how = ("guard=off", "steps=20", "eval.every=10", f"faults=[{fault}]")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.rows import full
 from tests.run import Result, finish, train
 
 # The model of tests/sick.py on real ranks; its illness begins at step 33.
@@ -29,16 +30,12 @@ def verdicts(run: Result) -> list[dict[str, Any]]:
         ("weight", 3, [1, 2], []),
         ("sum", 2, [], []),
         # Always: one rank that is named (noise), several (weight), none (sum).
-        pytest.param("pattern", 2, [1], [], marks=pytest.mark.full),
-        pytest.param("pattern", 4, [2], ["parallel=zero2"], marks=pytest.mark.full),
-        pytest.param(
-            *("sum", 2, [], ["model.since=13"]),
-            id="back to before any limits",
-            marks=pytest.mark.full,
-        ),
-        pytest.param("noise", 3, [0], ["explain=full"], marks=pytest.mark.full),
-        pytest.param("weight", 4, [3], ["parallel=ddp"], marks=pytest.mark.full),
-        pytest.param("weight", 2, [0], ["model.since=13"], marks=pytest.mark.full),
+        full("pattern", 2, [1], []),
+        full("pattern", 4, [2], ["parallel=zero2"]),
+        full(*("sum", 2, [], ["model.since=13"]), id="back to before any limits"),
+        full("noise", 3, [0], ["explain=full"]),
+        full("weight", 4, [3], ["parallel=ddp"]),
+        full("weight", 2, [0], ["model.since=13"]),
     ],
 )
 def test_a_sick_device_halts_the_run_and_skips_nothing(

@@ -16,10 +16,10 @@ from tests.drills.compare import (
 from tests.drills.test_guests import POISON, SHORT
 from tests.drills.test_optimizers import OPTIMIZERS
 from tests.drills.test_zero import on
+from tests.rows import full, full_but
 from tests.run import Result, finish, train
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
-FULL = pytest.mark.full
 GROUPS = "optim.groups=[{match: norm, rate: 0.5, weight_decay: 0.01}]"
 # On the device and on the host; rates by name; an average; numbers of groups.
 SETTINGS = {
@@ -30,24 +30,20 @@ SETTINGS = {
     "adamw": (GROUPS, "optim.ema=0.9"),
 }
 CASES = [
-    pytest.param(stage, name, marks=() if (stage, name) == ("zero1", "rmsprop") else FULL)
-    for stage, names in {
-        "zero1": ("rmsprop", "lion", "sgd", "adamw"),
-        "zero2": ("lion", "schedule-free"),
-        "zero3": ("rmsprop", "schedule-free"),
-    }.items()
-    for name in names
+    *(("zero1", name) for name in ("rmsprop", "lion", "sgd", "adamw")),
+    *(("zero2", name) for name in ("lion", "schedule-free")),
+    *(("zero3", name) for name in ("rmsprop", "schedule-free")),
 ]
 
 
-@pytest.mark.parametrize(("stage", "name"), CASES)
+@pytest.mark.parametrize(("stage", "name"), full_but([("zero1", "rmsprop")], CASES))
 def test_poison_ends_as_if_it_was_never_there(tmp_path: Path, stage: str, name: str) -> None:
     how = [*SHORT, *on(stage), *SETTINGS[name], "steps=32", "schedule.total=32"]
     assert_every_sample_once(assert_as_if_never_there(tmp_path, how, POISON))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("stage", "name"), [case.values for case in CASES])
+@pytest.mark.parametrize(("stage", "name"), CASES)
 def test_killed_is_as_not_killed_and_engines_and_ranks_may_change(
     tmp_path: Path, stage: str, name: str
 ) -> None:
@@ -79,7 +75,7 @@ def evaluations(run: Result) -> list[float]:
     ("optim", "words"),
     [
         ("optim=muon", "works on whole matrices, and parallel=zero1 updates flat partitions"),
-        pytest.param("optim=adafactor", "needs whole parameters (rows, matrices", marks=FULL),
+        full("optim=adafactor", "needs whole parameters (rows, matrices"),
     ],
 )
 def test_what_needs_whole_parameters_is_refused_with_what_to_use(

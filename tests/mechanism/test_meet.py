@@ -32,6 +32,7 @@ from runner.session.group import refuse_untried
 from runner.system.error import ConfigError, StartError
 from tests import warm
 from tests.programs import python
+from tests.rows import full
 
 ROOT = Path(__file__).parents[2]
 
@@ -92,9 +93,7 @@ def test_absent_ranks_are_named() -> None:
     assert not other.strip() or "absent" in other, "rank 0 has said it for all"
 
 
-@pytest.mark.parametrize(
-    "host", ["127.0.0.1", pytest.param("no-such-host.invalid", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("host", ["127.0.0.1", full("no-such-host.invalid")])
 def test_a_meeting_point_that_is_not_there(host: str) -> None:
     port = free_port()
     process = started(1, 2, port, host)
@@ -107,7 +106,7 @@ def test_a_meeting_point_that_is_not_there(host: str) -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    [None, pytest.param(b"HTTP/1.1 400 Bad Request\r\n\r\n", marks=pytest.mark.full)],
+    [None, full(b"HTTP/1.1 400 Bad Request\r\n\r\n")],
 )
 def test_a_meeting_point_that_is_something_else(answer: bytes | None) -> None:
     """A proxy, or another program on the port: it takes the call, and says nothing or nonsense."""

@@ -35,6 +35,7 @@ from runner.health.root_cause import RootCause, find_root_cause
 from runner.run_dir.lease import acquire
 from runner.run_dir.paths import RunDir
 from tests.crash_reports import entries, report
+from tests.rows import full_but
 
 WORLD, A_NODE = 72, 8
 
@@ -64,10 +65,7 @@ CRASHES: dict[str, tuple[Callable[[int], Report], set[int]]] = {
 
 
 ALWAYS = {("absent", None), ("operation", None), ("silence", 16)}  # test_blame.py has each cause
-CASES = [
-    pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.full)
-    for case in itertools.product(CRASHES, (None, 16))
-]
+CASES = full_but(ALWAYS, itertools.product(CRASHES, (None, 16)))
 
 
 @pytest.mark.parametrize(("kind", "without_leader"), CASES)

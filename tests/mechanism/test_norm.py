@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from runner.engine.forward import squared_norm
+from tests.rows import full
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    "numel", [1, 1000, (1 << 16) + 1, pytest.param(1 << 26, id="2^26", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("numel", [1, 1000, (1 << 16) + 1, full(1 << 26, id="2^26")])
 def test_no_element_is_lost(numel: int) -> None:
     """In one FP32 sum of squares 0.5 % of the norm go missing at 2^26 elements."""
     generator = torch.Generator().manual_seed(numel)

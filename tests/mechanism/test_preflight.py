@@ -17,8 +17,7 @@ from runner.startup.preflight.learning import _error, by_heart, rate_range
 from runner.startup.preflight.subject import Subject, Trial
 from runner.system.error import EXIT_CONFIG, EXIT_DONE
 from tests.preflight_cases import DATA, MODELS, SOUND, WRONG
-
-_FEW_WRONG = ("sees the next", "no positions", "wrong backward")
+from tests.rows import full_but
 
 
 def _results(
@@ -30,26 +29,22 @@ def _results(
     return code, {n["check"]: n["result"] for n in lines}, {n["check"]: n["found"] for n in lines}
 
 
-def _assert_found(capsys: pytest.CaptureFixture[str], name: str) -> None:
+FEW_WRONG = ("sees the next", "no positions", "wrong backward")
+
+
+@pytest.mark.parametrize("name", full_but(FEW_WRONG, WRONG))
+def test_what_is_wrong_is_named(capsys: pytest.CaptureFixture[str], name: str) -> None:
     (model, *settings), check = WRONG[name]
     code, results, _ = _results(capsys, f"model._target_={MODELS}.{model}", *settings)
     assert results[check] == "FAILS", results
     assert code == EXIT_CONFIG
 
 
-def _assert_sound(capsys: pytest.CaptureFixture[str], name: str) -> None:
+@pytest.mark.parametrize("name", full_but(["decoder by documents"], SOUND))
+def test_a_sound_model_passes(capsys: pytest.CaptureFixture[str], name: str) -> None:
     code, results, found = _results(capsys, *SOUND[name])
     assert set(results.values()) <= {"ok", "-"}, {n: found[n] for n in results}
     assert code == EXIT_DONE
-
-
-@pytest.mark.parametrize("name", _FEW_WRONG)
-def test_what_is_wrong_is_named(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    _assert_found(capsys, name)
-
-
-def test_a_sound_model_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    _assert_sound(capsys, "decoder by documents")
 
 
 def test_a_router_that_takes_the_best_two_has_no_wrong_gradient(
@@ -59,18 +54,6 @@ def test_a_router_that_takes_the_best_two_has_no_wrong_gradient(
     _, results, found = _results(capsys, "model._target_=tests.uncommon_guests.TopTwo")
     name = "gradients are those of the loss"
     assert results[name] == "warns" and "at router.weight the loss jumps" in found[name], found
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", WRONG)
-def test_everything_wrong_is_named(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    _assert_found(capsys, name)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", SOUND)
-def test_every_sound_model_passes(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    _assert_sound(capsys, name)
 
 
 @pytest.mark.full

@@ -29,6 +29,7 @@ from runner.session import parts
 from runner.session.corpus import open_dataset
 from runner.system.error import ConfigError
 from tests import hf_folder
+from tests.rows import full
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -317,7 +318,7 @@ def experts_of(kind: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["mixtral", full("qwen3_moe")])
 def test_experts_that_are_stored_one_by_one_are_read_a_range_at_a_time_and_written_again(
     tmp_path: Path, kind: str
 ) -> None:

@@ -48,6 +48,7 @@ from runner.system.process import die_with_parent
 from runner.train.step import InFlightStep, Stepper, StepPlan, StepRules
 from tests import warm
 from tests.reference import Documents, Reference, Trained, is_bf16_only
+from tests.rows import full_but
 
 CPU = torch.device("cpu")
 STEPS = 10
@@ -62,8 +63,8 @@ ENGINES = {
     4: ("hsdp",),
 }
 OPTIMIZERS = ("adamw", "muon", "lion", "sgd", "Adafactor", "NAdam")
-# Always: AdamW, element by element as these are; Muon, of matrices as Adafactor is.
-LIKE_OTHERS = ("lion", "sgd", "NAdam", "Adafactor")
+# AdamW, element by element as most are; Muon, of matrices as Adafactor is.
+ALWAYS_ALIKE = ("adamw", "muon")
 AMONG_RANKS = 1.5e-6  # ten times the largest deviation on two and three ranks from one (Muon)
 VARIANTS = ("free", "clipped", "sometimes", "penalised", "at once", "frozen", "dropout")
 
@@ -148,7 +149,7 @@ def rows(ranks: int) -> list[tuple[Row, bool]]:
         4: set[str](),
     }[ranks]
     made = [Row(engine, variant) for engine in ENGINES[ranks] for variant in VARIANTS]
-    of_optimizers = [(Row("fsdp", n), n not in LIKE_OTHERS) for n in OPTIMIZERS if ranks < 4]
+    of_optimizers = [(Row("fsdp", n), n in ALWAYS_ALIKE) for n in OPTIMIZERS if ranks < 4]
     return [(row, row.name in always) for row in made if is_possible(row)] + of_optimizers
 
 
@@ -436,7 +437,7 @@ def name_of_row(ranks: int, row: Row) -> str:
 @pytest.mark.timeout(1300)
 @pytest.mark.parametrize(
     "optimizer",
-    [pytest.param(n, marks=[pytest.mark.full] * (n in LIKE_OTHERS)) for n in OPTIMIZERS],
+    full_but(ALWAYS_ALIKE, OPTIMIZERS),
 )
 def test_weights_do_not_depend_on_the_number_of_ranks(
     told: dict[tuple[int, str], dict[int, str]], optimizer: str

@@ -38,6 +38,7 @@ from runner.system.error import CheckpointError, ConfigError, CorruptCheckpoint
 from runner.system.files import file_digest
 from tests.mechanism.test_ring_on_disk import tensors, write
 from tests.observed import OneRank
+from tests.rows import full
 from tests.store import BUCKET, Store
 from tests.stored import moment
 
@@ -147,7 +148,7 @@ class Dies:
         return change
 
 
-@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("stride", [3, full(1)])
 def test_dying_at_any_change_leaves_nothing_that_passes_for_whole(
     out: Path, url: str, stride: int
 ) -> None:

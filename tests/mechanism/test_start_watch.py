@@ -20,6 +20,7 @@ from runner.system.process import host_name, own_process, pid_namespace
 from tests import warm
 from tests.mechanism.test_meet import free_port
 from tests.mechanism.test_witness import endings, until, watched
+from tests.rows import full
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -142,7 +143,7 @@ def test_a_neighbour_that_dies_ends_this_rank_and_is_told(
     [
         # Never silent for so long, however busy the machine: the neighbour tells. Always in one
         # process: test_a_neighbour_that_dies_ends_this_rank_and_is_told.
-        pytest.param(2, 200, "SIGKILL", marks=pytest.mark.full),
+        full(2, 200, "SIGKILL"),
         (1, 8, "has been silent for"),
     ],
 )

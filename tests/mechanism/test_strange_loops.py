@@ -21,6 +21,7 @@ from runner.embed.loop.rollback_state import CannotReadAgain
 from runner.system.error import CheckpointError, ConfigError
 from tests import strange_loops
 from tests.frameworks import digest
+from tests.rows import full
 from tests.script_run import ends_of
 from tests.strange_loops import DIM, Given, Net, build, computed
 
@@ -36,7 +37,7 @@ COSTLY = (  # the three last are kinds of random_windows_accumulated
     "random_windows_accumulated_by_a_generator",
 )
 LOOPS = [
-    pytest.param(name, marks=pytest.mark.full) if name in COSTLY else name
+    full(name) if name in COSTLY else name
     for name, one in vars(strange_loops).items()
     if isinstance(one, types.FunctionType)
     and one.__module__ == strange_loops.__name__

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from tests.crash_world import Promises, World, check
+from tests.rows import full
 from tests.syscalls import NAMES, READING, Inline, Outcome, Point, points, run, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -112,8 +113,8 @@ def chosen(names: str, stride: int) -> list[Point]:
     return found
 
 
-each = pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.mark.full)])
-some = pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.full)])
+each = pytest.mark.parametrize("stride", [13, full(1)])
+some = pytest.mark.parametrize("stride", [23, full(1)])
 
 
 @each
@@ -134,7 +135,7 @@ def test_killed_at_a_call(folder: Path, stride: int) -> None:
 @pytest.mark.parametrize(
     "error",
     # Of those that say "no more of this" ENOSPC is tried always.
-    [e if e in ERRORS[:3] else pytest.param(e, marks=pytest.mark.full) for e in ERRORS],
+    [e if e in ERRORS[:3] else full(e) for e in ERRORS],
 )
 @pytest.mark.timeout(1800)
 def test_failed_at_a_call(folder: Path, error: str, stride: int) -> None:
@@ -166,7 +167,7 @@ def limit_files(num_bytes: int) -> Callable[[], None]:
     return limit
 
 
-@pytest.mark.parametrize("step", [301, pytest.param(7, marks=pytest.mark.full)])
+@pytest.mark.parametrize("step", [301, full(7)])
 @pytest.mark.timeout(1800)
 def test_short_writes(folder: Path, step: int) -> None:
     """The kernel takes a part of what a write hands over, and nothing of the next one."""

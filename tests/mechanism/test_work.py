@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from runner.checkpoint.jobs import LockstepQueue
 from tests.programs import ended
+from tests.rows import full
 
 
 class World:
@@ -75,9 +76,7 @@ print(own(), *found)
 """
 
 
-@pytest.mark.parametrize(
-    "more", [5, pytest.param(0, marks=pytest.mark.full), pytest.param(19, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("more", [5, full(0), full(19)])
 def test_its_thread_gives_way_to_the_step_under_nice_as_well(more: int) -> None:
     """Relative to the process: an absolute priority would put it before the step, under nice."""
     own = os.getpriority(os.PRIO_PROCESS, 0)

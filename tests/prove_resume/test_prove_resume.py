@@ -20,6 +20,7 @@ from runner.system.error import ConfigError
 from tests.programs import ROOT, python
 from tests.prove_resume.cases import PLANTED, SCRIPTS, SOUND_CASES, Case
 from tests.prove_resume.table import forked, named, verdict_of
+from tests.rows import full
 
 # Always; the others with --full.
 FEW = {"plain-1-moments", "ddp-2-sampler_restarted"}
@@ -193,12 +194,9 @@ def test_a_signal_that_asks(kind: str, tmp_path: Path) -> None:
     ("words", "count", "said"),
     [
         pytest.param((OWN, "ring"), 1, "Equal", id="ring"),
-        pytest.param((OWN, "ring"), 3, "Equal", id="ring on more", marks=pytest.mark.full),
-        pytest.param((OWN, "guard"), 1, "Equal", id="guard", marks=pytest.mark.full),
-        pytest.param(
-            (str(SCRIPTS / "ddp.py"),), 1, "reads other samples than on 2", id="ddp",
-            marks=pytest.mark.full,
-        ),
+        full((OWN, "ring"), 3, "Equal", id="ring on more"),
+        full((OWN, "guard"), 1, "Equal", id="guard"),
+        full((str(SCRIPTS / "ddp.py"),), 1, "reads other samples than on 2", id="ddp"),
     ],
 )  # fmt: skip
 def test_on_other_ranks(words: tuple[str, ...], count: int, said: str, tmp_path: Path) -> None:
