@@ -32,7 +32,7 @@ from runner.convert.weights import open_source
 from runner.data.cursor import SampleStream
 from runner.data.tokens import open_tokens
 from runner.distributed.env import JobEnv, launch_from, place_from, rendezvous_endpoint
-from runner.fault.spec import parse_faults
+from runner.fault.spec import KINDS, parse_faults
 from runner.health.cause_reporter import unexplained
 from runner.health.rank_report import Report, read_fatal_log, read_reports
 from runner.health.root_cause import find_root_cause
@@ -41,7 +41,7 @@ from runner.policy.decision.skip_ledger import Ledger
 from runner.run_dir.lease import RunLease, acquire, newest_number
 from runner.run_dir.paths import RunDir
 from runner.startup.resume import _serial_in
-from runner.system.error import RunnerError
+from runner.system.error import DataError, RunnerError
 from runner.system.json_lines import read_lines, step_of
 from runner.system.process import own_process
 from runner.train.state import TrainState
@@ -314,7 +314,17 @@ def test_overrides(num: int) -> None:
         [*WORDS[:12], "[[0,1]]", "[[1,0]]", "{a:1}", "[" * 300, "${x}", "1e999"]
     )
     texts = st.tuples(keys, values | st.text(max_size=10)).map("=".join) | st.text(max_size=20)
-    try_all(num, st.lists(texts, min_size=1, max_size=2), lambda o: check(compose(o), world_size=1))
+
+    def work(overrides: list[str]) -> None:
+        config = compose(overrides)
+        assert type(config) is RunConfig
+        check(config, world_size=1)
+
+    deep = "[" * 100 + "]" * 100
+    for known in ("~=[]", "++={}", f"data.path={deep}", "@model=tiny", "~guard.window"):
+        with pytest.raises(RunnerError):
+            work([known])
+    try_all(num, st.lists(texts, min_size=1, max_size=2), work)
 
 
 @often
@@ -344,7 +354,13 @@ def test_faults(num: int) -> None:
     texts = st.lists(parts, max_size=10).map("".join) | st.text(max_size=30)
     sound = st.sampled_from(["kill@step=3,rank=1,at=save", "spike@samples=3-9,scale=50"])
     edited = sound.flatmap(lambda text: damaged(text.encode())).map(lambda d: d.decode("latin-1"))
-    try_all(num, st.lists(texts | edited, min_size=1, max_size=2), parse_faults)
+
+    def work(given: list[str]) -> None:
+        for fault in parse_faults(given):
+            assert fault.kind in KINDS and 0 <= fault.steps[0] <= fault.steps[1]
+            assert math.isfinite(fault.seconds) and math.isfinite(fault.scale)
+
+    try_all(num, st.lists(texts | edited, min_size=1, max_size=2), work)
 
 
 # Token files
@@ -397,6 +413,8 @@ def test_npy(num: int, tmp_path: Path) -> None:
     np.save(path, np.arange(40, dtype="<u2"))
     sound, work = path.read_bytes(), written(path, open_corpus)
     work(sound)
+    with pytest.raises(DataError):  # tokenize.TokenError from inside numpy
+        work(sound[:125] + b"\0\0[")
     headers = st.sampled_from(
         ["{'descr': '<u2', 'fortran_order': False, 'shape': (" + size + ",)}"
          for size in ("10**20", "-1", "True", "2**99", "1e3", "9" * 30, "'a'", "0", "4,5")]
