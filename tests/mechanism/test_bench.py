@@ -14,8 +14,7 @@ import torch
 from scripts.bench.fair import refuse_measured, refuse_other_losses, refuse_uneven
 from scripts.bench.ours import make_task, settings
 from scripts.bench.process import MeasureError, environment, torchrun
-from scripts.bench.provenance import busy_warning, cpu_model
-from scripts.bench.report import amount, compared, grouped, markdown, ratio
+from scripts.bench.report import grouped, ratio
 from scripts.bench.task import Task, build_model
 from scripts.bench.turns import Turns
 from tests.programs import ended, python
@@ -75,28 +74,6 @@ def test_turns_alternate_blocks_and_end() -> None:
         order.append("d")
         done = turns.after_step()
     assert "".join(order) == "d" + "ddpps" + "ppsdd" + "ddpps"
-
-
-def test_table_has_a_line_a_row_and_names_what_failed() -> None:
-    row = compared("step", "bare", [(0.0101, 0.01)])
-    measured = {"name": "step", "rows": [row.to_json()], "failed": ["no /proc"]}
-    lines = markdown([measured]).splitlines()
-    assert lines[2] == "| step | bare | 1.010 | 1.010 to 1.010 | 10.1 ms | 10 ms |  |"
-    assert "not measured: no /proc" in lines[3]
-    assert len({line.count("|") for line in lines}) == 1
-
-
-def test_amounts_in_peoples_units() -> None:
-    told = [amount(0.00123, "s"), amount(12.34, "s"), amount(17.0, "steps"), amount(None, "s")]
-    assert told == ["1.23 ms", "12.3 s", "17 steps", ""]
-
-
-def test_a_busy_machine_is_told(tmp_path: Path) -> None:
-    assert busy_warning(0.4, 2) is None
-    assert "load 3.00 on 2 cores" in str(busy_warning(3.0, 2))
-    (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name\t: Some CPU @ 2 GHz\n")
-    assert cpu_model(tmp_path / "cpuinfo") == "Some CPU @ 2 GHz"
-    assert cpu_model(tmp_path / "none")
 
 
 @pytest.mark.parametrize(

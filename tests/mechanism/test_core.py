@@ -27,7 +27,9 @@ def _outside(text: str) -> set[str]:
     return imported - core - {"runner"}
 
 
-@pytest.mark.full  # the import contract says the same of what is written
+pytestmark = pytest.mark.full  # the import contract says the same of what is written
+
+
 def test_a_training_process_imports_no_tools(tmp_path: Path) -> None:
     """Not at its start, nor where it evaluates, has its curve read and its page written."""
     run = train(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import signal
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +12,11 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from runner.fault.inject import Disturbance, DrillError, FaultInjector
 from runner.fault.spec import KINDS, Fault, parse_faults
 from runner.fault.wrap import FaultyHeart, MicroBatchFaults, wrap_engine, wrap_group, wrap_heart
 from runner.system.error import ConfigError
-from tests.programs import python
 
 
 def parse(text: str) -> Fault:
@@ -34,12 +29,10 @@ def parse(text: str) -> Fault:
     [
         ("nan_grad@step=20,rank=1", {"kind": "nan_grad", "steps": (20, 21), "rank": 1}),
         ("nan_grad@step=20", {"kind": "nan_grad", "steps": (20, 21), "rank": None}),
-        ("nan_loss@step=20,rank=0", {"kind": "nan_loss", "steps": (20, 21), "rank": 0}),
         ("poison@samples=400-431", {"kind": "poison", "samples": (400, 432)}),
         ("poison@samples=400", {"kind": "poison", "samples": (400, 401)}),
         ("spike@samples=4-7,scale=2.5", {"kind": "spike", "samples": (4, 8), "scale": 2.5}),
         ("spike@samples=4-7", {"kind": "spike", "samples": (4, 8), "scale": 50.0}),
-        ("kill@step=30,rank=0", {"kind": "kill", "steps": (30, 31), "rank": 0}),
         ("hang@step=30-32,rank=1", {"kind": "hang", "steps": (30, 33), "rank": 1}),
         ("mismatch@step=30, rank=1", {"kind": "mismatch", "steps": (30, 31), "rank": 1}),
         (
@@ -92,28 +85,6 @@ def test_what_is_refused(text: str, fragments: Sequence[str]) -> None:
     told = str(caught.value)
     assert told.startswith(f"faults: {text!r}: ")
     assert all(fragment in told for fragment in fragments)
-
-
-NAME = st.sampled_from(["step", "samples", "rank", "seconds", "scale"]) | st.text(max_size=4)
-WORD = (
-    st.integers(-5, 10**18).map(str)
-    | st.sampled_from(["1-2", "9-1", "nan", "inf", "-0", "1e400", "", "²", "٣", "1_0", "0x1"])
-    | st.text(max_size=6)
-)
-PAIRS = st.lists(st.tuples(NAME, WORD).map("=".join) | st.text(max_size=5), max_size=4)
-FAULT = st.tuples(st.sampled_from(KINDS), PAIRS.map(",".join)).map("@".join) | st.text(max_size=20)
-
-
-@given(FAULT)
-def test_whatever_is_written_only_a_config_error_comes_out(text: str) -> None:
-    try:
-        fault = parse(text)
-    except ConfigError as error:
-        assert repr(text) in str(error)
-    else:
-        assert fault.kind in KINDS
-        assert 0 <= fault.steps[0] <= fault.steps[1]
-        assert math.isfinite(fault.seconds) and math.isfinite(fault.scale)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +157,11 @@ def test_it_fires_once_on_each_rank_it_is_for(tmp_path: Path) -> None:
 
 
 def test_only_the_first_micro_batch_of_the_step_is_hit(tmp_path: Path) -> None:
+    one = injector(tmp_path, "nan_grad@step=3")
+    one.before_step(3)
+    assert one.disturbance([7, 8]) == Disturbance(
+        activation_scale=(1.0, 1.0), loss_scale=(1.0, 1.0), nan_grad=True
+    )
     one = injector(tmp_path, "nan_loss@step=3")
     one.before_step(3)
     hit = one.disturbance([7, None])
@@ -193,14 +169,6 @@ def test_only_the_first_micro_batch_of_the_step_is_hit(tmp_path: Path) -> None:
     assert all(math.isnan(scale) for scale in hit.loss_scale)
     assert hit.nan_grad is False and hit.activation_scale == (1.0, 1.0)
     assert one.disturbance([8, 9]) is None
-
-
-def test_nan_grad_leaves_the_forward_pass_alone(tmp_path: Path) -> None:
-    one = injector(tmp_path, "nan_grad@step=3")
-    one.before_step(3)
-    assert one.disturbance([7, 8]) == Disturbance(
-        activation_scale=(1.0, 1.0), loss_scale=(1.0, 1.0), nan_grad=True
-    )
 
 
 def test_faults_of_samples_happen_whenever_they_are_read(tmp_path: Path) -> None:
@@ -216,52 +184,6 @@ def test_faults_of_samples_happen_whenever_they_are_read(tmp_path: Path) -> None
                 activation_scale=(1.0, 1.0, 1.0), loss_scale=(7.0, 1.0, 1.0)
             )
             assert one.disturbance([12, 19, 22, None]) is None
-
-
-def test_without_faults_nothing_happens(tmp_path: Path) -> None:
-    one = injector(tmp_path)
-    assert steps_that_fire(one) == []
-    assert one.in_step("mismatch") is False
-    assert not (tmp_path / "faults").exists()
-
-
-def test_mismatch_lasts_one_step(tmp_path: Path) -> None:
-    one = injector(tmp_path, "mismatch@step=3,rank=1", rank=1)
-    told = []
-    for step in (2, 3, 4, 3):
-        one.before_step(step)
-        told.append(one.in_step("mismatch"))
-    assert told == [False, True, False, False]
-
-
-def test_slow_sleeps_at_every_step_of_its_range(tmp_path: Path) -> None:
-    one = injector(tmp_path, "slow@step=2-3,seconds=0.05")
-    slept = []
-    for step in (1, 2, 3, 4, 2):
-        began = time.monotonic()
-        one.before_step(step)
-        slept.append(time.monotonic() - began >= 0.05)
-    assert slept == [False, True, True, False, True]
-
-
-KILLED = """
-import sys
-from pathlib import Path
-from runner.fault.inject import FaultInjector
-from runner.fault.spec import parse_faults
-one = FaultInjector(parse_faults(["kill@step=2"]), rank=0, markers=Path(sys.argv[1]))
-for step in (1, 2, 3):
-    one.at("fetch", step)
-    print(step, flush=True)
-"""
-
-
-def test_kill_takes_the_process_once(tmp_path: Path) -> None:
-    ends = [python("-c", KILLED, str(tmp_path / "faults")) for _ in range(2)]
-    assert [(end.returncode, end.stdout.split()) for end in ends] == [
-        (-signal.SIGKILL, ["1"]),
-        (0, ["1", "2", "3"]),
-    ]
 
 
 class TestCorruptCheckpoint:
@@ -357,6 +279,7 @@ class Group:
 
 def test_without_faults_nothing_is_wrapped(tmp_path: Path) -> None:
     none, heart, group = injector(tmp_path), Heart(), Group()
+    assert steps_that_fire(none) == [] and not (tmp_path / "faults").exists()
     assert wrap_heart(heart, none, Files()) is heart
     assert wrap_group(group, none) is group
     assert wrap_engine(heart, none, MicroBatchFaults()) is heart

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.system.files import (
@@ -82,6 +82,7 @@ def written(path: Path, lines: list[dict[str, Any]]) -> bytes:
     return path.read_bytes()
 
 
+@settings(max_examples=40, deadline=None)
 @given(lines=LINES, data=st.data())
 def test_a_cut_file_gives_its_whole_lines_and_goes_on(
     tmp_path_factory: pytest.TempPathFactory, lines: list[dict[str, Any]], data: st.DataObject

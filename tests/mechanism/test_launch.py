@@ -23,7 +23,7 @@ from runner.launch import slurm, torchrun
 from runner.launch.crash_evidence import BadNodes, choose
 from runner.launch.slurm import announce, meeting
 from runner.system.error import ConfigError
-from tests.programs import ended, python
+from tests.programs import ended
 
 SCHEMAS = {
     "JobSet": JobsetV1alpha2JobSet,
@@ -261,13 +261,15 @@ def test_torchrun_on_nodes_that_come_and_go() -> None:
     }  # fmt: skip
 
 
-def test_the_shell_around_it_adds_nothing(tmp_path: Path) -> None:
+def test_the_shell_around_it_adds_nothing(
+    printed: Printed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # which gives the meeting its name
     words = ["--print", "--nproc", "2", "--nodes", "2:4", "--head", "127.0.0.1", "model=tiny"]
     script = Path(__file__).parents[2] / "launch" / "torchrun.sh"
     done = ended("bash", str(script), *words, cwd=tmp_path, check=True)
-    own = python("-m", "runner", "launch", *words, cwd=tmp_path, check=True)
     assert "--nnodes=2:4" in done.stdout
-    assert done.stdout.split()[1:] == own.stdout.split()[1:]
+    assert done.stdout.split()[1:] == printed("launch", *words).split()[1:]
 
 
 def test_who_is_the_head_is_found_by_address() -> None:
