@@ -60,7 +60,7 @@ def _with_file(given: list[str]) -> list[str]:
     """The arguments with the settings of ``--config FILE``; scripts may have such an option too."""
     if given[:1] in _OF_SCRIPTS or not any(word.startswith("--config") for word in given):
         return given
-    from runner.config.settings_file import expanded
+    from runner.config.compose import expanded
 
     return expanded(given)
 

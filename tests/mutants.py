@@ -496,14 +496,14 @@ MUTANTS = (
     ),
     Mutant(
         "audits always take rank 0's samples",
-        "runner/explain/same_batch.py",
+        "runner/explain/audit.py",
         "self._feed.read_again(plan, number % self._ranks.world_size)",
         "self._feed.read_again(plan, 0)",
         "tests/mechanism/test_audit.py",
     ),
     Mutant(
         "own gradients: the first micro-batch only",
-        "runner/explain/same_batch.py",
+        "runner/explain/audit.py",
         "            checksum = self._sums[name] * _FACTOR + checksum\n",
         "            checksum = self._sums[name]\n",
         "tests/mechanism/test_audit.py",

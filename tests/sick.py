@@ -17,8 +17,7 @@ from torch.nn import functional as F
 
 from runner.distributed.observers import Observers
 from runner.engine.fsdp import FsdpEngine
-from runner.explain.rate_probe import RateProbe
-from runner.explain.repeated_steps import RepeatedSteps
+from runner.explain.repeated_steps import RateProbe, RepeatedSteps
 from runner.system.error import CheckpointError
 from runner.train.step import Stepper
 

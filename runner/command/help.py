@@ -1,13 +1,18 @@
-"""``--help``: how to start and the groups, on one screen; ``--help GROUP``: the keys of a group."""
+"""What tells of commands, settings and pages: ``--help [GROUP]``, ``completion`` and ``docs``."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterable, Iterator
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
+from runner.command.arguments import Parser
+from runner.command.table import COMMANDS
 from runner.config.compose import documented, fields, packaged_configs, suggestion, type_name
 from runner.config.schema import RunConfig
 from runner.system.error import (
@@ -110,3 +115,96 @@ def _line(name: str, spec: dataclasses.Field[Any], value: Any) -> str:
     shown = value.value if isinstance(value, Enum) else value
     default = "null" if shown is None else shown
     return f"{name}={default}  ({type_name(spec)}) {spec.metadata['help']}"
+
+
+# -- completion ------------------------------------------------------------------------------
+
+# bash: eval "$(holdfast completion bash)"    in ~/.bashrc
+# zsh:  eval "$(holdfast completion zsh)"     in ~/.zshrc, after compinit
+# fish: holdfast completion fish | source     in ~/.config/fish/config.fish
+#
+# The words stand in the scripts: a Python process at each Tab would take half a second.
+# In bash "=" separates words, so what stands before it is taken off the answers.
+_BASH = """\
+_holdfast() {
+  local typed="${COMP_LINE:0:COMP_POINT}"
+  typed="${typed##* }"
+  COMPREPLY=($(compgen -W '%s' -- "$typed"))
+  if [[ "$typed" == *=* ]]; then COMPREPLY=("${COMPREPLY[@]#"${typed%%=*}="}"); fi
+  if [[ "${COMPREPLY[0]-}" == *= ]]; then compopt -o nospace 2>/dev/null; fi
+}
+complete -o default -F _holdfast holdfast
+"""
+_ZSH = """\
+_holdfast() {
+  local -a words_of=(%s)
+  compadd -S '' -- ${(M)words_of:#*=}
+  compadd -- ${words_of:#*=}
+  _files
+}
+compdef _holdfast holdfast
+"""
+_FISH = "complete -c holdfast -a '%s'\n"
+_SHELLS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
+
+
+def completion_command(arguments: Sequence[str]) -> int:
+    """Print the script that completes commands, settings and presets in a shell."""
+    parser = Parser("completion", completion_command.__doc__)
+    parser.add_argument("shell", choices=_SHELLS)
+    sys.stdout.write(_SHELLS[parser.parse_args(arguments).shell] % " ".join(words()))
+    return EXIT_DONE
+
+
+def words() -> list[str]:
+    """All that can stand in a command line: commands, presets, ``key=``."""
+    presets = (f"{path.parent.name}={path.stem}" for path in packaged_configs().glob("*/*.yaml"))
+    keys = (f"{name}=" for name, _, _ in fields(RunConfig()))
+    return ["train", *COMMANDS, *sorted({*presets, *keys})]
+
+
+# -- pages, for who has no checkout --------------------------------------------------------------
+
+
+def docs_command(arguments: Sequence[str]) -> int:
+    """Print the pages' names, a page, or where a setting or a word is told of."""
+    parser = Parser("docs", docs_command.__doc__)
+    parser.add_argument("word", nargs="?", help="a page (loop), a setting (optim.lr), or any word")
+    word = parser.parse_args(arguments).word
+    pages = {path.stem: path.read_text() for path in sorted(_folder().glob("*.md"))}
+    name = (word or "").removeprefix("docs/").removesuffix(".md")
+    text = pages.get(name) or (_found(word, pages) if word else _list(pages))
+    sys.stdout.write(text)
+    return EXIT_DONE
+
+
+def _folder() -> Path:
+    """``docs/``: inside an installed wheel, or beside the checkout."""
+    package = Path(__file__).parents[1]
+    inside = package / "docs"
+    return inside if inside.is_dir() else package.parent / "docs"
+
+
+def _list(pages: dict[str, str]) -> str:
+    lines = (f"  {name:<14} {_title(text)}" for name, text in pages.items())
+    return "\n".join(["holdfast docs PAGE prints one of:", *lines, ""])
+
+
+def _title(text: str) -> str:
+    return text.partition("\n")[0].lstrip("# ")
+
+
+def _found(word: str, pages: dict[str, str]) -> str:
+    """What a setting does, and the lines that tell of a word."""
+    lines = [line] if (line := key_line(word)) else []
+    whole = re.compile(rf"(?<![\w.]){re.escape(word)}(?![\w])", re.IGNORECASE)
+    for name, text in pages.items():
+        told = [line.strip() for line in text.splitlines() if whole.search(line)]
+        if told and name != "configuration":
+            lines += [f"\nholdfast docs {name}   ({_title(text)})", *(f"  {t}" for t in told[:3])]
+    if not lines:
+        raise ConfigError(
+            f"docs {word}: neither a page nor a setting, and no page tells of it"
+            f"{suggestion(word, pages)}; `holdfast docs` lists the pages"
+        )
+    return "\n".join([*lines, ""])

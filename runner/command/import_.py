@@ -27,9 +27,8 @@ from runner.checkpoint.disk.shards import Snapshot, write_rank_file
 from runner.checkpoint.manifest import Manifest
 from runner.command.arguments import Parser
 from runner.command.bar import Bar
-from runner.config.compose import compose, digest, flat
+from runner.config.compose import compose, digest, flat, override_text
 from runner.config.schema import RunConfig
-from runner.config.settings_file import override_text
 from runner.config.validate import check
 from runner.convert.model_config import NAME as CONFIG_NAME
 from runner.convert.model_config import RENAMES, ForeignModel, config_beside, read_model

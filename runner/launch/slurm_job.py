@@ -20,8 +20,7 @@ from runner.distributed.env import END_TIME
 from runner.launch import slurm, torchrun
 from runner.launch.attempt import FINAL, Ended, Job, Stop, StopTarget
 from runner.launch.crash_evidence import BadNodes, choose
-from runner.launch.slurm import MOST_BYTES, announce
-from runner.launch.slurm_step import NODE_COMMAND, JobStep
+from runner.launch.slurm import MOST_BYTES, NODE_COMMAND, JobStep, announce
 from runner.launch.supervisor import JobSupervisor
 from runner.policy.restart import RestartRules, without_progress
 from runner.system.environment import variables

@@ -14,9 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner.config.compose import compose
+from runner.config.compose import compose, expanded
 from runner.config.schema import RunConfig
-from runner.config.settings_file import expanded
 from runner.distributed.env import gpus_asked_for, gpus_on_node
 from runner.system.error import ConfigError
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from runner.prove.compare import QUIET, differing, find_start, mean_loss, spread
 from runner.prove.judge import Judgement, compare_ranks, judge
 from runner.prove.record import Recorded, Save, Trajectory, Undecided, checkpoints
-from runner.prove.scratch import Place, Scratch, on_other_ranks
-from runner.prove.starts import Goal, Start
+from runner.prove.starts import Goal, Place, Scratch, Start, on_other_ranks
 from runner.prove.verdict import Repeats, Verdict
 from runner.system.environment import variables
 from runner.system.error import ConfigError

@@ -88,7 +88,7 @@ PHASES = {
     "evaluation of an average": Phase("average", f"{EVALUATOR}.loss 2 3", 12, NEXT),
     "evaluation under ZeRO": Phase("zero", f"{EVALUATOR}.loss 2 3", 12, NEXT),
     "A under ZeRO": Phase("zero", f"{BENCH}.compute 1 2", 14, ANEW),
-    "audit": Phase("plain", "runner.explain.same_batch:SameBatch.compute 3 0", 12),
+    "audit": Phase("plain", "runner.explain.audit:SameBatch.compute 3 0", 12),
     "save": Phase("plain", "runner.checkpoint.ring:CheckpointRing.save 2 0", 7),
     "last proof": Phase("plain", "runner.train.checkpoints:LastProof.fault 1 0", 20),
     "A": Phase("samples", f"{BENCH}.compute 1 2", 14, ANEW),
@@ -99,7 +99,7 @@ PHASES = {
     "D": Phase("samples", "runner.explain.clean_weights:CleanWeights.compute 2 1", 14, ANEW),
     "E": Phase("samples", "runner.explain.culprits:Culprits._without 1 2", 14, ANEW),
     "repetition": Phase("passing", f"{BENCH}.compute 3 1", 14, ANEW),
-    "G": Phase("rate", "runner.explain.rate_probe:RateProbe._is_cured 2 9", 25, ANEW),
+    "G": Phase("rate", "runner.explain.repeated_steps:RateProbe._is_cured 2 9", 25, ANEW),
 }
 
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from runner.explain import clean_weights
-from runner.explain.audit import AgreedNumbers, Auditor, Changed
-from runner.explain.same_batch import OwnGradients, SameBatch
+from runner.explain.audit import AgreedNumbers, Auditor, Changed, OwnGradients, SameBatch
 from runner.policy.outlier_ranks import Opinion, changed_ranks, named, opinion_on
 from runner.policy.retention.records import Record, State
 

@@ -25,7 +25,7 @@ CHANGE = {
     "runner/distributed/rendezvous.py": "where srun's tasks meet, for torch",
     "runner/engine/zero.py": "deepspeed does not start without",
     "runner/launch/fork_server.py": "a forked process has its own",
-    "runner/launch/slurm_step.py": "variables of an attempt",
+    "runner/launch/slurm.py": "variables of an attempt",
     "runner/session/group.py": "debug=nccl|collectives, for NCCL and torch",
 }
 TOUCHES = re.compile(r"\bos\.(environ|getenv|putenv|unsetenv)\b|from os import .*\benviron\b")

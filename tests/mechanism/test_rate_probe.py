@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from runner.data.cursor import BatchPlan
-from runner.explain.rate_probe import RateProbe, RateResult
 from runner.explain.reading import Reading, Row
+from runner.explain.repeated_steps import RateProbe, RateResult
 from runner.policy.decision.history import History
 from runner.policy.decision.skip_ledger import Ledger
 from runner.train.state import TrainState

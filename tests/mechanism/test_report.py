@@ -39,8 +39,8 @@ from runner.tools.report.drawing import (
 from runner.tools.report.episode import command, episodes
 from runner.tools.report.follow import Follower
 from runner.tools.report.incident import group_incidents, line_of
+from runner.tools.report.live_server import metrics_text
 from runner.tools.report.markup import tag
-from runner.tools.report.prometheus import metrics_text
 from runner.tools.report.run_reader import RunReader, RunStatus
 from runner.tools.report.sections import slowest
 from runner.tools.report.side_files import LayerFold, RingFold, ValueGrid

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.integrations.rollouts import Rollouts
+from runner.integrations.hf import Rollouts
 from runner.system.error import ConfigError
 
 NUM = 4

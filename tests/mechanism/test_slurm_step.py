@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from runner.launch.slurm_step import NODE_COMMAND, JobStep
+from runner.launch.slurm import NODE_COMMAND, JobStep
 from runner.system.parsing import parse_json
 
 # A process of the step: writes what it is told and what it reads as its own input, a line an order.
 NODE = """
 import json, os, sys
-from runner.launch.slurm_step import orders
+from runner.launch.slurm import orders
 for words in orders():
     named = [os.environ[name] for name in ("HOLDFAST_EXIT_DIR", "KEPT")]
     row = [os.getpid(), words, *named, sys.stdin.read()]
@@ -100,7 +100,7 @@ def test_between_orders_a_request_to_stop_is_not_for_it(nodes: Nodes) -> None:
 
 
 def test_a_step_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.launch.slurm_step._END_SECONDS", 0.2)
+    monkeypatch.setattr("runner.launch.slurm._END_SECONDS", 0.2)
     ready = tmp_path / "ready"
     code = (
         "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
