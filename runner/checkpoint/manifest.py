@@ -6,8 +6,7 @@ read what another wrote. All input from disk is checked before it is used.
 A list of every piece would grow with ranks times tensors: the manifest says in runs in which
 files they lie (:mod:`runner.checkpoint.layout`), and each rank's file has an index beside it; a
 rank reads the indexes that it needs (:mod:`runner.checkpoint.disk.index`). Elements are FP32 where
-no other type is named. Version 3 named no types; versions 2 and 4 had no indexes and listed every
-piece with its offset. All of them are read.
+no other type is named.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -83,7 +81,6 @@ def from_bytes(data: bytes, dtype: torch.dtype) -> torch.Tensor:
 
 FORMAT = "holdfast-ring"
 VERSION = 5
-_LISTED, _INDEXED = (2, 4), (3, VERSION)
 ITEM_BYTES = 4  # FP32, little endian
 MOST_BYTES = 1 << 30  # of a manifest
 _FILE_NAME = re.compile(r"rank-[0-9]{5,7}\.(?:bin|idx)")
@@ -132,8 +129,7 @@ class FileFacts:
 class Manifest(CheckpointMetadata):
     """What a checkpoint holds; ``train_state`` is what the loop rolls back.
 
-    ``update_counts`` are the optimizer's steps, by parameter. ``offsets``: where in its file a
-    piece lies, by tensor and start; None: the indexes say so.
+    ``update_counts`` are the optimizer's steps, by parameter.
     """
 
     serial: int
@@ -145,15 +141,10 @@ class Manifest(CheckpointMetadata):
     runs: Mapping[str, tuple[PieceRun, ...]]
     files: Mapping[str, FileFacts]
     dtypes: Mapping[str, str] = field(default_factory=dict)  # those not FP32
-    offsets: Mapping[tuple[str, int], int] | None = None
 
     def dtype(self, name: str) -> str:
         """Torch's name of a tensor's type."""
         return self.dtypes.get(name, FLOAT32)
-
-    def item_bytes(self, name: str) -> int:
-        """Bytes of one element of a tensor."""
-        return ITEM_SIZES[self.dtype(name)]
 
     def numel(self, name: str) -> int:
         """Number of elements of a tensor; 0 if there is none of this name."""
@@ -195,43 +186,23 @@ def parse_manifest(data: bytes, path: Path | str) -> Manifest:
 
 
 def _from_json(tree: Any) -> Manifest:
-    known = sorted((*_LISTED, *_INDEXED))
-    if tree["format"] != FORMAT or tree["version"] not in known:
+    if (tree["format"], tree["version"]) != (FORMAT, VERSION):
         raise ValueError(
-            f"format {tree['format']} version {tree['version']}; need {FORMAT} of version "
-            f"{', '.join(map(str, known))}"
+            f"format {tree['format']} version {tree['version']}; need {FORMAT} of version {VERSION}"
         )
     refuse_flagged(tree)
     tensors = tree["tensors"]
     num_data = sum(not is_index(name) for name in tree["files"])
-    offsets = None
-    if tree["version"] in _LISTED:
-        places, offsets = _listed(tensors)
-    else:
-        places = {name: tensor["runs"] for name, tensor in tensors.items()}
     return Manifest(
         **parse_fields(tree, counts=_COUNTS, texts=_TEXTS),
         shapes={n: tuple(whole(s, "shape") for s in t["shape"]) for n, t in tensors.items()},
         runs={
-            name: tuple(PieceRun.from_json(run, num_files=num_data) for run in runs)
-            for name, runs in places.items()
+            name: tuple(PieceRun.from_json(run, num_files=num_data) for run in tensor["runs"])
+            for name, tensor in tensors.items()
         },
-        offsets=offsets,
         files={name: FileFacts.from_json(facts) for name, facts in tree["files"].items()},
         dtypes={n: _type(t["dtype"]) for n, t in tensors.items() if "dtype" in t},
     )
-
-
-def _listed(tensors: Any) -> tuple[dict[str, list[Any]], dict[tuple[str, int], int]]:
-    """Each piece that an older manifest lists as a run by itself, and the pieces' offsets."""
-    runs: dict[str, list[Any]] = {}
-    offsets: dict[tuple[str, int], int] = {}
-    for name, tensor in tensors.items():
-        runs[name] = []
-        for start, count, file, offset in tensor["pieces"]:
-            runs[name].append([rank_of(file), 1, start, 0, count, 1, 0, 0])
-            offsets[name, start] = whole(offset, "offset", below=1 << 50)
-    return runs, offsets
 
 
 def parse_fields(tree: Any, *, counts: Iterable[str], texts: Iterable[str]) -> dict[str, Any]:
@@ -267,30 +238,13 @@ def _check(manifest: Manifest) -> None:
     for name, runs in manifest.runs.items():
         intervals = [interval for run in runs for interval in run.intervals()]
         check_coverage(name, manifest.numel(name), intervals)
-    kinds = (data_name, index_name) if manifest.offsets is None else (data_name,)
-    ranks = range(len(manifest.files) // len(kinds))
-    if manifest.files.keys() != {name(rank) for rank in ranks for name in kinds}:
+    ranks = range(len(manifest.files) // 2)
+    if manifest.files.keys() != {n(rank) for rank in ranks for n in (data_name, index_name)}:
         raise ValueError(f"files: not those of {len(ranks)} ranks, each with an index")
     # The files together must have the right size; the indexes assign their bytes.
-    needed = sum(manifest.numel(name) * manifest.item_bytes(name) for name in manifest.shapes)
+    needed = sum(
+        manifest.numel(name) * ITEM_SIZES[manifest.dtype(name)] for name in manifest.shapes
+    )
     stored = sum(f.num_bytes for name, f in manifest.files.items() if not is_index(name))
     if needed != stored:
         raise ValueError(f"files: {stored} bytes for tensors of {needed}")
-    if manifest.offsets is not None:
-        _check_offsets(manifest, manifest.offsets)
-
-
-def _check_offsets(manifest: Manifest, offsets: Mapping[tuple[str, int], int]) -> None:
-    """Check that no byte belongs to two pieces, so that no more is read than is stored."""
-    used: dict[str, list[tuple[int, int]]] = {name: [] for name in manifest.files}
-    for name, runs in manifest.runs.items():
-        for run in runs:
-            file, offset = data_name(run.file), offsets[name, run.start]
-            end = offset + run.count * manifest.item_bytes(name)
-            if end > manifest.files[file].num_bytes:
-                raise ValueError(f"{name}: piece outside {file}")
-            used[file].append((offset, end))
-    for file, spans in used.items():
-        for (_, end), (start, _) in pairwise(sorted(spans)):
-            if start < end:
-                raise ValueError(f"{file}: two pieces share the bytes from {start} on")

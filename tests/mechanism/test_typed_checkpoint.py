@@ -1,20 +1,17 @@
-"""A checkpoint holds elements of any type, on disk and in memory; older versions are read."""
+"""A checkpoint holds elements of any type, on disk and in memory."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import runner.system.files
-from runner.checkpoint.disk.directory import CheckpointDirectory, Entry
+from runner.checkpoint.disk.directory import Entry
 from runner.checkpoint.disk.shards import (
-    Indexes,
     ShardReader,
-    files_needed,
     verify_files,
 )
 from runner.checkpoint.manifest import ITEM_SIZES, dtype_of, is_finite
@@ -22,7 +19,7 @@ from runner.checkpoint.memory.snapshot import SlotLayout
 from runner.engine.protocol import Shard
 from runner.system.error import CorruptCheckpoint
 from tests.mechanism import test_ring_on_disk as on_disk
-from tests.mechanism.test_ring_on_disk import Tensors, only, partition, rewrite
+from tests.mechanism.test_ring_on_disk import Tensors, only, partition
 
 TYPES = {name: dtype_of(name) for name in ITEM_SIZES}
 FLOATS = [name for name, dtype in TYPES.items() if dtype.is_floating_point]
@@ -58,65 +55,6 @@ def assert_reads_back(entry: Entry, values: Tensors) -> None:
 
 def test_every_type_reads_back_bit_for_bit(tmp_path: Path) -> None:
     assert_reads_back(write(tmp_path / "ring", tensors()), tensors())
-
-
-def age(entry: Entry, values: Tensors, version: int) -> None:
-    """Make a checkpoint one of an older version."""
-    indexes = Indexes(entry)
-
-    def change(tree: dict[str, Any]) -> None:
-        tree["version"] = version
-        for name, tensor in tree["tensors"].items() if version != 3 else ():
-            del tensor["runs"]
-            pieces = indexes.pieces(name, 0, values[name].numel())
-            tensor["pieces"] = [[p.start, p.count, p.file, p.offset] for p in pieces]
-        for path in entry.folder.glob("*.idx") if version != 3 else ():
-            del tree["files"][path.name]
-            path.unlink()
-
-    rewrite(entry.folder, change)
-
-
-@pytest.mark.parametrize(
-    ("harm", "words"),
-    [
-        ("hole", "missing or doubled"), ("negative count", "count is '-3'"),
-        ("negative offset", "offset is '-4'"), ("past the end", "outside"),
-        ("in another file", "outside of the"), ("in the bytes of another", "share the bytes"),
-    ],
-)  # fmt: skip
-def test_an_older_list_that_does_not_add_up_is_refused(
-    tmp_path: Path, harm: str, words: str
-) -> None:
-    values = {n: t for n, t in tensors().items() if n.startswith("float32/")}
-    entry = write(tmp_path / "ring", values)
-    age(entry, values, 2)
-
-    def change(tree: dict[str, Any]) -> None:
-        pieces = [piece for tensor in tree["tensors"].values() for piece in tensor["pieces"]]
-        first, other = next(
-            (a, b) for a in pieces for b in pieces if a is not b and a[2] == b[2] and a[3] < b[3]
-        )
-        place, value = {
-            "hole": (0, first[0] + 1), "negative count": (1, -3), "negative offset": (3, -4),
-            "past the end": (3, 4 * 10**6), "in another file": (2, "rank-00009.bin"),
-            "in the bytes of another": (3, other[3]),
-        }[harm]  # fmt: skip
-        first[place] = value
-
-    rewrite(entry.folder, change)
-    entries, damaged = CheckpointDirectory(tmp_path / "ring").entries()
-    assert entries == [] and words in str(damaged), damaged
-
-
-@pytest.mark.parametrize(("version", "is_typed"), [(2, False), (3, False), (4, True)])
-def test_older_versions_are_read(tmp_path: Path, version: int, is_typed: bool) -> None:
-    """2 and 4 listed every piece with its offset; 2 and 3 held FP32 alone."""
-    values = {n: t for n, t in tensors().items() if is_typed or n.startswith("float32/")}
-    age(write(tmp_path / "ring", values), values, version)
-    old = only(tmp_path / "ring")
-    verify_files(old, files_needed(old, [(name, 0, 9) for name in values]), finite=True)
-    assert_reads_back(old, values)
 
 
 @pytest.mark.parametrize("block_bytes", [1, 7, 64, 1 << 20])

@@ -168,13 +168,11 @@ def stamps(entry: Entry, names: Iterable[str]) -> dict[str, Stamp]:
 
 def files_needed(entry: Entry, ranges: Iterable[tuple[str, int, int]]) -> set[str]:
     """Names of the files that hold any of these (tensor, start, count), and of their indexes."""
-    manifest = entry.manifest
     needed: set[str] = set()
     for name, start, count in ranges:
-        stop = start + count
-        for file, _, _ in _overlapping(manifest, name, start, stop):
+        for file, _, _ in _overlapping(entry.manifest, name, start, start + count):
             needed |= {data_name(file), index_name(file)}
-    return needed & manifest.files.keys()
+    return needed
 
 
 def _overlapping(
@@ -198,10 +196,7 @@ class StoredPiece:
 
 
 class Indexes:
-    """The indexes of a checkpoint, each read and verified once.
-
-    A checkpoint of an older version may have none: its manifest says the same.
-    """
+    """The indexes of a checkpoint, each read and verified once."""
 
     def __init__(self, entry: Entry) -> None:
         self._entry = entry
@@ -228,15 +223,7 @@ class Indexes:
         return pieces
 
     def _of(self, file: int) -> dict[tuple[int, int], tuple[int, int]]:
-        offsets = self._entry.manifest.offsets
-        if file not in self._read and offsets is not None:
-            self._read[file] = {
-                (self._numbers[name], run.start): (run.count, offsets[name, run.start])
-                for name, runs in self._entry.manifest.runs.items()
-                for run in runs
-                if run.file == file
-            }
-        elif file not in self._read:
+        if file not in self._read:
             path = self._entry.folder / index_name(file)
             try:
                 data = read_bounded(path, MOST_INDEX_BYTES)
