@@ -299,25 +299,6 @@ def test_one_line_per_file_and_overrides_as_in_training(tmp_path: Path, backtest
     assert [d["action"] for d in strict["decisions"]] == ["rollback"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "no file given"),
-        (["x.csv"], "no such file"),
-        (["x.csv", "steps=3"], "only takes guard.* and checkpoint.*"),
-        (["x.csv", "guard.windw=3"], "guard.window"),
-        (["x.csv", "guard.min_history=90"], "never be armed"),
-        (["x.csv", "--nonsense"], "--nonsense"),
-    ],
-)
-def test_mistakes_end_in_a_line(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["backtest", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert said in error and len(error.splitlines()) == 1
-
-
 def test_the_report_for_a_person(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = losses(400, bad=[100, 300, 301, 302])
     path = write_csv(

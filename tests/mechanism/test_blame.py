@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from runner.config.schema import WatchdogConfig
+from runner.health.cause_reporter import unexplained
 from runner.health.flight_recorder import first_divergence
 from runner.health.flight_recorder import plain_entry as evidence_entry
 from runner.health.heartbeat import Heartbeat, hang_limit, hang_message
 from runner.health.rank_report import Report, own_line, read_fatal_log, read_reports, write_report
 from runner.health.root_cause import MEMORY, find_root_cause
+from runner.run_dir.paths import RunDir
 
 
 def entry(
@@ -282,3 +284,22 @@ def test_the_patience_with_a_phase() -> None:
     assert heart.seconds == 0.0 and hang_limit(heart, patience) == 60.0
     fast = WatchdogConfig(floor_seconds=30.0, slow_seconds=10.0)
     assert hang_limit(heart, fast) == 30.0
+
+
+def test_the_next_start_journals_each_incarnation_without_a_line_once(tmp_path: Path) -> None:
+    """Whatever ranks have reports: their numbers are no numbers of incarnations."""
+    run_dir = RunDir(tmp_path)
+    run_dir.create()
+    for number in (1, 3):
+        for rank in (0, 1):
+            told = report(rank, "exception", step=number * 10, message=f"ValueError: {number}")
+            write_report(run_dir.incident(number), told)
+    starts = [
+        {"kind": "start", "detail": {"incarnation": number, "world_size": 2}}
+        for number in range(1, 6)
+    ]
+    run_dir.incarnation.mkdir()
+    (run_dir.incarnation / "000005.ended").touch()
+    found = unexplained(run_dir, [*starts, {"kind": "crash", "detail": {"incarnation": 4}}], 6)
+    assert [(line.detail["incarnation"], line.step) for line in found] == [(1, 10), (2, 1), (3, 30)]
+    assert "without a report" in found[1].reason

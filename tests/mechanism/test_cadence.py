@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from runner.config.compose import compose
-from runner.config.validate import check
 from runner.policy.decision.history import History, Incident
 from runner.policy.retention.interval import (
     IntervalRules,
@@ -18,7 +16,6 @@ from runner.policy.retention.interval import (
     SnapshotRules,
     snapshot_steps,
 )
-from runner.system.error import ConfigError
 from runner.train.save_schedule import (
     AutoInterval,
     FixedInterval,
@@ -171,24 +168,3 @@ def test_ranks_take_snapshots_at_the_same_steps(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_fixed_interval_falls_on_its_multiples() -> None:
     assert [step for step in range(1, 31) if FixedInterval(10).is_due(step)] == [10, 20, 30]
-
-
-@pytest.mark.parametrize("value", ["often", "2.5", "true", "0", "-3", "[1]", "null", "Auto"])
-def test_what_is_no_interval_is_told_what_is(value: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check(compose([f"checkpoint.every={value}"]), world_size=1)
-    words = str(caught.value)
-    assert f"checkpoint.every={value}" in words
-    assert "auto" in words
-
-
-def test_auto_and_whole_numbers_are_taken() -> None:
-    for value, taken in (("auto", "auto"), ("25", 25)):
-        config = compose([f"checkpoint.every={value}"])
-        check(config, world_size=1)
-        assert config.checkpoint.every == taken
-
-
-def test_a_bound_below_the_probation_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint\.auto_most=7"):
-        check(compose(["checkpoint.auto_most=7"]), world_size=1)

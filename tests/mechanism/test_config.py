@@ -117,7 +117,10 @@ class TestPresets:
         "data.path=null", "optim.lr=-1", "optim.lr=nan", "optim.eps=inf", "data.held_out=1",
         "steps=0", "seed=-1", "debug.replica_check_every=111", "checkpoint.memory_slots=1",
         "checkpoint.memory_limit_gib=0", "checkpoint.write_mib_per_second=-1",
-        "checkpoint.every=5", "guard.min_history=999", "guard.pair_floor=1", "schedule.total=3",
+        "checkpoint.every=5", "checkpoint.every=often", "checkpoint.every=2.5",
+        "checkpoint.every=true", "checkpoint.every=0", "checkpoint.every=-3",
+        "checkpoint.every=[1]", "checkpoint.every=null", "checkpoint.every=Auto",
+        "checkpoint.auto_most=7", "guard.min_history=999", "guard.pair_floor=1", "schedule.total=3",
         "data.skip=[[5,2]]", "data.skip=[[-1,2]]", "data.skip=[[1,2],7]", "data.skip=[[1,2,3]]",
         "data.skip=[[false,true]]", "data.skip=7", "faults=[melt@step=3]", "faults=[kill@rank=1]",
         "faults=null", "out=", "parallel.device=tpu", "hydra.run.dir=x", "+hydra.verbose=true",
@@ -199,13 +202,15 @@ def test_all_problems_are_told_at_once() -> None:
         ("data.path='/with space/a,b'", ["/with space/a,b"]),
         ("data.path=[]", []),
         ("data.skip=[[0,1],[400,432]]", [[0, 1], [400, 432]]),
+        ("checkpoint.every=auto", "auto"),
+        ("checkpoint.every=25", 25),
         ("resume.allow=[optim.lr,schedule.total]", ["optim.lr", "schedule.total"]),
         ("resume.allow=[data.path,guard]", ["data.path", "guard"]),
         ("resume.allow=[optim]", ["optim"]),
         ("resume.allow=[steps]", ["steps"]),
     ],
 )  # fmt: skip
-def test_lists_are_understood(override: str, expected: list[Any]) -> None:
+def test_what_is_understood(override: str, expected: Any) -> None:
     """Faults need no quotes, a path may be one, and groups may be allowed as settings are."""
     assert flat(settle(override))[override.partition("=")[0]] == expected
 
@@ -273,7 +278,7 @@ def test_the_trajectory_does_not_depend_on(override: str) -> None:
     [
         "optim.lr=1", "seed=1", "steps=999", "batch.global_size=64", "model.dim=64",
         "data.skip=[[1,2]]", "guard.loss_sigmas=3", "schedule.kind=constant", "data.path=a",
-        "compute.precision=fp32",
+        "compute.precision=fp32", "compute.deterministic=true",
     ],
 )  # fmt: skip
 def test_the_trajectory_depends_on(override: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pty
 import re
@@ -11,7 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import rich.console
 
+from runner.command.bar import Bar
 from runner.observe.console import Console, Progress, Working
 from runner.policy.decision.history import Incident
 from runner.system import log
@@ -275,6 +278,9 @@ def test_long_work_has_a_bar_a_rate_and_an_end() -> None:
     assert working.text(2 << 30, 4 << 30) == (
         "tokenising [############------------] 50%  2.00 of 4.00 GiB  16 MiB/s  ETA 2m08s"
     )
+    runs = Working("short runs", lambda: now[0], unit="runs")
+    now[0] += 45.0
+    assert runs.text(3, 10).endswith("3 of 10 runs  0.067 runs/s  ETA 1m45s")
 
 
 def test_a_log_gets_a_line_of_long_work_now_and_then(
@@ -289,3 +295,27 @@ def test_a_log_gets_a_line_of_long_work_now_and_then(
         silent.work("tokenising", second, 100)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("] ")[1].split(" ")[0] for line in lines] == ["30%", "60%", "90%"]
+
+
+# A command's own work
+
+
+def shown_of(*, is_terminal: bool, seconds: float, unit: str = "") -> str:
+    """What a hundred equal parts say that take so long in all."""
+    file, now = io.StringIO(), [0.0]
+    console = rich.console.Console(file=file, force_terminal=is_terminal, width=120)
+    with Bar("verifying", 100 << 20, unit=unit, console=console, clock=lambda: now[0]) as bar:
+        for _ in range(100):
+            now[0] += seconds / 100
+            bar.add(1 << 20)
+    return file.getvalue()
+
+
+def test_a_moments_work_says_nothing_and_more_has_a_bar_or_a_line_each_half_minute() -> None:
+    assert [shown_of(is_terminal=one, seconds=1.9) for one in (True, False)] == ["", ""]
+    text = shown_of(is_terminal=True, seconds=100)
+    assert "verifying [############------------] 50%  0.05 of 0.10 GiB  1 MiB/s  ETA 50s" in text
+    text = shown_of(is_terminal=True, seconds=100, unit="rows")
+    assert "52,428,800 of 104,857,600 rows  1,048,576 rows/s  ETA 50s" in text
+    lines = shown_of(is_terminal=False, seconds=100).splitlines()
+    assert len(lines) == 3 and all("ETA" in line for line in lines)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from runner.config.compose import compose, trajectory
 from runner.distributed.agreement import Ranks
 from runner.engine.modes import be_deterministic, repeats_bits
 from runner.engine.protocol import LocalSums, MicroStep
-from runner.run_dir.paths import RunDir, settings_differing
 from runner.session.summary import collect_digest
 from runner.train.evaluate import EVERY, collect, collected_at_boundaries
 from tests.mechanism.test_engine import CPU, RATE, batch, build
@@ -87,19 +84,6 @@ class Noisy:
 def test_one_bit_that_differs_is_seen(what: str) -> None:
     noisy: Any = Noisy(what)
     assert not repeats_bits(noisy, [MicroStep(batch=batch(), seed=3)])
-
-
-def test_it_decides_the_trajectory(tmp_path: Path) -> None:
-    off, on = (
-        compose([f"out={tmp_path}"]),
-        compose([f"out={tmp_path}", "compute.deterministic=true"]),
-    )
-    assert trajectory(on)["compute.deterministic"] is True
-    made = RunDir(tmp_path)
-    made.store_config(off)
-    stored = made.stored_settings()
-    assert settings_differing(dict(stored), off) == {}
-    assert settings_differing(dict(stored), on) == {"compute.deterministic": (False, True)}
 
 
 def test_garbage_is_collected_at_agreed_steps_alone() -> None:

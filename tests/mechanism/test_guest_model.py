@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from runner.config.compose import compose
@@ -244,21 +243,14 @@ def test_sizes_of_the_decoder_are_arguments_beside_a_target(tmp_path: Path) -> N
         ("nothing", "", "gives str; it must give a torch.nn.Module"),
         ("Tied", "compute.frozen=[nowhere]", "'nowhere' is found in no parameter's name"),
         ("Tied", "data.isolate_documents=true", "takes no segments"),
+        ("Misshapen", "", "gives [4]; it must give logits [B, T, V], and labels are [4, 8]"),
     ],
 )
-def test_what_cannot_be_built_is_told_in_words(target: str, more: str, words: str) -> None:
+def test_what_cannot_be_built_or_computed_is_told_in_words(
+    target: str, more: str, words: str
+) -> None:
     with pytest.raises(ConfigError) as error:
-        build(target, *([more] if more else []))
-    assert words in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("target", "words"),
-    [("Misshapen", "gives [4]; it must give logits [B, T, V], and labels are [4, 8]")],
-)
-def test_what_cannot_be_computed_is_told_in_words(target: str, words: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        step(build(target), batch(target))
+        step(build(target, *([more] if more else [])), batch(target))
     assert words in str(error.value)
 
 
@@ -278,11 +270,6 @@ def test_only_some_parameters_are_trained() -> None:
     after = state(engine)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert "param/positions" in changed and "param/layers.0.weight" not in changed
-
-
-def test_every_name_of_the_test_models_is_used() -> None:
-    assert dist.is_initialized()
-    assert {"Normed", "Drawing"} <= set(vars(guests)), "see test_check_model.py"
 
 
 @pytest.mark.parametrize("target", ["Tied", "Recurrent", "llama"])

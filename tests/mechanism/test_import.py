@@ -106,7 +106,7 @@ def test_names_in_the_usual_wrappings(
     assert_holds(imported(tmp_path), params(weights))
 
 
-@pytest.mark.parametrize("frozen", ["[]", "[embedding]"])
+@pytest.mark.parametrize("frozen", ["[embedding]", pytest.param("[]", marks=pytest.mark.full)])
 def test_a_run_trains_on_from_an_import(
     frozen: str, weights: Weights, import_: Import, tmp_path: Path
 ) -> None:
@@ -313,9 +313,3 @@ def test_truncated_files_are_refused(
     code, text = import_(file)
     assert (code, str(file) in text) == (2, True), text
     assert_nothing_left(tmp_path)
-
-
-def test_help_names_the_options(import_: Import, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["import", "--help"])
-    assert "--rename" in capsys.readouterr().out

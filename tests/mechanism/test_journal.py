@@ -16,7 +16,6 @@ from runner.observe.journal import Journal, read_journal
 from runner.observe.metrics import Throughput, peak_tflops
 from runner.observe.tracker import TensorBoardTracker, numbers_of
 from runner.policy.decision.history import Incident
-from runner.session.summary import Summary
 from runner.system.error import ConfigError
 from runner.system.json_lines import LineFile, _parsed, iter_lines, last_line, read_lines
 from tests.stored import metrics_line
@@ -54,12 +53,12 @@ ROLLBACK = Incident(
 )
 
 
-def reopen(path: Path, *, clock: float = 0.0, skip: tuple[tuple[int, int], ...] = ()) -> Journal:
+def reopen(path: Path, *, clock: float = 0.0) -> Journal:
     lines, length = read_journal(path)
     ticks = count()
     return Journal(
         lines,
-        told_to_skip=skip,
+        told_to_skip=(),
         file=LineFile(path, length=length),
         clock=lambda: clock + next(ticks),
     )
@@ -161,12 +160,6 @@ def test_a_torn_line_never_happened(path: Path) -> None:
     mended.add(ROLLBACK)
     assert facts(reopen(path)) == facts(journal)
     assert path.read_bytes().count(b"\n") == 3
-
-
-def test_what_was_told_to_be_skipped_is_in_the_ledger(path: Path) -> None:
-    journal = reopen(path, skip=((10, 20), (220, 230)))
-    journal.add(DISCARD)
-    assert list(journal.history.ledger) == [(10, 20), (220, 256)]
 
 
 @pytest.mark.parametrize(
@@ -336,49 +329,20 @@ def test_tensorboard_has_the_points(tmp_path: Path) -> None:
     assert [event.value for event in read.Scalars("guard/discarded")] == [0.0, 0.0, 1.0]
 
 
-# Summary and pace
+# Pace
 
 
-def test_the_summary_is_json() -> None:
-    summary = Summary(
-        status="done",
-        exit_code=0,
-        reason="",
-        steps=3,
-        cursor=96,
-        final_loss=None,
-        eval_loss=1.0,
-        state_digest="ab",
-        discarded_steps=1,
-        rollbacks=0,
-        skipped=((1, 2),),
-        restarts=0,
-        samples_used=96,
-        goodput=0.5,
-        time={"productive": 1.0, "other": 1.0},
-        world_size=2,
-        incarnation=1,
-    )
-    told = json.loads(json.dumps(asdict(summary), allow_nan=False))
-    assert told == asdict(summary) | {"skipped": [[1, 2]]}
-
-
-def test_throughput_is_a_mean_over_time_not_over_steps() -> None:
+def test_throughput_is_a_mean_over_time_and_forgets_the_slow_beginning() -> None:
     throughput = Throughput(flops_per_token=2.0, peak_flops=1000.0)
     throughput.note(1.0, 100)
     pace = throughput.note(3.0, 100)
-    assert pace.tokens_per_second == 50.0
-    assert pace.seconds_per_step == 2.0
+    assert (pace.tokens_per_second, pace.seconds_per_step) == (50.0, 2.0)
     assert pace.mfu == pytest.approx(0.1)
-
-
-def test_throughput_forgets_the_slow_beginning() -> None:
     throughput = Throughput(flops_per_token=2.0, peak_flops=None)
     throughput.note(1000.0, 1)
     for _ in range(20):
         pace = throughput.note(0.5, 50)
-    assert pace.tokens_per_second == 100.0
-    assert pace.mfu is None
+    assert (pace.tokens_per_second, pace.mfu) == (100.0, None)
 
 
 @pytest.mark.parametrize(

@@ -82,13 +82,6 @@ def test_order_is_roughly_uniform(size: int) -> None:
     assert abs(neighbours) < 0.03
 
 
-def test_all_orders_of_three_occur() -> None:
-    orders = {
-        tuple(permute(np.arange(3), size=3, key=epoch_key(0, e)).tolist()) for e in range(200)
-    }
-    assert len(orders) == 6
-
-
 def test_each_position_reaches_each_index_equally_often() -> None:
     counts = np.zeros((7, 7), dtype=np.int64)
     for epoch in range(2100):

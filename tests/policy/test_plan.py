@@ -172,17 +172,10 @@ FAILURES = 1_500
 TOLERANCE, NEGLECTED = 0.1, 0.002
 
 
-@given(jobs, st.floats(0.3, 4), st.integers(0, 2**32))
-@settings(max_examples=3, deadline=None, derandomize=True)
-def test_the_model_agrees_with_a_simulation(costs: Costs, factor: float, seed: int) -> None:
-    check_against_simulation(costs, factor, seed)
-
-
-@pytest.mark.full
-@given(jobs, st.floats(0.3, 4), st.integers(0, 2**32))
-@settings(max_examples=40, deadline=None, derandomize=True)
-def test_the_model_agrees_with_many_simulations(costs: Costs, factor: float, seed: int) -> None:
-    check_against_simulation(costs, factor, seed)
+@pytest.mark.parametrize("examples", [3, pytest.param(40, marks=pytest.mark.full)])
+def test_the_model_agrees_with_simulations(examples: int) -> None:
+    chosen = settings(max_examples=examples, deadline=None, derandomize=True)
+    chosen(given(jobs, st.floats(0.3, 4), st.integers(0, 2**32))(check_against_simulation))()
 
 
 def check_against_simulation(costs: Costs, factor: float, seed: int) -> None:

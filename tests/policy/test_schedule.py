@@ -68,11 +68,6 @@ def test_up_while_warming_then_never_up_again(kind: str, warmup: int) -> None:
     assert min(rates) > 0.0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_warm_up_begins_at_the_peak(kind: str) -> None:
-    assert schedule(kind, warmup=0).rate(0) == 2.0
-
-
 def test_wsd_decay_never_begins_before_the_warm_up_ends() -> None:
     early = schedule("wsd", decay=1.0, warmup=50)
     assert early.rate(49) == early.rate(50) == 2.0
