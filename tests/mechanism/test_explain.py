@@ -484,8 +484,35 @@ def of(*positions: int, at: float = 9.0) -> dict[int, float]:
 
 
 LEAVE, BACK = (Cause.sticky, Remedy.leave), (Cause.unclear, Remedy.go_back)
+SKIP, AT_ONCE = (Cause.data, Remedy.skip), (Cause.sticky, Remedy.redo)
+BAD: list[dict[int, float]] = [
+    {3: math.nan}, {3: 60.0}, {0: 60.0, 5: math.nan}, {2: math.inf},
+]  # fmt: skip
 # The world; cause and remedy; the ranks and positions that are named.
 NAMED: list[tuple[World, tuple[Cause, Remedy], tuple[int, ...], tuple[int, ...]]] = [
+    # A rank that stays bad; where all are on one host nobody can leave.
+    *(
+        (
+            World(world_size=ranks, sick=sick, noise=noise, one_host=bool(alone)),
+            verdict,
+            (sick,),
+            (),
+        )
+        for ranks, sick in ((2, 0), (2, 1), (3, 2), (4, 1))
+        for noise, alone, verdict in (
+            (0.0, False, LEAVE),
+            (1e-6, False, LEAVE),
+            (0.0, True, AT_ONCE),
+        )
+    ),
+    # Samples that are bad wherever they are computed; also by a network that knows the others by
+    # heart.
+    *(
+        (World(world_size=ranks, bad=bad, noise=noise, known_level=level), SKIP, (), tuple(bad))
+        for ranks in (1, 2, 4)
+        for bad in BAD
+        for noise, level in ((0.0, 2.0), (1e-6, 2.0), (0.0, 6.0))
+    ),
     *((World(world_size=4, sick=sick), LEAVE, sick, ()) for sick in ((0, 1), (1, 2), (0, 3))),
     *((World(world_size=2 * sick, weights_only=sick), LEAVE, (sick,), ()) for sick in (1, 2)),
     # A sound rank has an odd sample.
@@ -508,12 +535,12 @@ NAMED: list[tuple[World, tuple[Cause, Remedy], tuple[int, ...], tuple[int, ...]]
     # All that exceed the largest known sample by half a nat, and no other.
     (
         World(size=32, bad={p: 5.0 + 0.1 * p for p in range(20)}),
-        (Cause.data, Remedy.skip),
+        SKIP,
         (),
         tuple(range(20)),
     ),
     # Half of the batch, the whole, and those behind it too.
-    (World(bad=of(*range(4))), (Cause.data, Remedy.skip), (), tuple(range(4))),
+    (World(bad=of(*range(4))), SKIP, (), tuple(range(4))),
     (World(bad=of(*range(8))), (Cause.data, Remedy.ladder), (), tuple(range(8))),
     (World(bad=of(*range(24))), (Cause.data_mix, Remedy.ladder), (), ()),
 ]
@@ -528,6 +555,9 @@ def test_what_is_named(row: tuple[World, Any, Any, Any]) -> None:
         ranks,
         positions,
     ), found.why
+    if verdict in (LEAVE, SKIP):
+        assert found.hosts == tuple(f"node{rank}" for rank in ranks)
+        assert found.is_tried or verdict is LEAVE
 
 
 # 32 samples, of which some are bad in the gradient of weights alone: no sample stands out.
@@ -556,16 +586,6 @@ def test_halving_needs_its_computations() -> None:
     found = explained(World(size=32, hidden=[{5}]), most_steps=8)
     assert found.cause is Cause.unclear and not found.positions
     assert any("halving" in words for words in found.not_tried)
-
-
-@pytest.mark.parametrize("noise", [0.0, 1e-6])
-@pytest.mark.parametrize(("ranks", "sick"), [(2, 0), (2, 1), (3, 2), (4, 1)])
-def test_a_rank_that_stays_bad(ranks: int, sick: int, noise: float) -> None:
-    found = explained(World(world_size=ranks, sick=sick, noise=noise))
-    assert (found.cause, found.ranks, found.remedy) == (Cause.sticky, (sick,), Remedy.leave)
-    assert found.hosts == (f"node{sick}",)
-    alone = explained(World(world_size=ranks, sick=sick, one_host=True))
-    assert (alone.cause, alone.ranks, alone.remedy) == (Cause.sticky, (sick,), Remedy.redo)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -615,18 +635,6 @@ def test_a_rank_on_which_each_sample_is_a_little_worse_is_named(
     weights = World(world_size=ranks, size=12 * ranks, state=0.45)
     found = explained(weights, most_steps=most_steps, limits=limits)
     assert found.cause is Cause.unclear and not found.ranks, found.why
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("bad", [{3: math.nan}, {3: 60.0}, {0: 60.0, 5: math.nan}, {2: math.inf}])
-@pytest.mark.parametrize("noise", [0.0, 1e-6])
-@pytest.mark.parametrize("known", [2.0, 6.0])  # a network that has learnt its samples by heart
-def test_samples_that_are_bad_wherever_they_are_computed(
-    ranks: int, bad: dict[int, float], noise: float, known: float
-) -> None:
-    found = explained(World(world_size=ranks, bad=bad, noise=noise, known_level=known))
-    assert (found.cause, found.remedy) == (Cause.data, Remedy.skip)
-    assert found.positions == tuple(sorted(bad)) and not found.ranks and found.is_tried
 
 
 @pytest.mark.parametrize("bad", [60.0, 900.0, math.nan])
@@ -693,11 +701,6 @@ def test_samples_that_are_bad_with_these_weights_only_are_no_culprits_yet(
     assert few.cause is Cause.data and "no computation is left" in few.not_tried[-1]
 
 
-def test_nothing_stands_out() -> None:
-    found = explained(World(bad={p: 2.4 for p in range(SIZE)}))
-    assert found.cause is not Cause.data or found.remedy is Remedy.ladder
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -709,9 +712,7 @@ def test_nothing_stands_out() -> None:
 def test_evidence_that_nobody_wrote_is_refused_in_words(
     tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "explanations" / "000003"
-    folder.mkdir(parents=True)
-    (folder / "incident.json").write_text(text)
+    write_evidence(tmp_path, text)
     assert replay_fails(tmp_path).startswith("incident 3 cannot be read: ")
 
 
@@ -719,11 +720,9 @@ def test_evidence_is_shown_without_what_a_terminal_acts_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "has no evidence" in replay_fails(tmp_path)
-    folder = tmp_path / "explanations" / "000003"
-    folder.mkdir(parents=True)
     finding = {"cause": "\x1b[2J", "ranks": ["\x1b"], "steps": "\n\n", "positions": 3}
     told = {"version": 1, "step": 3, "finding": finding, "probes": {"A\x1b": {}, "B": 7}}
-    (folder / "incident.json").write_text(json.dumps(told))
+    write_evidence(tmp_path, json.dumps(told))
     assert replay_command([str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "\x1b" not in shown and "incident 3, step 3" in shown
@@ -753,16 +752,20 @@ def test_a_checkpoint_that_was_saved_again_is_later_than_the_incident(
 def test_evidence_without_its_samples_is_not_computed_again(
     tmp_path: Path, told: dict[str, Any]
 ) -> None:
-    folder = tmp_path / "explanations" / "000003"
-    folder.mkdir(parents=True)
     tree = {"version": 1, "step": 3, "finding": {"cause": "data"}, "probes": {}, **told}
-    (folder / "incident.json").write_text(json.dumps(tree))
+    write_evidence(tmp_path, json.dumps(tree))
     why = replay_fails(tmp_path, "--incident", "3", "--", "steps=3")
     assert why.startswith("incident 3: its evidence has no step and samples ("), why
 
 
 def test_numbers_that_no_double_holds_are_shown() -> None:
     assert _number(10**400) == "NaN or Inf" and _number(2.5) == "2.5"
+
+
+def write_evidence(out: Path, text: str) -> None:
+    folder = out / "explanations" / "000003"
+    folder.mkdir(parents=True)
+    (folder / "incident.json").write_text(text)
 
 
 def replay_fails(out: Path, *more: str) -> str:
