@@ -178,19 +178,6 @@ def test_three_ranks_agree() -> None:
     assert all(f"rank {rank} ok" in done.stdout for rank in range(WORLD))
 
 
-def test_one_rank_agrees_with_itself() -> None:
-    start_group(place_from({}), torch.device("cpu"), timeout_seconds=60)
-    try:
-        ranks = Ranks(torch.device("cpu"))
-        assert ranks.sum([1.5]) == [1.5]
-        assert ranks.gather({"a": 1}) == [{"a": 1}]
-        assert ranks.from_first("x") == "x"
-        with pytest.raises(DataError, match="mine"):
-            ranks.all_or_none("reading", lambda: (_ for _ in ()).throw(DataError("mine")))
-    finally:
-        end_group()
-
-
 @pytest.mark.parametrize(
     ("environment", "place"),
     [
@@ -206,20 +193,6 @@ def test_the_place_is_read(environment: dict[str, str], place: tuple[int, ...]) 
     found = place_from(environment)
     assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == place
     assert found.is_first is (place[0] == 0)
-
-
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {"RANK": "0"},
-        {"WORLD_SIZE": "2"},
-        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
-        {"RANK": "one", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
-    ],
-)
-def test_half_an_environment_is_refused(environment: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="torchrun"):
-        place_from(environment)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

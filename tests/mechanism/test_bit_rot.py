@@ -175,14 +175,6 @@ def test_mixed_up(ring: Path, what: str) -> None:
     assert loadable(ring) == left
 
 
-def test_a_retired_slot_put_back_is_only_an_old_one(ring: Path, tmp_path: Path) -> None:
-    oldest = min(ring.iterdir())
-    shutil.move(oldest, tmp_path / "kept")
-    assert loadable(ring) == [2, 3]
-    shutil.move(tmp_path / "kept", oldest)
-    assert loadable(ring) == [1, 2, 3]
-
-
 # Links, pipes, and changes between the check and the use
 
 

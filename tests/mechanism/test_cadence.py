@@ -164,7 +164,3 @@ def test_ranks_take_snapshots_at_the_same_steps(monkeypatch: pytest.MonkeyPatch)
     assert histories[0].incidents == histories[1].incidents
     again = SnapshotInterval(run_of(histories[0], lambda v: v), SNAPSHOTS)
     assert again.steps == 30 and auto(histories[0], []).steps == RULES.first
-
-
-def test_a_fixed_interval_falls_on_its_multiples() -> None:
-    assert [step for step in range(1, 31) if FixedInterval(10).is_due(step)] == [10, 20, 30]

@@ -74,10 +74,6 @@ def preset(folder: Path, name: str, text: str) -> Path:
 
 
 class TestPresets:
-    def test_there_are_some_of_every_group(self) -> None:
-        groups = {path.parent.name for path in PRESETS}
-        assert groups >= {"model", "data", "parallel", "optim", "schedule", "guard", "debug"}
-
     @pytest.mark.parametrize("path", PRESETS, ids=lambda path: f"{path.parent.name}={path.stem}")
     def test_each_composes_to_the_schema(self, path: Path) -> None:
         config = composed(path)

@@ -87,21 +87,6 @@ def test_what_is_refused(text: str, fragments: Sequence[str]) -> None:
     assert all(fragment in told for fragment in fragments)
 
 
-@pytest.mark.parametrize(
-    ("text", "due"),
-    [
-        ("kill@step=3", [(3, 0), (3, 1)]),
-        ("kill@step=3,rank=1", [(3, 1)]),
-        ("hang@step=2-3,rank=0", [(2, 0), (3, 0)]),
-        ("poison@samples=0-9", []),
-    ],
-)
-def test_when_and_where_it_is_due(text: str, due: list[tuple[int, int]]) -> None:
-    fault = parse(text)
-    places = [(step, rank) for step in range(6) for rank in range(2)]
-    assert [place for place in places if fault.is_due(*place)] == due
-
-
 # Made to happen
 
 

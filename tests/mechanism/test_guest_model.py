@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,7 @@ from runner.model.recorded import record
 from runner.session import parts
 from runner.session.corpus import open_dataset
 from runner.system.error import ConfigError
-from tests import guests
-from tests.programs import python
+from tests import guests, warm
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -36,8 +36,7 @@ MODELS = [
     "Convolved",
     "Seeing",
     "Preferring",
-    "llama",
-    *(pytest.param(name, marks=HEAVY) for name in ("gpt2", "lora")),
+    *(pytest.param(name, marks=HEAVY) for name in ("llama", "gpt2", "lora")),
 ]
 
 
@@ -168,13 +167,13 @@ def test_weights_are_the_constructors_and_depend_on_seed_and_name_alone() -> Non
     )
 
 
+def signature() -> str:
+    return record(lambda: guests.Tied(16, 8)).signature()
+
+
 def test_another_process_builds_the_same() -> None:
-    code = (
-        "from runner.model.recorded import record; from tests.guests import Tied; "
-        "print(record(lambda: Tied(16, 8)).signature())"
-    )
-    told = python("-c", code, check=True)
-    assert told.stdout.strip() == record(lambda: guests.Tied(16, 8)).signature()
+    told = warm.finished([sys.executable, "-m", "tests.mechanism.test_guest_model"], timeout=60)
+    assert told.stdout.strip() == signature()
 
 
 def test_what_is_neither_parameter_nor_saved_is_made_as_well() -> None:
@@ -272,7 +271,7 @@ def test_only_some_parameters_are_trained() -> None:
     assert "param/positions" in changed and "param/layers.0.weight" not in changed
 
 
-@pytest.mark.parametrize("target", ["Tied", "Recurrent", "llama"])
+@pytest.mark.parametrize("target", ["Tied", "Recurrent", pytest.param("llama", marks=HEAVY)])
 def test_its_flops_are_counted_without_values(target: str) -> None:
     """Six for each multiplied weight and token, and what attention adds."""
     network = blueprint(target)
@@ -281,3 +280,7 @@ def test_its_flops_are_counted_without_values(target: str) -> None:
     if target == "Tied":  # its head is the embedding
         multiplied += network.twin.network.get_parameter("embedding.weight").numel()
     assert 6 * multiplied <= network.flops_per_token() <= 12 * multiplied
+
+
+if __name__ == "__main__":
+    print(signature())

@@ -77,7 +77,10 @@ def test_poisoned_killed_and_resumed_is_told_to_skip(tmp_path: Path, name: str) 
     assert is_hf or len(journal(tmp_path / "a", "rollback")) == 2  # one an epoch
 
 
-@pytest.mark.parametrize("name", ["hf", "lightning", "accelerate"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("hf", marks=pytest.mark.full), "lightning", "accelerate"],  # hf: accelerate's
+)
 def test_in_fp16_an_overflow_is_the_scalers(tmp_path: Path, name: str) -> None:
     """The scale is state: rolled back, resumed, and not changed by a step that was refused."""
     pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")

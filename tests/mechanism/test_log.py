@@ -217,7 +217,8 @@ def test_what_is_wrong_with_the_settings_is_said_in_the_format_that_they_ask_for
 def test_every_line_of_a_run_is_json_and_every_incident_stands_there_once(tmp_path: Path) -> None:
     """Two ranks; a bad step, a bad range, and a rank that is killed: torchrun starts them again."""
     faults = "faults=['nan_grad@step=14,rank=1','poison@samples=640-767','raise@step=30,rank=1']"
-    run = finish(tmp_path / "run", *TINY, "track.log=json", "track.every=5", faults, restarts=1)
+    told_to = ("steps=40", "track.log=json", "track.every=5", faults)
+    run = finish(tmp_path / "run", *TINY, *told_to, restarts=1)
     lines, others = [], []
     for line in run.text.splitlines():
         (lines if line.startswith("{") else others).append(line)
@@ -236,7 +237,7 @@ def test_every_line_of_a_run_is_json_and_every_incident_stands_there_once(tmp_pa
     assert {kind for kind, _ in journalled} >= {"discard", "rollback"}
     (end,) = [line for line in found if "summary" in line]
     assert end["level"] == "info" and end["summary"]["state digest"]
-    assert [line["step"] for line in found if line["message"].startswith("step ")][-1] == 60
+    assert [line["step"] for line in found if line["message"].startswith("step ")][-1] == 40
 
 
 def is_ours(line: str) -> bool:
