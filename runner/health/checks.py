@@ -20,9 +20,9 @@ from runner.distributed.agreement import Ranks
 from runner.distributed.device import device_name
 from runner.engine.protocol import Engine
 from runner.health.flight_recorder import named
-from runner.health.nvml import GpuHealth, gpu_health
+from runner.health.nvml import GpuHealth, GpuMeter, gpu_health
 from runner.policy.decision.history import Incident
-from runner.policy.outlier_ranks import RankPace, SlowRuns, Stragglers
+from runner.policy.outlier_ranks import GPU_COLUMNS, RankPace, SlowRuns, Stragglers
 from runner.policy.restart import HARDWARE
 from runner.system.error import LeaveError
 from runner.system.process import host_name
@@ -65,6 +65,7 @@ class PaceInspector:
         self._take_seconds = take_seconds
         self._report = report
         self._note = note
+        self._meter = GpuMeter(device_name(device))
         size, self._products = _PROBE.get(device.type, _OTHER_PROBE)
         # In the precision of training, because a throttled GPU is slow in its matrix units.
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -74,14 +75,16 @@ class PaceInspector:
     def look(self, step: int) -> None:
         """Journal ranks that became slow. Collective."""
         host, whole = self._take_seconds()
-        own = [_median(host), self._probe(), _median(whole)]
-        world = self._ranks.world_size
-        slots = [0.0] * (3 * world)
-        slots[3 * self._ranks.rank : 3 * self._ranks.rank + 3] = own
+        gpu = self._meter.read() or [0.0] * len(GPU_COLUMNS)
+        own = [_median(host), self._probe(), _median(whole), *gpu]
+        size, rank = len(own), self._ranks.rank
+        slots = [0.0] * (size * self._ranks.world_size)
+        slots[size * rank : size * (rank + 1)] = own
         sums = self._ranks.sum(slots)
+        rows = [sums[at : at + size] for at in range(0, len(sums), size)]
         paces = [
-            RankPace(host=sums[3 * r], device=sums[3 * r + 1], step=sums[3 * r + 2])
-            for r in range(world)
+            RankPace(host=host, device=device, step=step, gpu=gpu)
+            for host, device, step, *gpu in rows
         ]
         self._note(step, paces)
         for straggler in self._stragglers.note(paces):

@@ -1,4 +1,4 @@
-"""Reads GPUs' faults, slowdowns and utilisation from NVIDIA's management library (NVML).
+"""Reads GPUs' faults, slowdowns, utilisation and use from NVIDIA's management library (NVML).
 
 Needs the extra ``nvml``; without it, or without its driver, nothing is reported.
 """
@@ -8,8 +8,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
+
+from runner.system.process import in_thread
 
 # Slowed by the hardware itself: HW slowdown, HW thermal slowdown, HW power brake. See
 # nvmlClocksEventReasons in NVML's reference.
@@ -88,6 +91,58 @@ def _health(nvml: Any, uuid: str) -> GpuHealth | None:
         *(["its clocks are slowed by heat or power"] if (slowed or 0) & _SLOWED else []),
     ]
     return GpuHealth(warnings=tuple(warnings))
+
+
+class GpuMeter:
+    """Memory, power, temperature and clock of one GPU, asked for again and again.
+
+    A GPU that has fallen off the bus may never answer, so a thread asks, and what is told is the
+    answer to the call before.
+
+    Args:
+        uuid: with or without ``GPU-``; "" for a device that is no GPU.
+    """
+
+    def __init__(self, uuid: str) -> None:
+        self._uuid = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
+        self._nvml: Any = None  # open until the process ends: to open it takes milliseconds
+        self._asked: Future[list[float]] | None = None
+        self._told: list[float] = []
+        self._is_known = bool(uuid)
+
+    def read(self) -> list[float]:
+        """GiB in use, watts, degrees Celsius, MHz of the multiprocessors; 0 for an unknown one.
+
+        Empty where nothing is known.
+        """
+        if self._asked is not None and self._asked.done():
+            self._is_known = self._asked.exception() is None
+            self._told = self._asked.result() if self._is_known else []
+            self._asked = None
+        if self._is_known and self._asked is None:
+            self._asked = in_thread(self._ask, "gpu meter")
+        return self._told
+
+    def _ask(self) -> list[float]:
+        if self._nvml is None:
+            nvml: Any = importlib.import_module("pynvml")
+            nvml.nvmlInit()
+            self._nvml = nvml
+        nvml = self._nvml
+        gpu = nvml.nvmlDeviceGetHandleByUUID(self._uuid)
+        reads: tuple[Callable[[], float], ...] = (
+            lambda: nvml.nvmlDeviceGetMemoryInfo(gpu).used / 2**30,
+            lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
+            lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+            lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
+        )
+        told = []
+        for read in reads:
+            try:
+                told.append(float(read()))
+            except nvml.NVMLError:  # this GPU does not support the question
+                told.append(0.0)
+        return told
 
 
 # Percent of the time since the last sample (a second or less) in which a kernel ran; a display or

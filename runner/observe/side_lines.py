@@ -1,8 +1,8 @@
 """Files beside the metrics, for later inspection of a run; no decision depends on them.
 
-``ranks.jsonl``: how long each rank took. ``ring.jsonl``: the states of each checkpoint. Both only
-grow; steps repeated after a restart or a rollback appear twice, in order of time.
-Both are bounded: lines become rarer as a run grows long.
+``ranks.jsonl``: how long each rank took, and how its GPU was. ``ring.jsonl``: the states of each
+checkpoint. Both only grow; steps repeated after a restart or a rollback appear twice, in order of
+time. Both are bounded: lines become rarer as a run grows long.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.policy.outlier_ranks import RankPace
+from runner.policy.outlier_ranks import GPU_COLUMNS, RankPace
 from runner.policy.retention.records import Record, State, Tier
 from runner.system.json_lines import LineFile, iter_lines, tail
 
@@ -68,7 +68,9 @@ class SideLines:
 
 
 class RankTimes:
-    """``ranks.jsonl``: seconds of each rank, the maximum since the last line.
+    """``ranks.jsonl``: seconds and GPU of each rank, the highest since the last line.
+
+    Of the clock it is the lowest.
 
     Args:
         every: steps between measurements.
@@ -78,7 +80,7 @@ class RankTimes:
         self._lines = lines
         self._every = every
         self._next = 0
-        self._highest: dict[str, list[float]] = {}
+        self._worst: dict[str, list[float]] = {}
 
     def close(self) -> None:
         self._lines.close()
@@ -86,21 +88,26 @@ class RankTimes:
     def note(self, step: int, paces: Sequence[RankPace]) -> None:
         """Take the measurements after ``step``, by rank."""
         size = math.ceil(len(paces) / _MOST_RANKS)
-        for name, seconds in {
+        rows = {
             "own_seconds": [pace.host for pace in paces],
             "device_seconds": [pace.device for pace in paces],
             "step_seconds": [pace.step for pace in paces],
-        }.items():
-            highest = [max(seconds[at : at + size]) for at in range(0, len(seconds), size)]
-            before = self._highest.get(name, highest)
-            self._highest[name] = [max(pair) for pair in zip(highest, before, strict=True)]
+        }
+        if any(any(pace.gpu) for pace in paces):
+            for at, name in enumerate(GPU_COLUMNS):
+                rows[name] = [pace.gpu[at] for pace in paces]
+        for name, values in rows.items():
+            worse = min if name == "gpu_mhz" else max
+            worst = [worse(values[at : at + size]) for at in range(0, len(values), size)]
+            before = self._worst.get(name, worst)
+            self._worst[name] = [worse(pair) for pair in zip(worst, before, strict=True)]
         if step < self._next:
             return
         self._next = step + max(self._every, step // _LINES_A_FOLD)
         short = {
-            name: [float(f"{value:.4g}") for value in row] for name, row in self._highest.items()
+            name: [float(f"{value:.4g}") for value in row] for name, row in self._worst.items()
         }
-        self._highest = {}
+        self._worst = {}
         self._lines.write({"step": step, "ranks": len(paces), "ranks_a_value": size, **short})
 
 

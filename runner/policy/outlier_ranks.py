@@ -137,17 +137,23 @@ _WORTH = 0.05
 _SLOW_SHARE, _LEAST_LOOKS, _LOOKS = 0.8, 3, 100
 
 
+# Of ``ranks.jsonl``: memory in use, power, temperature, clock of the multiprocessors.
+GPU_COLUMNS = ("gpu_gib", "gpu_watts", "gpu_celsius", "gpu_mhz")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPace:
     """One rank's seconds.
 
     ``host``: from the start of the step to its first collective (data, Python); ``device``: one
-    fixed small computation; ``step``: a whole step.
+    fixed small computation; ``step``: a whole step. ``gpu``: a number for each of GPU_COLUMNS,
+    0 where it is unknown.
     """
 
     host: float
     device: float
     step: float
+    gpu: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from runner.health.checks import DeviceReport, check_devices, judge
-from runner.health.nvml import GpuHealth, gpu_health
+from runner.health.nvml import GpuHealth, GpuMeter, gpu_health
 from runner.health.root_cause import is_hardware
 
 WELL = DeviceReport(host="n1", kind="H200 13.0", bits=["a", "a"], wrong_sums=0)
@@ -129,6 +131,30 @@ def test_what_nvml_tells(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", library(**answers))
     assert gpu_health("0000") == expected
+
+
+def test_a_gpu_that_does_not_answer_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is told is the answer to the call before; questions that it does not know are 0."""
+    answers = threading.Event()
+
+    def memory(_: Any) -> Any:
+        assert answers.wait(60)
+        return SimpleNamespace(used=3 << 30)
+
+    made = library(nvmlDeviceGetPowerUsage=NVMLError("not supported"), nvmlDeviceGetTemperature=61)
+    made.nvmlDeviceGetMemoryInfo, made.nvmlDeviceGetClockInfo = memory, lambda *_: 1980  # type: ignore[attr-defined]
+    made.NVML_TEMPERATURE_GPU = made.NVML_CLOCK_SM = 0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pynvml", made)
+    meter = GpuMeter("0000")
+    assert meter.read() == meter.read() == []
+    answers.set()
+    limit = time.monotonic() + 60
+    while not (told := meter.read()) and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert told == [3.0, 0.0, 61.0, 1980.0]
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    absent = GpuMeter("0000")
+    assert absent.read() == GpuMeter("").read() == []
 
 
 def test_worn_out_memory_is_the_hardwares(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from runner.__main__ import main
 from runner.observe.page_writer import PageWriter
 from runner.system.error import ConfigError
 from runner.tools.report import page as pages
+from runner.tools.report import sections
 from runner.tools.report.attempts import AttemptRow, Thinned, row_of
 from runner.tools.report.drawing import (
     ABOVE,
@@ -42,7 +43,6 @@ from runner.tools.report.incident import group_incidents, line_of
 from runner.tools.report.live_server import metrics_text
 from runner.tools.report.markup import tag
 from runner.tools.report.run_reader import RunReader, RunStatus
-from runner.tools.report.sections import slowest
 from runner.tools.report.side_files import LayerFold, RingFold, ValueGrid
 from tests.made_run import BEGAN, Made, checkpoint, incident
 
@@ -198,6 +198,18 @@ def test_the_state_in_prometheus_text_format(tmp_path: Path) -> None:
         for cause in ("memory", 'a "quoted\\ one'):
             crash = incident("crash", 90, time=BEGAN + 95, detail={"cause": cause})
             file.write(json.dumps(crash | {"seq": 99, "attempt": 1}) + "\n")
+    beat = out / "incarnation" / "beat"
+    beat.parent.mkdir()
+    beat.write_text("1 7\n")
+    os.utime(beat, (BEGAN, BEGAN))
+    hot = {
+        "gpu_gib": [70, 71],
+        "gpu_watts": [690, 0],
+        "gpu_celsius": [61, 83],
+        "gpu_mhz": [1980, 990],
+    }
+    with (out / "ranks.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 100, "ranks": 2, "ranks_a_value": 1, **hot}) + "\n")
     run = read(out)
     samples = {}
     for line in metrics_text(run).splitlines():
@@ -215,6 +227,12 @@ def test_the_state_in_prometheus_text_format(tmp_path: Path) -> None:
     assert samples['holdfast_status{status="silent"}'] == 1
     assert samples['holdfast_journal_lines_total{kind="rollback"}'] == 1
     assert samples['holdfast_crashes_total{cause="memory"}'] == 1
+    assert samples['holdfast_gpu_celsius{rank="1"}'] == 83
+    assert 'holdfast_gpu_watts{rank="1"}' not in samples, "0 is unknown"
+    dashboard = (Path(__file__).parents[2] / "launch/grafana.json").read_text()
+    asked = set(re.findall(r"holdfast_[a-z_]+", dashboard)) - {"holdfast_runs"}
+    assert asked <= {name for name, _ in types} and len(asked) > 20
+    assert "Temperature of each GPU" in str(sections.ranks(run))
     spent = sum(value for name, value in samples.items() if "seconds_total{" in name)
     assert spent == pytest.approx(now.wall_seconds, rel=1e-3)
 
@@ -230,7 +248,7 @@ def test_the_state_in_prometheus_text_format(tmp_path: Path) -> None:
 def test_the_slowest_rank_is_compared_with_the_others(seconds: list[float], words: str) -> None:
     names = [f"rank {number}" for number in range(len(seconds))]
     grid = SimpleNamespace(names=names, cells=lambda: [[one] for one in seconds])
-    told = slowest(grid)  # type: ignore[arg-type]
+    told = sections.slowest(grid)  # type: ignore[arg-type]
     assert told == (f"Slowest: {words}" if words else "")
 
 

@@ -112,12 +112,17 @@ def test_the_slowest_look_between_two_lines_is_kept(tmp_path: Path) -> None:
         slow = 9.0 if step == 765_400 else 0.1
         times.note(
             step,
-            [RankPace(host=0.1, device=0.01, step=0.2), RankPace(host=slow, device=1e-3, step=1)],
+            [
+                RankPace(host=0.1, device=0.01, step=0.2, gpu=(70.0, 600.0, 10 * slow, 2000.0)),
+                RankPace(host=slow, device=1e-3, step=1, gpu=(70.0, 600.0, 60.0, 100 / slow)),
+            ],
         )
     times.close()
     told = lines_of(path)
     assert len(told) < 5_000, "one each 50 steps would be 20,000"
     assert max(line["own_seconds"][1] for line in told) == 9.0
+    assert max(line["gpu_celsius"][0] for line in told) == 90.0
+    assert min(line["gpu_mhz"][1] for line in told) == pytest.approx(100 / 9, rel=1e-3)
     assert told[0]["step"] == 50 and told[0]["device_seconds"] == [0.01, 0.001]
 
 
@@ -129,4 +134,5 @@ def test_many_ranks_share_numbers(tmp_path: Path) -> None:
     times.close()
     (told,) = lines_of(path)
     assert (told["ranks"], told["ranks_a_value"], len(told["own_seconds"])) == (1000, 4, 250)
+    assert "gpu_gib" not in told
     assert told["own_seconds"][777 // 4] == 1.0 and sum(told["own_seconds"]) == 1.0

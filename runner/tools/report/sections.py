@@ -80,6 +80,13 @@ _SHOWN_LAYERS = 2  # quantities shown at once; the others are collapsed
 _MOST_SMALL = 12
 _PROFILES = 5
 _UNIT = "nats per token"
+# By column of ranks.jsonl: title and unit.
+_GPU = {
+    "gpu_gib": ("Memory in use on each GPU", "GiB"),
+    "gpu_watts": ("Power of each GPU", "W"),
+    "gpu_celsius": ("Temperature of each GPU", "degrees Celsius"),
+    "gpu_mhz": ("Clock of each GPU", "MHz"),
+}
 _ALIKE = 1.12  # ranks whose times differ by a smaller factor need no picture
 _MOST_SOURCES = 40
 _MODEL_LABELS = {
@@ -411,13 +418,19 @@ def ranks(run: RunReader) -> Html | None:
     fold = run.fold.ranks
     drawn = []
     own = "Own time of a step: data and Python before its first collective"
-    for grid, title in ((fold.own, own), (fold.device, "One fixed computation on each device")):
-        shown = picture(grid) if len(grid.names) > 1 else None
+    rows = [
+        (fold.own, own, "seconds"),
+        (fold.device, "One fixed computation on each device", "seconds"),
+    ]
+    rows = [row for row in rows if len(row[0].names) > 1]
+    rows += [(fold.gpus[name], *what) for name, what in _GPU.items() if name in fold.gpus]
+    for grid, title, unit in rows:
+        shown = picture(grid)
         if shown is not None and shown.high <= _ALIKE * shown.low and not shown.has_above:
-            seconds = number(shown.high)
-            drawn.append(note(f"{title}: about {seconds} s on all ranks, the whole time."))
+            usual = number(median(cell for row in grid.cells() for cell in row if cell == cell))
+            drawn.append(note(f"{title}: about {usual} {unit} on all ranks, the whole time."))
         elif shown is not None:
-            drawn.append(heat(shown, title, "seconds, by rank, over inspections"))
+            drawn.append(heat(shown, title, f"{unit}, by rank, over inspections"))
     if not drawn:
         return None
     return section("ranks", "Ranks over time", note(slowest(fold.own)), *drawn)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.policy.columns import EVALUATED, is_ours, kind_of
+from runner.policy.outlier_ranks import GPU_COLUMNS
 from runner.tools.report.follow import number, whole
 
 # The quantities of a layer, in the order in which they are shown; see docs/warnings.md.
@@ -228,24 +229,35 @@ def _of_sources(line: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 class RankFold:
-    """The contents of ``ranks.jsonl``: seconds of each rank.
+    """The contents of ``ranks.jsonl``: seconds of each rank, and its GPU.
 
     Attributes:
         own: from a step's begin to its first collective.
         device: for one fixed computation.
+        gpus: by column of the file; empty where no GPU tells.
+        newest: the last line's, in the same shape, by rank.
     """
 
     def __init__(self, columns: int) -> None:
         self.own = ValueGrid(columns)
         self.device = ValueGrid(columns)
+        self.gpus: dict[str, ValueGrid] = {}
+        self.newest: dict[str, dict[str, float]] = {}
+        self._columns = columns
 
     def add(self, line: Mapping[str, Any]) -> None:
         step, size = whole(line.get("step")), max(1, whole(line.get("ranks_a_value")))
-        for grid, name in ((self.own, "own_seconds"), (self.device, "device_seconds")):
+        grids = {"own_seconds": self.own, "device_seconds": self.device}
+        for name in ("own_seconds", "device_seconds", *GPU_COLUMNS):
             values = line.get(name)
             if isinstance(values, list) and len(values) <= _MOST_RANKS:
                 names = (_rank_name(at * size, size) for at in range(len(values)))
-                grid.add(step, dict(zip(names, map(number, values), strict=True)))
+                row = dict(zip(names, map(number, values), strict=True))
+                if name in GPU_COLUMNS:
+                    row = {rank: value or math.nan for rank, value in row.items()}
+                    self.newest[name] = row
+                    grids[name] = self.gpus.setdefault(name, ValueGrid(self._columns))
+                grids[name].add(step, row)
 
 
 def _rank_name(first: int, size: int) -> str:
