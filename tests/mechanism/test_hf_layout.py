@@ -21,6 +21,7 @@ from runner.session.corpus import open_dataset
 from runner.system.error import ConfigError
 from tests.mechanism.test_import_model import LLAMA, QWEN, Import, import_, saved
 from tests.mechanism.weights import set_initial_weights
+from tests.rows import full
 
 __all__ = ["import_"]
 # So short that both kinds of frequency and those between them lie within a few positions.
@@ -48,12 +49,11 @@ def decoder(folder: Path, settings: list[str]) -> Decoder:
 @pytest.mark.parametrize(
     "tree",
     [
-        SCALED,
-        pytest.param({**SCALED, "tie_word_embeddings": True}, marks=pytest.mark.full),
-        pytest.param(LLAMA, marks=pytest.mark.full),
-        pytest.param(QWEN, marks=pytest.mark.full),
+        pytest.param(SCALED, id="llama3"),
+        full({**SCALED, "tie_word_embeddings": True}, id="tied"),
+        full(LLAMA, id="plain"),
+        full(QWEN, id="qwen"),
     ],
-    ids=["llama3", "tied", "plain", "qwen"],
 )
 def test_there_and_back_again(
     tree: dict[str, Any], import_: Import, tmp_path: Path, capsys: pytest.CaptureFixture[str]

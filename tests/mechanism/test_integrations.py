@@ -17,6 +17,7 @@ from runner.startup.shared_memory import MEMORY_DIR
 from runner.system.error import ConfigError, Preempted
 from tests.frameworks import BAD, FRAMEWORKS, RULES, SCATTERED, Killed, ScriptArguments
 from tests.mechanism.test_guard_loop import journal, same
+from tests.rows import full, full_but
 
 NEEDS = {
     "hf": "transformers",
@@ -65,27 +66,22 @@ def poisoned_and_killed(
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(one, marks=pytest.mark.full) if one == "sft" else one for one in FRAMEWORKS],
+    ("name", "fp16"),
+    [
+        *(("hf", False), ("qlora", False), ("lightning", False), ("fabric", False)),
+        # Always on two ranks: tests/drills/test_frameworks.py.
+        *(full("sft", False), full("accelerate", False), full("lightning", True)),
+        *(("accelerate", True), full("hf", True)),
+    ],
 )
-def test_poisoned_killed_and_resumed_is_told_to_skip(tmp_path: Path, name: str) -> None:
+def test_poisoned_killed_and_resumed_is_told_to_skip(tmp_path: Path, name: str, fp16: bool) -> None:
+    """In FP16 the scale is state: rolled back, resumed, and not changed by a refused step."""
     pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
     is_hf = name in ("hf", "sft")  # which shuffles by itself
     # Steps of the whole run where the framework reads its data anew, else of this start.
     kills = (21, 47) if name in ("hf", "sft", "lightning") else (11, 23)
-    poisoned_and_killed(tmp_path, name, shuffle=is_hf, kills=kills)
-    assert is_hf or len(journal(tmp_path / "a", "rollback")) == 2  # one an epoch
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param("hf", marks=pytest.mark.full), "lightning", "accelerate"],  # hf: accelerate's
-)
-def test_in_fp16_an_overflow_is_the_scalers(tmp_path: Path, name: str) -> None:
-    """The scale is state: rolled back, resumed, and not changed by a step that was refused."""
-    pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
-    kills = (21, 47) if name in ("hf", "lightning") else (11, 23)
-    poisoned_and_killed(tmp_path, name, shuffle=name == "hf", kills=kills, fp16=True)
+    poisoned_and_killed(tmp_path, name, shuffle=is_hf, kills=kills, fp16=fp16)
+    assert is_hf or fp16 or len(journal(tmp_path / "a", "rollback")) == 2  # one an epoch
 
 
 @pytest.mark.parametrize("name", ["hf", "lightning"])
@@ -113,11 +109,7 @@ def test_a_restart_in_the_second_pass_finds_its_order(tmp_path: Path, name: str)
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "lightning",
-        *(pytest.param(n, marks=pytest.mark.full) for n in ("hf", "fabric", "accelerate")),
-    ],
+    "name", full_but(["lightning"], ("lightning", "hf", "fabric", "accelerate"))
 )
 def test_killed_where_the_newest_checkpoint_is_that_of_a_pass_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -23,6 +23,7 @@ from runner.launch import slurm, torchrun
 from runner.launch.crash_evidence import BadNodes, choose
 from runner.launch.slurm import announce, meeting
 from runner.system.error import ConfigError
+from tests import golden
 from tests.programs import ended
 
 SCHEMAS = {
@@ -89,16 +90,7 @@ def test_the_batch_script(printed: Printed) -> None:
         *("slurm", "--nodes", "4", "--spares", "1", "--time", "4:00:00", "--chain", "3"),
         *("--sbatch", "gpus-per-node=8", "--python", "python3", "out=a b", "model=tiny"),
     )
-    lines = text.splitlines()
-    assert lines[0] == "#!/bin/bash"
-    options = (
-        "nodes=5 requeue open-mode=append signal=B:USR1@120 time=4:00:00 no-kill "
-        "dependency=singleton gpus-per-node=8 ntasks-per-node=1"
-    )
-    assert {f"#SBATCH --{option}" for option in options.split()} <= set(lines)
-    assert lines[-1] == (
-        "exec python3 -m runner slurm-job --spares 1 --chained 'out=a b' model=tiny \"$@\""
-    )
+    golden.same(text)
     alone = printed("slurm", "--nodes", "4").splitlines()
     assert "#SBATCH --nodes=4" in alone and not any("no-kill" in line for line in alone)
 
