@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -29,6 +30,7 @@ from runner.config.schema import ParallelKind, RunConfig
 from runner.config.validate import check
 from runner.fault.spec import parse_faults
 from runner.system.error import ConfigError
+from scripts import gpu_check, screenshot, soak
 from tests import golden
 
 PRESETS = sorted(packaged_configs().glob("*/*.yaml"))
@@ -214,6 +216,15 @@ def test_what_is_understood(override: str, expected: Any) -> None:
 def test_the_last_override_counts() -> None:
     assert settle("steps=40", "steps=50").steps == 50
     assert settle("model.dim=48", "model=tiny").model.dim == 48
+
+
+@pytest.mark.parametrize(
+    "words",
+    [soak.SETTINGS.split(), screenshot.SETTINGS.split(), gpu_check.TINY],
+    ids=["soak", "screenshot", "gpu_check"],
+)
+def test_the_settings_of_a_script_are_settings(words: Sequence[str]) -> None:
+    compose([*words, "out=unused"])
 
 
 class TestOwnPresets:
