@@ -224,7 +224,7 @@ MUTANTS = (
         "is_random=self.dropout > 0",
         "is_random=False",
         "tests/mechanism/test_model.py",
-        "checkpointing",
+        "recomputing",
     ),
     Mutant(
         "evaluation counts what is masked",

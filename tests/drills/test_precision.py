@@ -35,25 +35,6 @@ def stored_precision(result: Result) -> str:
     return found[1]
 
 
-@pytest.mark.full  # what is settled: tests/mechanism/test_precision.py
-def test_a_mixed_cluster_begins_alike_and_a_better_one_goes_on_so(
-    tmp_path: Path, program: Path, clean: Result, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "run"
-    monkeypatch.setenv("NATIVE", "0")  # rank 1 has none
-    begun = finish(out, *AUTO, "steps=30", "schedule.total=60", program=program)
-    assert stored_precision(begun) == "fp32"
-    assert begun.text.count("auto: fp32, since the processors of rank 1 have no BF16") == 1
-    assert "compute.precision=bf16 uses" in begun.text
-    monkeypatch.setenv("NATIVE", "01")
-    ended = finish(out, *AUTO, program=program)
-    assert ended.text.count("auto: fp32, as the run began") == 1
-    assert stored_precision(ended) == "fp32"
-    starts = ended.journal("start")
-    assert len(starts) == 2 and starts[1]["step"] == 30
-    assert ended.digest == clean.digest, "the run of compute.precision=fp32 from its beginning"
-
-
 def test_a_run_of_bf16_goes_on_so_without_such_a_processor(
     tmp_path: Path, program: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

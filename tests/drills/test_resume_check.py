@@ -26,13 +26,6 @@ def test_wrong_moments_are_told_at_the_second_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_good_resume_is_not_told(tmp_path: Path) -> None:
-    run = train(tmp_path / "run", *SMALL, *KILLED, ranks=2, restarts=1)
-    assert run.code == 0 and len(run.journal("start")) == 2, run.tail
-    assert not run.journal("resume")
-
-
-@pytest.mark.full
 def test_other_ranks_are_near_enough(tmp_path: Path) -> None:
     dead = train(tmp_path / "run", *SMALL, *KILLED, ranks=2)
     assert dead.code != 0

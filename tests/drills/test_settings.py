@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from tests.drills.compare import assert_same_run
-from tests.rows import full
 from tests.run import Result, finish, metrics_step, start, train
 
 FOUR_RANKS = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
@@ -23,12 +22,8 @@ FOUR_RANKS = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SI
     ("override", "env", "words"),
     [
         ("guard.persits=2", {}, ["guard.persits", "guard.persist"]),
-        full("steps=many", {}, ["steps=many", "int"]),
         ("batch.global_size=3", FOUR_RANKS, ["batch.global_size=3", "4 ranks"]),
-        full("optim.lr=-1", {}, ["optim.lr=-1", "greater than 0"]),
-        full("checkpoint.every=2", {}, ["checkpoint.every=2", "checkpoint.clean_after=5"]),
         ("faults=[poison@step=3]", {}, ["poison", "needs samples"]),
-        full("data.skip=[[9,3]]", {}, ["data.skip", "half-open"]),
     ],
 )
 def test_a_mistake_is_told_in_one_clear_line(

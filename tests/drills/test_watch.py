@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests import warm
-from tests.run import TINY, finish, metrics_step, naming, start, train
+from tests.run import finish, metrics_step, start, train
 
 
 def told(path: Path) -> list[dict[str, Any]]:
@@ -65,19 +65,3 @@ def test_one_cause_that_ends_in_a_halt_makes_two_messages(tmp_path: Path) -> Non
     first, last = told(kept)
     assert (first["level"], last["level"]) == ("warning", "error") and last["kind"] == "halt"
     assert first["key"] == last["key"]
-
-
-@pytest.mark.full
-def test_launch_starts_a_watcher_which_tells_instead_of_the_first_rank(tmp_path: Path) -> None:
-    kept, out = tmp_path / "told", tmp_path / "run"
-    alert = f"track.command={json.dumps(f'cat >> {shlex.quote(str(kept))}')}"
-    faults = "faults=[nan_grad@step=20,rank=0]"
-    words = [
-        *(sys.executable, "-m", "runner", "launch", "--nproc", "1", "--restarts", "0"),
-        *(f"out={out}", *TINY, faults, alert, "track.watch=true"),
-    ]
-    ended = warm.finished(words, timeout=300)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    until(lambda: [one["kind"] for one in told(kept)][-1:] == ["done"])
-    assert [one["event"] for one in told(kept)] == ["trigger", "resolve", "notice"]
-    until(lambda: naming("watch") == [] or naming(str(out)) == [])

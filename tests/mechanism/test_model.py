@@ -168,23 +168,16 @@ def test_dropout_is_off_in_evaluation() -> None:
 
 
 @pytest.mark.parametrize("shape", VARIANTS)
-def test_meta_then_to_empty_equals_direct(shape: DecoderShape) -> None:
+@pytest.mark.parametrize("resets", [True, False], ids=["", "without reset_buffers"])
+def test_meta_then_to_empty_equals_direct(shape: DecoderShape, resets: bool) -> None:
     with torch.device("meta"):
         decoder = Decoder(shape)
     decoder.to_empty(device="cpu")
-    decoder.reset_buffers()
+    if resets:
+        decoder.reset_buffers()
     set_initial_weights(decoder, seed=3)
     tokens = random_tokens(2, 16)
     assert torch.equal(decoder(tokens), build(shape, seed=3)(tokens))
-
-
-def test_forgotten_reset_buffers_is_harmless() -> None:
-    with torch.device("meta"):
-        decoder = Decoder(SHAPE)
-    decoder.to_empty(device="cpu")
-    set_initial_weights(decoder, seed=3)
-    tokens = random_tokens(2, 16)
-    assert torch.equal(decoder(tokens), build(SHAPE, seed=3)(tokens))
 
 
 @pytest.mark.parametrize("shape", VARIANTS)
@@ -193,16 +186,6 @@ def test_bf16_logits_are_near_fp32(shape: DecoderShape) -> None:
     reference = build(shape)(tokens)
     logits = build(shape).to(torch.bfloat16)(tokens)
     assert logits.dtype == torch.bfloat16
-    assert (logits - reference).abs().max() < 0.05 * reference.abs().max()
-
-
-@pytest.mark.parametrize("shape", VARIANTS)
-def test_autocast_logits_are_near_fp32(shape: DecoderShape) -> None:
-    tokens = random_tokens(2, 32)
-    decoder = build(shape)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        logits = decoder(tokens)
-    reference = decoder(tokens)
     assert (logits - reference).abs().max() < 0.05 * reference.abs().max()
 
 
@@ -219,23 +202,6 @@ def test_fsdp_mixed_precision_equals_bf16_parameters(mesh: DeviceMesh, recompute
     assert torch.equal(logits, plain(tokens, segments))
     torch.autograd.backward(logits.float().square().mean())
     assert all(parameter.grad is not None for parameter in sharded.parameters())
-
-
-def test_bf16_parameters_overfit_one_batch() -> None:
-    decoder = build(replace(SHAPE, init_std=0.05)).to(torch.bfloat16)
-    tokens = random_tokens(4, 17)
-    optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-2, weight_decay=0.0)
-    losses = []
-    for _ in range(60):
-        logits = decoder(tokens[:, :-1])
-        _, sums = sequence_losses(logits, tokens[:, 1:], fp32=True, z_loss=1e-4)
-        loss = sums.sum() / 64
-        optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[0] > 3.5
-    assert losses[-1] < 0.5
 
 
 def test_too_many_tokens_are_refused() -> None:
@@ -275,12 +241,6 @@ def test_nano_is_the_default() -> None:
 @pytest.mark.parametrize(("dim", "ffn_dim"), [(24, 64), (25, 128), (128, 384), (768, 2048)])
 def test_default_ffn_dim(dim: int, ffn_dim: int) -> None:
     assert default_ffn_dim(dim) == ffn_dim
-
-
-def test_flops_per_token_by_hand() -> None:
-    block = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64
-    tied, untied = (flops_per_token(Decoder(replace(SHAPE, tied_head=t))) for t in (True, False))
-    assert tied == untied == 6 * (2 * block + 61 * 32) + 6 * 2 * 32 * 32
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -403,22 +363,6 @@ def test_tokens_not_counted_add_exactly_nothing(z_loss: float) -> None:
     (gradient,) = torch.autograd.grad(loss.sum(), logits)
     assert (gradient[targets == NOT_COUNTED] == 0).all()
     assert (gradient[targets != NOT_COUNTED] != 0).all()
-
-
-def test_losses_by_hand() -> None:
-    logits, targets = random_batch()
-    cross_entropy, loss = sequence_losses(logits, targets, fp32=True, z_loss=0.25)
-    logits = logits.detach()
-    log_z = logits.double().exp().sum(-1).log()
-    for row in range(3):
-        counted = [column for column in range(5) if targets[row, column] != NOT_COUNTED]
-        expected = sum(
-            float(log_z[row, column] - logits[row, column, targets[row, column]])
-            for column in counted
-        )
-        squares = sum(float(log_z[row, column] ** 2) for column in counted)
-        assert cross_entropy[row].item() == pytest.approx(expected, rel=1e-5)
-        assert loss[row].item() == pytest.approx(expected + 0.25 * squares, rel=1e-5)
 
 
 def test_fp32_agrees_with_torch_and_beats_bf16() -> None:

@@ -69,14 +69,6 @@ def test_it_has_a_page_of_its_own(name: str) -> None:
     assert f"({PAGES[name]})" in (DOCS / "index.md").read_text()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_page_tells_of_it(name: str) -> None:
-    assert any(
-        f"`{name}(" in page.read_text() or f"import {name}" in page.read_text()
-        for page in DOCS.glob("*.md")
-    )
-
-
 def test_a_name_that_is_not_there() -> None:
     with pytest.raises(AttributeError, match="Gard"):
         _ = runner.Gard

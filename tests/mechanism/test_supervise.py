@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from runner.launch.attempt import outcome
-from runner.launch.torchrun import diagnosing
 from tests import golden, warm
 from tests.run import read_lines
 
@@ -143,14 +142,6 @@ def test_a_crash_that_nobody_explains_is_diagnosed_once(fake: Callable[..., Fake
     assert code == 0, text
     with_collectives = [line["argv"][-1] == "debug=collectives" for line in job.seen()]
     assert with_collectives == [False, True, False, False]
-
-
-def test_diagnosis_replaces_the_debug_preset() -> None:
-    assert diagnosing(["debug=nccl", "steps=3", "debug.diagnose_on_crash=true"]) == [
-        "steps=3",
-        "debug.diagnose_on_crash=true",
-        "debug=collectives",
-    ]
 
 
 def test_workers_with_sessions_of_their_own_are_ended(fake: Callable[..., Fake]) -> None:
