@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from runner import Guard
+from tests.ranked import in_turn, ranked
 
 NUM, DIM, ACCUMULATE = 96, 8, 2  # batches; two of them make a step
 STOP_AT = 31
@@ -148,26 +149,19 @@ def weights(engine: Any) -> str:
 
 def main() -> None:
     out, layout, *todo = sys.argv[1:]
-    dist.init_process_group("gloo")
-    ends: dict[str, Any] = {}
-    skipped: list[tuple[int, int]] = []
-    for name in todo:
-        settings = {"skip": skipped} if name == "told" else {}
+
+    def run(name: str, skipped: list[Any]) -> dict[str, Any]:
         if name == "bare":
-            ends[name] = {"weights": bare(layout, skipped)}
-            continue
+            return {"weights": bare(layout, skipped)}
+        settings = {"skip": skipped} if name == "told" else {}
         folder = Path(out) / f"{layout}-{name}"
         guard, engine = train(folder, layout, poison=name != "told", **settings)
-        skipped = guard.skipped
         guard.close()
-        ends[name] = {
-            "digest": guard.state_digest(),
-            "skipped": skipped,
-            "weights": weights(engine),
-        }
-    (Path(out) / f"rank{dist.get_rank()}.json").write_text(json.dumps(ends))
-    dist.barrier()
-    dist.destroy_process_group()
+        end = {"digest": guard.state_digest(), "skipped": guard.skipped}
+        return end | {"weights": weights(engine)}
+
+    with ranked() as rank:
+        (Path(out) / f"rank{rank}.json").write_text(json.dumps(in_turn(todo, run)))
 
 
 if __name__ == "__main__":

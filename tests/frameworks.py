@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.ranked import in_turn
+
 RULES: dict[str, Any] = {"every": 4, "clean_after": 2, "min_history": 8}
 NUM, BAD_TOKEN, MICRO, ACCUMULATE = 128, 31, 2, 2  # samples a rank; in a batch; batches a step
 BAD = range(72, 84)  # three steps in a row, on one rank
@@ -437,23 +439,23 @@ def main() -> None:
     rank, kill_at = int(os.environ["RANK"]), int(os.environ.get("KILL_AT", "-1"))
     shuffle = name != "accelerate"  # so that samplers count passes; Lightning always does
     bad: Sequence[int] = SCATTERED if shuffle else BAD_OF_SECOND
-    ends: dict[str, Any] = {}
-    skipped: list[tuple[int, int]] = []
-    for name_of_run in todo:
+
+    def run(name_of_run: str, skipped: list[Any]) -> dict[str, Any]:
+        is_bad = name_of_run == "poison"
         arguments = ScriptArguments(
             out=Path(folder) / f"{name}-{name_of_run}",
-            bad=bad if name_of_run == "poison" else (),
+            bad=bad if is_bad else (),
             shuffle=shuffle,
             fp16=bool(os.environ.get("FP16")),
             skip=skipped if name_of_run == "told" else None,
-            kill_at=kill_at if name_of_run == "poison" and rank == 1 else None,
+            kill_at=kill_at if is_bad and rank == 1 else None,
             kill=lambda: os.kill(os.getpid(), signal.SIGKILL),
         )
         ended = FRAMEWORKS[name](arguments)
-        skipped = ended.skipped
-        ends[name_of_run] = {"digest": digest(ended.state), "skipped": skipped}
-    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(ends))
-    if torch.distributed.is_initialized():
+        return {"digest": digest(ended.state), "skipped": ended.skipped}
+
+    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(in_turn(todo, run)))
+    if torch.distributed.is_initialized():  # the framework's
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 

@@ -33,6 +33,7 @@ from runner import Guard, Sampler
 from runner.checkpoint.state_digest import state_digest
 from runner.distributed.agreement import Ranks
 from runner.embed.state.loop_state import LoopState
+from tests.ranked import in_turn, ranked
 
 NUM, DIM = 48, 8
 BAD = (6, 20, 29, 30, 31)
@@ -175,32 +176,27 @@ def bare(layout: str, skipped: list[tuple[int, int]]) -> str:
 
 def main() -> None:
     out, layout, *todo = sys.argv[1:]
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    ends: dict[str, Any] = {}
-    skipped: list[tuple[int, int]] = []
-    for name in todo:
+
+    def run(name: str, skipped: list[Any]) -> dict[str, Any]:
         folder = Path(out) / f"{layout}-{name}"
         if name == "break":
             train(folder, layout, poison=True, stop_at=25)
             train(folder, layout, poison=True, stop_at=11)
         if name == "bare":
-            ends[name] = {"digest": bare(layout, skipped), "skipped": skipped}
-            continue
+            return {"digest": bare(layout, skipped), "skipped": skipped}
         settings: dict[str, Any] = {"skip": skipped} if name == "told" else {}
         if "STOP_AT" in os.environ:
             settings["grace_seconds"] = 4.0
         if name == "poison" and os.environ.get("LATE"):
             settings["sync"] = False
         guard = train(folder, layout, poison=name != "told", **settings)
-        skipped = guard.skipped
         guard.close()
-        ends[name] = {"digest": guard.state_digest(), "skipped": skipped}
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        (Path(out) / f"{layout}.json").write_text(json.dumps(ends))
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+        return {"digest": guard.state_digest(), "skipped": guard.skipped}
+
+    with ranked() as rank:
+        ends = in_turn(todo, run)
+        if rank == 0:
+            (Path(out) / f"{layout}.json").write_text(json.dumps(ends))
 
 
 if __name__ == "__main__":

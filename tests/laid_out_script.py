@@ -35,6 +35,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from runner import Guard, Ring
+from tests.ranked import in_turn, ranked
 
 NUM, DIM, LENGTH = 36, 8, 4
 NAN_AT = 12
@@ -292,29 +293,24 @@ def with_ring(out: Path, layout: str) -> dict[str, Any]:
 
 def main() -> None:
     out, layout, *todo = sys.argv[1:]
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    ends: dict[str, Any] = {}
-    skipped: list[Any] = []
-    for name in todo:
+
+    def run(name: str, skipped: list[Any]) -> dict[str, Any]:
         if name == "ring":
-            ends[name] = with_ring(Path(out) / name, layout)
-            continue
+            return with_ring(Path(out) / name, layout)
         folder, is_told = Path(out) / ("poison" if name == "look" else name), "told" in name
         told = skipped if is_told else []
         if name.startswith("all"):
             guard = train_with_all(folder, layout, is_told=is_told, skip=told)
         else:
             guard = train(folder, layout, name, told)
-        skipped = guard.skipped
-        ends[name] = {"digest": guard.state_digest(), "skipped": skipped}
-        ends[name]["resumed"] = guard.resumed_step
+        end = {"digest": guard.state_digest(), "skipped": guard.skipped}
         guard.close()
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        (Path(out) / f"{layout}.json").write_text(json.dumps(ends))
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+        return end | {"resumed": guard.resumed_step}
+
+    with ranked() as rank:
+        ends = in_turn(todo, run)
+        if rank == 0:
+            (Path(out) / f"{layout}.json").write_text(json.dumps(ends))
 
 
 if __name__ == "__main__":

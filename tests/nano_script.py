@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from runner import Guard
+from tests.ranked import in_turn, ranked
 
 VOCAB, BLOCK, DIM, MICRO, ACCUMULATE, EPOCHS = 32, 16, 16, 4, 2, 3
 NUM, BAD = 256, (40, 41)  # sequences; the bad ones make their loss NaN
@@ -135,22 +136,16 @@ def train(out: Path, *, poison: bool, kill_at: int = -1, **settings: Any) -> dic
 
 def main() -> None:
     folder, *todo = sys.argv[1:]
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    ends: dict[str, Any] = {}
-    skipped: list[tuple[int, int]] = []
-    for name in todo:
-        settings = {"skip": skipped} if name == "told" else {}
-        kill_at = int(os.environ.get("KILL_AT", "-1")) if name == "poison" and rank == 0 else -1
-        ends[name] = train(
-            Path(folder) / name, poison=name == "poison", kill_at=kill_at, **settings
-        )
-        skipped = ends[name]["skipped"]
-    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(ends))
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    with ranked() as rank:
+
+        def run(name: str, skipped: list[Any]) -> dict[str, Any]:
+            settings = {"skip": skipped} if name == "told" else {}
+            is_bad = name == "poison"
+            kill_at = int(os.environ.get("KILL_AT", "-1")) if is_bad and rank == 0 else -1
+            return train(Path(folder) / name, poison=is_bad, kill_at=kill_at, **settings)
+
+        ends = in_turn(todo, run)
+        (Path(folder) / f"rank{rank}.json").write_text(json.dumps(ends))
 
 
 if __name__ == "__main__":

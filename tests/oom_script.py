@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from runner import Guard
 from tests.frameworks import digest
+from tests.ranked import ranked
 
 NUM, ROWS, DIM, BAD, FULL_AT, STOP_AT, KILL_AT = 40, 8, 6, 11, 17, 26, 31
 FITS = 2  # samples
@@ -113,13 +113,10 @@ def plain(rank: int, skipped: list[tuple[int, int]], choice: str) -> str:
 
 def main() -> None:
     folder, choice = Path(sys.argv[1]), sys.argv[2]
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    ended, skipped = guarded(folder / "run", rank, choice)
-    found = {"run": ended, "plain": plain(rank, skipped, choice), "skipped": skipped}
-    (folder / f"rank{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    with ranked() as rank:
+        ended, skipped = guarded(folder / "run", rank, choice)
+        found = {"run": ended, "plain": plain(rank, skipped, choice), "skipped": skipped}
+        (folder / f"rank{rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

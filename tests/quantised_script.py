@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from runner import Guard
 from runner.system.error import ConfigError
+from tests.ranked import in_turn, ranked
 
 NUM, BAD, TOKENS = 40, (5, 20, 21, 22), 64
 RULES: dict[str, Any] = {"every": 6, "clean_after": 3, "min_history": 8, "clip": 1.0}
@@ -179,28 +180,22 @@ def weights_of(model: nn.Module) -> str:
 
 def main() -> None:
     out, base, *todo = sys.argv[1:]
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    script = Script(Path(out), base)
-    if script.rank == 0 and not (script.out / "base").exists():
-        write_base(script.out / "base")
-    if script.num_ranks > 1:
-        dist.barrier()
-    ends: dict[str, Any] = {}
-    skipped: list[list[int]] = []
-    for name in todo:
-        if name in ("poison", "told"):
-            settings = {"skip": skipped} if name == "told" else {}
-            ends[name] = script.guarded(name, poison=name == "poison", **settings)
-            skipped = [list(pair) for pair in ends[name]["skipped"]]
-        elif name == "bare":
-            ends[name] = script.bare(skipped)
-        else:
-            ends[name] = {"other": script.other, "look": script.look}[name]()
-    (script.out / f"rank{script.rank}.json").write_text(json.dumps(ends))
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    with ranked() as rank:
+        script = Script(Path(out), base)
+        if rank == 0 and not (script.out / "base").exists():
+            write_base(script.out / "base")
+        if script.num_ranks > 1:
+            dist.barrier()
+
+        def run(name: str, skipped: list[Any]) -> Any:
+            if name in ("poison", "told"):
+                settings = {"skip": skipped} if name == "told" else {}
+                return script.guarded(name, poison=name == "poison", **settings)
+            if name == "bare":
+                return script.bare(skipped)
+            return {"other": script.other, "look": script.look}[name]()
+
+        (script.out / f"rank{rank}.json").write_text(json.dumps(in_turn(todo, run)))
 
 
 if __name__ == "__main__":

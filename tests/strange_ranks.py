@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from runner import Guard
 from runner.system.error import RunnerError
+from tests.ranked import ranked
 
 RANK = int(os.environ["RANK"])
 
@@ -54,16 +54,14 @@ def train(out: Path, model: nn.Module, num: int) -> None:
 
 def main() -> None:
     out = Path(sys.argv[1])
-    dist.init_process_group("gloo")
     said = {}
-    for build in (unwrapped, unwrapped_and_seeded_by_rank, stages, shorter):
-        try:
-            train(out / build.__name__, build(), 6 - RANK * (build is shorter))
-        except RunnerError as error:
-            said[build.__name__] = str(error)
-    (out / f"rank{RANK}.json").write_text(json.dumps(said))
-    dist.barrier()
-    dist.destroy_process_group()
+    with ranked():
+        for build in (unwrapped, unwrapped_and_seeded_by_rank, stages, shorter):
+            try:
+                train(out / build.__name__, build(), 6 - RANK * (build is shorter))
+            except RunnerError as error:
+                said[build.__name__] = str(error)
+        (out / f"rank{RANK}.json").write_text(json.dumps(said))
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ def test_a_silent_fault_is_found_and_named(
 
 
 @pytest.mark.twin
+@pytest.mark.full  # always by the replica check: test_crash.py
 def test_a_copy_of_the_weights_that_differs_is_no_device(tmp_path: Path) -> None:
     """The run goes back to before the last audit in which all agreed."""
     words = (*SMALL, "parallel=ddp", "batch.global_size=12", "checkpoint.every=5")

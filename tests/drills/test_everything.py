@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.drills.test_supervise import begun
-from tests.drills.test_watch import until
 from tests.rows import full
 from tests.run import TINY, TWO_LAYERS, finish, metrics_step, read_lines, skip_override
+from tests.waiting import until
 
 MIXTURE = (
     "data.sources=[{name: code, weight: 1, samples: 600, seed: 1},"

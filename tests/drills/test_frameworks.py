@@ -17,9 +17,8 @@ from tests.script_run import ends_of
     ("name", "fp16"),
     [
         ("accelerate", ""),
-        ("lightning", "1"),
         *(full(name, "") for name in ("fabric", "lightning", "hf", "sft", "qlora")),
-        *(full(name, "1") for name in ("accelerate", "hf")),
+        *(full(name, "1") for name in ("lightning", "accelerate", "hf")),
     ],
 )
 def test_poisoned_killed_and_resumed_is_told_to_skip(tmp_path: Path, name: str, fp16: str) -> None:

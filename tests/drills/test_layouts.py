@@ -51,7 +51,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path,
     ("layout", "together"),
     [
         ("fsdp_tp", [0, 1]),
-        ("pp", [1]),
+        full("pp", [1]),  # always with all else: test_all_at_once_on_a_mesh
         full("pp_alike", [1]),
         full("pp_fsdp", [2]),
         full("tp", [0, 1]),
@@ -121,7 +121,7 @@ def test_on_other_meshes_the_state_is_the_same(
 @pytest.mark.parametrize(
     ("source", "layout"),
     [
-        ("pp", "plain"),
+        full("pp", "plain"),
         full("pp_fsdp", "pp"),
         full("pp_fsdp", "fsdp_tp"),
         full("fsdp_tp", "pp_fsdp"),

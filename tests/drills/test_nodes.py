@@ -231,6 +231,9 @@ def test_a_rank_that_ends_badly_is_replaced_on_both_nodes(
 
 
 @pytest.mark.twin
+# Always in parts: a launch over two nodes above, a rank that goes on from memory in test_memory.py,
+# the manifests in tests/mechanism/test_launch.py.
+@pytest.mark.full
 def test_pods_start_again_inside_and_keep_their_snapshots(tmp_path: Path, clean: Result) -> None:
     """The manifests' own command in each pod, whose /dev/shm ends with it."""
     # Snapshots are finished behind the steps: give a busy machine time for those before the kill.

@@ -12,7 +12,8 @@ import pytest
 from tests.clouds import served
 from tests.drills.compare import assert_same_run
 from tests.rows import full
-from tests.run import Result, Started, finish, left_behind, metrics_step, start
+from tests.run import Result, finish, left_behind, metrics_step, start
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 SLOWED = "faults=[slow@step=15-60,seconds=0.25]"
@@ -97,16 +98,9 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     time.sleep(3)
     assert started.process.poll() is None, "the first one waits for the step to end"
     os.kill(pid, signal.SIGTERM)
-    _until_gone(started, 0)
-    assert 0 not in started.ranks(), "not when preempt.grace_seconds are over"
+    until(lambda: 0 not in started.ranks(), "an end before the grace is over", seconds=300)
     started.kill()
     assert "SIGTERM for the second time" in started.wait().text
-
-
-def _until_gone(started: Started, rank: int) -> None:
-    limit = time.monotonic() + 300
-    while rank in started.ranks() and time.monotonic() < limit:
-        time.sleep(0.05)
 
 
 @pytest.mark.twin
@@ -115,7 +109,6 @@ def test_the_grace_ends_a_step_that_does_not_end(tmp_path: Path) -> None:
     started = start(tmp_path / "run", hang, "preempt.grace_seconds=2", NEVER)
     started.until(lambda out: metrics_step(out) >= 24)
     os.kill(started.ranks()[0], signal.SIGTERM)
-    _until_gone(started, 0)
-    assert 0 not in started.ranks(), "it waits for the collective"
+    until(lambda: 0 not in started.ranks(), "an end without the collective", seconds=300)
     started.kill()
     assert "of step 25 did not end within preempt.grace_seconds=2" in started.wait().text

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from tests.run import (
     metrics_step,
     unbroken,
 )
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 # Long enough to be hit in the middle.
@@ -109,10 +109,7 @@ def test_asked_to_stop_and_started_again_a_rank_and_torchrun_are_killed(
     # Torchrun's workers have sessions of their own and would go on training.
     orphans = ranks(started)
     os.kill(agent(started), signal.SIGKILL)
-    limit = time.monotonic() + 30
-    while set(orphans) & set(started.pids()) and time.monotonic() < limit:
-        time.sleep(0.02)
-    assert not set(orphans) & set(started.pids()), "still there, half a minute after"
+    until(lambda: not set(orphans) & set(started.pids()), "the orphans' end")
     run = assert_healed(started, clean, [75, 1, 137, 0])
     assert run.summary["restarts"] == 3
 
@@ -232,10 +229,7 @@ def test_launch_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
     assert len(alive) == 7
     started.process.kill()
     started.wait()
-    limit = time.monotonic() + 60
-    while any(parent(pid) is not None for pid in alive) and time.monotonic() < limit:
-        time.sleep(0.02)
-    assert [pid for pid in alive if parent(pid) is not None] == []
+    until(lambda: not any(parent(pid) is not None for pid in alive), "the end of all")
 
 
 def test_asked_to_stop_while_it_waits_for_other_nodes(tmp_path: Path) -> None:

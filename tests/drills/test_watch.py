@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +12,11 @@ import pytest
 
 from tests import warm
 from tests.run import finish, metrics_step, start, train
+from tests.waiting import until
 
 
 def told(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def until(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < limit, "not seen"
-        time.sleep(0.05)
 
 
 def test_killed_at_once_is_told_and_so_is_its_recovery_and_its_end(tmp_path: Path) -> None:

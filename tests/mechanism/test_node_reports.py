@@ -15,11 +15,8 @@ from typing import Any
 
 import pytest
 
-from runner.config.schema import WatchdogConfig
-from runner.distributed.env import JobEnv, RankEnv
+from runner.distributed.env import JobEnv
 from runner.health import cause_reporter
-from runner.health.preemption import StopRequest
-from runner.health.rank_monitor import RankMonitor
 from runner.health.rank_report import (
     FROM_RANKS,
     Report,
@@ -35,6 +32,7 @@ from runner.health.root_cause import RootCause, find_root_cause
 from runner.run_dir.lease import acquire
 from runner.run_dir.paths import RunDir
 from tests.crash_reports import entries, report
+from tests.mechanism.test_witness import watched
 from tests.rows import full_but
 
 WORLD, A_NODE = 72, 8
@@ -109,18 +107,6 @@ def _settles_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cause_reporter, "SETTLE_SECONDS", 20.0)
 
 
-def monitor(out: Path, rank: int) -> RankMonitor:
-    watchdog = WatchdogConfig(enabled=False, floor_seconds=1000, slow_seconds=1000)
-    place = RankEnv(rank=rank, world_size=WORLD, local_rank=rank % A_NODE, local_world_size=A_NODE)
-    return RankMonitor(
-        place=place,
-        launch=JobEnv(job=None, order=(0, 0), step="", end_time=None, has_agent=False),
-        run_dir=RunDir(out),
-        watchdog=watchdog,
-        stop=StopRequest(grace_seconds=5),
-    )
-
-
 def test_one_tells_for_all(tmp_path: Path) -> None:
     """All ranks at once, each with its own monitor: a file a node, and one cause."""
     alone = JobEnv(job=None, order=(0, 0), step="", end_time=None, has_agent=False)
@@ -128,7 +114,7 @@ def test_one_tells_for_all(tmp_path: Path) -> None:
     written: list[tuple[int, RootCause]] = []
 
     def rank_of(rank: int) -> None:
-        one = monitor(tmp_path, rank)
+        one = watched(tmp_path, world_size=WORLD, rank=rank, per_node=A_NODE, has_agent=False)
         one._causes.run_lease, one._causes.neighbours = lease, NoPeers()
         if rank == 0:
             one.write_causes_to(lambda cause, number: written.append((number, cause)))

@@ -19,15 +19,9 @@ import pytest
 
 from runner.system.output import AsyncWriter
 from tests.programs import ended
+from tests.waiting import until
 
 # Outlets
-
-
-def until(seen: Any, seconds: float = 30.0) -> None:
-    limit = time.monotonic() + seconds
-    while not seen():
-        assert time.monotonic() < limit, "not seen"
-        time.sleep(0.005)
 
 
 def test_items_are_handed_on_in_order() -> None:

@@ -113,15 +113,7 @@ def test_a_loaded_state_goes_on(kind: str) -> None:
     for seed in range(5, 25):
         for of_run in runs:
             give(of_run[0], seed)
-            flat = of_run[3]
-            for held, _ in of_run[2].values():
-                held.grad = torch.zeros_like(held)
-            for name, shard in of_run[0].items():
-                held, start = of_run[2][name]
-                assert held.grad is not None and shard.grad is not None
-                held.grad[start : start + shard.numel()] = shard.grad.reshape(-1)
-            flat.prepare(skip=torch.zeros(()), grad_scale=torch.ones(()), learning_rate=0.01)
-            flat.handed.step()
+            step(*of_run)
     for name in SHAPES:
         assert torch.equal(runs[0][2][name][0], runs[1][2][name][0]), name
 

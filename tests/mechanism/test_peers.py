@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from runner.distributed.env import tell_exit
-from runner.health import rank_monitor as module
+from runner.health import cause_reporter
 from runner.health.peer_processes import IN_ORDER
 from runner.health.preemption import StopRequest
 from runner.health.rank_report import Report, read_reports
@@ -23,7 +23,8 @@ from runner.system.process import (
     pid_namespace,
     started_at,
 )
-from tests.mechanism.test_witness import take_run, until, watched
+from tests.mechanism.test_witness import endings, take_run, watched
+from tests.waiting import until
 
 # The watchdog's thread is ended where a rank would be.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -63,16 +64,8 @@ def peer() -> Iterator[Peer]:
 @pytest.fixture
 def left(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The codes with which this rank would have left; only its watchdog ends."""
-    codes: list[int] = []
-
-    def leave(code: int) -> None:
-        codes.append(code)
-        raise SystemExit(code)
-
-    monkeypatch.setattr("runner.health.cause_reporter.leave", leave)
-    monkeypatch.setattr("runner.health.preemption.leave", leave)
-    monkeypatch.setattr("runner.health.cause_reporter.end_within", lambda *_: lambda: None)
-    monkeypatch.setattr(module, "_TICK_SECONDS", 0.02)
+    codes, _ = endings(monkeypatch)
+    monkeypatch.setattr("runner.health.preemption.leave", cause_reporter.leave)
     return codes
 
 

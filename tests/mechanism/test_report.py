@@ -12,7 +12,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,6 +44,7 @@ from runner.tools.report.markup import tag
 from runner.tools.report.run_reader import RunReader, RunStatus
 from runner.tools.report.side_files import LayerFold, RingFold, ValueGrid
 from tests.made_run import BEGAN, Made, checkpoint, incident
+from tests.waiting import until
 
 
 def page_of(out: Path) -> str:
@@ -420,13 +420,6 @@ def test_what_is_vendored_is_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 # -- beside a run --------------------------------------------------------------------------------
-
-
-def until(is_so: Any, seconds: float = 60) -> None:
-    limit = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < limit
-        time.sleep(0.02)
 
 
 def test_the_page_is_written_while_the_run_goes_on(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from runner.launch.slurm import NODE_COMMAND, JobStep
 from runner.system.parsing import parse_json
+from tests.waiting import until
 
 # A process of the step: writes what it is told and what it reads as its own input, a line an order.
 NODE = """
@@ -40,10 +41,7 @@ class Nodes:
         return self.step.popen(command, env=env, is_asked_to_stop=lambda: False)
 
     def rows(self, count: int) -> list[list[Any]]:
-        limit = time.monotonic() + 60
-        while not self.told.exists() or self.told.read_text().count("\n") < count:
-            assert time.monotonic() < limit
-            time.sleep(0.02)
+        until(lambda: self.told.exists() and self.told.read_text().count("\n") >= count)
         return [parse_json(line.encode()) for line in self.told.read_text().splitlines()]
 
 
@@ -109,7 +107,6 @@ def test_a_step_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.M
     step = JobStep()
     words = [sys.executable, "-c", code, str(ready), NODE_COMMAND]
     process = step.popen(words, env=os.environ, is_asked_to_stop=lambda: False)
-    while not ready.exists():
-        time.sleep(0.02)
+    until(ready.exists)
     step.close()
     assert process.returncode == -signal.SIGKILL

@@ -22,7 +22,8 @@ from runner.launch import attempt as begun_module
 from runner.launch.attempt import Ended, Job, Stop, run_once
 from runner.launch.prepared import Preparation
 from runner.system.process import host_name
-from tests.mechanism.test_witness import endings, take_run, until, watched
+from tests.mechanism.test_witness import endings, take_run, watched
+from tests.waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -66,6 +67,7 @@ import ctypes, sys
 from pathlib import Path
 from runner.health import rank_monitor as module
 from tests.mechanism.test_witness import watched
+from tests.waiting import until
 module.TELL_SECONDS = 0.5
 one = watched(Path(sys.argv[1]), has_agent=False)
 one.expect("connecting", 0.5)
@@ -176,7 +178,7 @@ def test_a_rank_that_is_dead_while_its_launcher_lives_on(
     )
     running = threading.Thread(target=run_once, args=(job, stop))
     running.start()
-    until(lambda: bool(read_reports(tmp_path / "incident")), 60)
+    until(lambda: bool(read_reports(tmp_path / "incident")))
     stop.ask(signal.SIGTERM)
     time.sleep(1.1)
     stop.ask(signal.SIGTERM)

@@ -19,8 +19,9 @@ from runner.health.start_watch import StartWatch
 from runner.system.process import host_name, own_process, pid_namespace
 from tests import warm
 from tests.mechanism.test_meet import free_port
-from tests.mechanism.test_witness import endings, until, watched
+from tests.mechanism.test_witness import endings, watched
 from tests.rows import full
+from tests.waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 

@@ -17,6 +17,7 @@ import pytest
 from runner.launch.attempt import outcome
 from tests import golden, warm
 from tests.run import read_lines
+from tests.waiting import until
 
 MARK = "HOLDFAST_TEST_RUN"
 
@@ -178,7 +179,7 @@ def test_a_request_to_stop_reaches_the_ranks(fake: Callable[..., Fake], number: 
         (out / "ready").touch()
         time.sleep(60)
     """))  # fmt: skip
-    wait_for(job.out / "ready")
+    until((job.out / "ready").exists)
     job.process.send_signal(number)
     code, _ = job.wait()
     assert code == 75 and len(read_lines(job.out / "attempts.jsonl")) == 1
@@ -194,9 +195,9 @@ def test_a_second_request_ends_it_at_once(fake: Callable[..., Fake]) -> None:
         while True:
             time.sleep(60)
     """))  # fmt: skip
-    wait_for(job.out / "ready")
+    until((job.out / "ready").exists)
     job.process.terminate()
-    wait_for(job.out / "told")
+    until((job.out / "told").exists)
     job.process.terminate()  # at once: the same request, told twice
     time.sleep(1.2)
     assert job.process.poll() is None
@@ -207,7 +208,7 @@ def test_a_second_request_ends_it_at_once(fake: Callable[..., Fake]) -> None:
 
 def test_a_killed_supervisor_takes_its_command_along(fake: Callable[..., Fake]) -> None:
     job = fake('(out / "ready").touch(); time.sleep(60)')
-    wait_for(job.out / "ready")
+    until((job.out / "ready").exists)
     job.process.kill()
     job.process.wait()
     assert job.left_behind() == []
@@ -267,10 +268,3 @@ def test_mistakes_are_told(words: str) -> None:
     assert done.returncode == 2 and done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
     golden.same(done.stderr)
-
-
-def wait_for(path: Path, timeout: float = 20) -> None:
-    limit = time.monotonic() + timeout
-    while not path.exists():
-        assert time.monotonic() < limit, f"{path.name} did not appear"
-        time.sleep(0.01)

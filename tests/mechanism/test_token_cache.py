@@ -29,6 +29,7 @@ from runner.data.tokenizer import open_codec
 from runner.system.error import DataError
 from runner.train.corpus_check import known_digest
 from tests.stored import open_text
+from tests.waiting import until
 
 FORK = multiprocessing.get_context("fork")
 
@@ -116,9 +117,7 @@ def test_a_killed_owner_leaves_nothing_that_counts_and_stops_nobody(
     owner = FORK.Process(target=lambda: prepare(where))
     owner.start()
     assert owner.pid is not None
-    limit = time.monotonic() + 30
-    while not list(tmp_path.glob("cache/.*/tokens.bin")) and time.monotonic() < limit:
-        time.sleep(0.02)
+    until(lambda: list(tmp_path.glob("cache/.*/tokens.bin")))
     os.kill(owner.pid, signal.SIGKILL)
     owner.join(30)
     assert visible(tmp_path / "cache") == []
@@ -197,24 +196,18 @@ def test_a_lock_on_a_file_that_was_removed_is_nobody_s(tmp_path: Path) -> None:
     """Who waited for the first owner would else work beside the second."""
     first, words = Owner(tmp_path), set[tuple[str, int]]()
 
-    def wait_for(wanted: tuple[str, int]) -> bool:
-        limit = time.monotonic() + 30
-        while wanted not in words and thread.is_alive() and time.monotonic() < limit:
-            time.sleep(0.01)
-        return wanted in words
-
     thread = threading.Thread(
         target=lambda: cached(
             first.place, job(tmp_path), progress=lambda what, done, _: words.add((what, done))
         )
     )
     thread.start()
-    assert wait_for((WAITING, 0))
+    until(lambda: (WAITING, 0) in words)
     first.remove()
     second = Owner(tmp_path)
     second.beat(b"7 9")
     first.release()
-    assert wait_for((WAITING, 7)), "the second owner was not waited for"
+    until(lambda: (WAITING, 7) in words, "waiting for the second owner")
     second.release()
     thread.join(60)
     assert [path.name for path in first.place.parent.iterdir()] == ["key"]

@@ -19,18 +19,12 @@ from runner.health.rank_monitor import RankMonitor, Watchdog
 from runner.run_dir.lease import acquire
 from runner.run_dir.paths import RunDir
 from tests import warm
+from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)
 def _settles_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cause_reporter, "SETTLE_SECONDS", 0.2)
-
-
-def until(seen: Callable[[], bool], seconds: float = 30.0) -> None:
-    limit = time.monotonic() + seconds
-    while not seen():
-        assert time.monotonic() < limit, "not seen"
-        time.sleep(0.005)
 
 
 # The thread
@@ -86,14 +80,22 @@ def watched(
     out: Path,
     *,
     world_size: int = 2,
+    rank: int = 0,
+    per_node: int = 0,
     limit: float = 1000.0,
     has_agent: bool = True,
     stop: StopRequest | None = None,
 ) -> RankMonitor:
-    """The first rank's witness, which has the run; nobody is ended for standing still."""
+    """A rank's witness; nobody is ended for standing still. ``per_node`` of 0: all on one."""
+    per_node = per_node or world_size
     watchdog = WatchdogConfig(enabled=False, floor_seconds=limit, slow_seconds=limit)
     return RankMonitor(
-        place=RankEnv(rank=0, world_size=world_size, local_rank=0, local_world_size=world_size),
+        place=RankEnv(
+            rank=rank,
+            world_size=world_size,
+            local_rank=rank % per_node,
+            local_world_size=per_node,
+        ),
         launch=JobEnv(job=None, order=(0, 0), step="", end_time=None, has_agent=has_agent),
         run_dir=RunDir(out),
         watchdog=watchdog,

@@ -475,6 +475,10 @@ def test_what_is_refused_within_zero_optimization_is_called_so_by_deepspeed() ->
     [
         ({"grdient_clipping": 1.0}, f"grdient_clipping: is not passed on; allowed are {PASSED[0]}"),
         ({"zero_optimization": [1]}, "zero_optimization=[1]: must be a mapping"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+            "zero_optimization.offload_optimizer={'device': 'nvme'}: must be",
+        ),
         ({"zero_optimization": {"overlap_com": True}}, "DeepSpeed refuses overlap_com: Extra"),
         ({"zero_optimization": {"reduce_bucket_size": "many"}}, "refuses reduce_bucket_size: Inp"),
         ({"zero_optimization": {"mics_shard_size": 2}}, "DeepSpeed refuses it: MiCS"),
