@@ -104,17 +104,3 @@ def test_a_killed_rank_and_a_restart_change_nothing(tmp_path: Path) -> None:
     assert ends["poison"] == ends["told"]
     starts = read_lines(tmp_path / "fsdp-poison" / "journal.jsonl")
     assert sum(line["kind"] == "start" for line in starts) == 2
-
-
-@pytest.mark.full
-def test_restarts_of_torchrun_share_a_store(tmp_path: Path) -> None:
-    """gloo of the next attempt finds no address of the one before.
-
-    Of five such runs without the clearing three ended at the restart.
-    """
-    rendezvous = static()
-    for number in range(3):
-        out = tmp_path / str(number)
-        run(out, "ddp", "poison", restarts=1, rendezvous=rendezvous, KILL_AT="26")
-        starts = read_lines(out / "ddp-poison" / "journal.jsonl")
-        assert sum(line["kind"] == "start" for line in starts) == 2
