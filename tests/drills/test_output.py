@@ -1,6 +1,6 @@
 """P11: whatever becomes of the output, steps go on, or nothing of the run is left.
 
-Faults of the output, two ways of starting, one and two ranks, with and without loading processes.
+Each fault of the output by each way of starting; ranks and loading processes in turn.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import termios
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import pytest
 from runner.system.error import EXIT_PREEMPTED
 from runner.system.process import parent
 from tests import warm
+from tests.rows import full
 from tests.run import (
     TINY,
     Result,
@@ -203,8 +205,8 @@ FAULTS = {
     "terminal closed": Fault(terminal, close_it, ends=EXIT_PREEMPTED),
     "disk full": Fault(full_disk, let_be, error=errno.ENOSPC),
 }
-# Always, and but for the last from a process that has everything imported; the others of the matrix
-# are behind --full.
+# Always, and but for the last from a process that has everything imported; the others are behind
+# --full.
 TELLING = {
     ("reader gone", "launch", 2, 2),
     ("reader asleep", "torchrun", 2, 0),
@@ -215,14 +217,14 @@ TELLING = {
 
 
 def rows() -> Iterator[Any]:
-    for fault in FAULTS:
-        for way in WAYS:
-            for ranks in (1,) if way == "alone" else (1, 2):
-                for workers in (0, 2):
-                    row = (fault, way, ranks, workers)
-                    if (fault, way) != ("launcher killed", "alone"):
-                        marks = () if row in TELLING else (pytest.mark.full,)
-                        yield pytest.param(*row, marks=marks, id="-".join(map(str, row)))
+    told = {row[:2]: row for row in TELLING}
+    in_turn = cycle([(1, 0), (2, 0), (1, 2), (2, 2)])
+    for pair in product(FAULTS, WAYS):
+        if pair in told:
+            yield pytest.param(*told[pair])
+        elif pair != ("launcher killed", "alone"):
+            ranks, workers = next(in_turn)
+            yield full(*pair, 1 if pair[1] == "alone" else ranks, workers)
 
 
 @pytest.mark.parametrize(("name", "way", "ranks", "workers"), rows())
