@@ -202,31 +202,24 @@ def fit_hf(trainer: Any, arguments: ScriptArguments) -> Ended:
     return Ended(state=state, skipped=guarded.guard.skipped, evaluated=evaluated)
 
 
-def train_hf(script: ScriptArguments) -> Ended:
+def train_hf(script: ScriptArguments, model: nn.Module | None = None) -> Ended:
     from transformers import Trainer, TrainingArguments
 
     data = [{"input_ids": ids, "labels": ids} for ids in tokens(script.bad)]
     arguments = TrainingArguments(**hf_arguments(script), eval_strategy="steps", eval_steps=9)
     trainer = poisoned(Trainer)(
-        model=tiny_llama(), args=arguments, train_dataset=data, eval_dataset=data[:8]
+        model=model or tiny_llama(), args=arguments, train_dataset=data, eval_dataset=data[:8]
     )
     return fit_hf(trainer, script)
 
 
 def train_qlora(script: ScriptArguments) -> Ended:
     """The Trainer on adapters over a base of 4 bits."""
-    from transformers import Trainer, TrainingArguments
-
     from tests.quantised_script import adapted, write_base
 
     folder = script.out.with_name(f"base{os.environ.get('RANK', '')}")
     write_base(folder)
-    data = [{"input_ids": ids, "labels": ids} for ids in tokens(script.bad)]
-    arguments = TrainingArguments(**hf_arguments(script), eval_strategy="steps", eval_steps=9)
-    trainer = poisoned(Trainer)(
-        model=adapted(folder, "nf4"), args=arguments, train_dataset=data, eval_dataset=data[:8]
-    )
-    return fit_hf(trainer, script)
+    return train_hf(script, adapted(folder, "nf4"))
 
 
 def train_sft(script: ScriptArguments) -> Ended:

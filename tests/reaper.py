@@ -18,9 +18,9 @@ MARK = "HOLDFAST_TEST_SESSION"
 _LIMIT_SECONDS = 10.0
 
 
-def marked(mark: str) -> set[int]:
+def marked(mark: str, name: str = MARK) -> set[int]:
     """Processes, other than this one, that have inherited ``mark`` and have not ended."""
-    wanted = f"{MARK}={mark}".encode()
+    wanted = f"{name}={mark}".encode()
     pids = set()
     for folder in Path("/proc").iterdir():
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import os
 import re
 import secrets
 import shutil
@@ -18,6 +17,7 @@ import pytest
 
 from runner.system.process import started_at
 from tests.conftest import MEMORY_DIR
+from tests.reaper import marked
 from tests.run import Result, finish, nothing_breaks
 from tests.warm import DRILL
 
@@ -64,29 +64,20 @@ def leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = _files_of_the_dead()
     yield
     limit = time.monotonic() + 5
-    while (left := _marked(mark)) and time.monotonic() < limit:
+    while (left := marked(mark, DRILL)) and time.monotonic() < limit:
         time.sleep(0.05)
     files = _files_of_the_dead() - before
     snapshots = done_with_snapshots(own)
     shutil.rmtree(own)
-    assert not left, f"processes left behind: {left}"
+    assert not left, f"processes left behind: {[*map(_command_line, left)]}"
     assert not files, f"left in shared memory: {sorted(files)}"
     assert not snapshots, f"snapshots left of runs that are done: {snapshots}"
 
 
-def _marked(mark: str) -> dict[int, str]:
-    """Processes that this test's mark was handed down to, with their command lines."""
-    wanted = f"{DRILL}={mark}".encode()
-    found = {}
-    for folder in Path("/proc").iterdir():
-        try:
-            if folder.name.isdigit() and wanted in (folder / "environ").read_bytes().split(b"\0"):
-                words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                found[int(folder.name)] = words
-        except OSError:  # it has just ended
-            continue
-    found.pop(os.getpid(), None)
-    return found
+def _command_line(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return f"{pid}, which has just ended"
 
 
 def _files_of_the_dead() -> set[str]:

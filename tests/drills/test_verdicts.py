@@ -54,35 +54,29 @@ def test_a_sick_device_halts_the_run_and_skips_nothing(
     assert {cause["cause"] for cause in named} == {"hardware, sticky"}, named
 
 
-def test_a_model_for_half_precisions_only_survives_its_first_bad_sample(tmp_path: Path) -> None:
-    """Probe C computes without the model's own casts, and so raises in it on all ranks."""
-    poison = "faults=[poison@samples=1040]"
-    hit = finish(tmp_path / "hit", *MENDED, "model.how=half", poison)
-    (line,) = hit.journal("redo")
-    cause = line["detail"]["cause"]
-    assert (cause["cause"], cause["positions"]) == ("data", [1040]), hit.tail
-    assert any("only fp16 and bf16 are supported" in one for one in cause["not_tried"]), cause
-    assert hit.summary["skipped"] == [[1040, 1041]]
+HALF = ("model.how=half",)
+# With the limits of the guard scaled as docs/guard.md says.
+UNIT = ("model._target_=tests.sick.Scaled", "guard.loss_floor=50", "guard.drift_nats=400")
+SHARED = ("model.how=statistic", "batch.micro_size=4", "explain=full")
 
 
-def test_losses_in_another_unit_name_the_culprit_only(tmp_path: Path) -> None:
-    """With the limits of the guard scaled as docs/guard.md says."""
-    unit = ("model._target_=tests.sick.Scaled", "guard.loss_floor=50", "guard.drift_nats=400")
-    hit = finish(tmp_path / "hit", *MENDED, *unit, "faults=['spike@samples=1040,scale=300']")
-    (line,) = hit.journal("redo")
-    cause = line["detail"]["cause"]
-    assert (cause["cause"], cause["positions"]) == ("data", [1040]), hit.tail
-    assert hit.summary["skipped"] == [[1040, 1041]] and not hit.journal("discard")
-
-
-def test_of_a_micro_batch_whose_samples_share_a_statistic_only_the_guilty_are_named(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("settings", "fault", "not_tried"),
+    [
+        # Probe C computes without the model's own casts, and so raises in it on all ranks.
+        pytest.param(HALF, "poison@samples=1040", "only fp16 and bf16 are supported", id="half"),
+        pytest.param(UNIT, "'spike@samples=1040,scale=300'", "", id="another unit"),
+        pytest.param(SHARED, "poison@samples=1040", "", id="a statistic of several"),
+    ],
+)
+def test_the_culprit_alone_is_named(
+    tmp_path: Path, settings: tuple[str, ...], fault: str, not_tried: str
 ) -> None:
-    words = ("model.how=statistic", "batch.micro_size=4", "explain=full")
-    hit = finish(tmp_path / "hit", *MENDED, *words, "faults=[poison@samples=1040]")
+    hit = finish(tmp_path / "hit", *MENDED, *settings, f"faults=[{fault}]")
     (line,) = hit.journal("redo")
     cause = line["detail"]["cause"]
     assert (cause["cause"], cause["positions"]) == ("data", [1040]), hit.tail
+    assert any(not_tried in one for one in cause["not_tried"]) or not not_tried, cause
     assert hit.summary["skipped"] == [[1040, 1041]] and not hit.journal("discard")
 
 

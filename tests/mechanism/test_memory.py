@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 import threading
@@ -31,7 +32,6 @@ from runner.checkpoint.memory.snapshot import (
     SlotLayout,
     _CudaCopier,
     empty_header,
-    parse_header,
 )
 from runner.checkpoint.memory.tier import MemoryParts, MemoryTier
 from runner.checkpoint.protocol import CheckpointMetadata, Identity
@@ -366,7 +366,7 @@ def hostile_headers() -> Iterator[tuple[str, Callable[[bytes], bytes]]]:
     def with_value(name: str, value: Any) -> Callable[[bytes], bytes]:
         def change(data: bytes) -> bytes:
             tree = json.loads(data.partition(b"\n")[2]) | {name: value}
-            text = json.dumps(tree).encode()
+            text = json.dumps(tree).replace('"1e999"', "1e999").encode()
             return hashlib.sha256(text).hexdigest().encode() + b"\n" + text
 
         return change
@@ -387,6 +387,8 @@ def hostile_headers() -> Iterator[tuple[str, Callable[[bytes], bytes]]]:
         ("format", "other"),
         ("version", 99),
         ("num_bytes", None),
+        # Its digest is right: it was taken over, and then could not be written again.
+        *(("train_state", {"loss": value}) for value in (math.nan, -math.inf, "1e999")),
     ]:
         yield f"{name}={value}", with_value(name, value)
 
@@ -407,8 +409,7 @@ def test_a_header_that_is_none_of_ours_is_refused(
 def test_a_header_elsewhere_is_not_followed(tmp_path: Path) -> None:
     taken(tmp_path)
     path = slot_file(tmp_path, "json")
-    elsewhere = path.rename(tmp_path / "elsewhere.json")
-    path.symlink_to(elsewhere)
+    path.symlink_to(path.rename(tmp_path / "elsewhere.json"))
     found, refused = later(tmp_path).left_by(3)
     assert not found and "slot-0.json" in refused[0]
 
@@ -429,19 +430,6 @@ def test_memory_that_cannot_be_page_locked_is_told(
     copier.adopt(cast(Any, buffer))
     assert "slot-0.bin: 3 GiB cannot be page-locked (CUDA error: out of memory):" in caplog.text
     assert forgotten == [torch.device("cuda", 0)] and copier._pinned == []
-
-
-@pytest.mark.parametrize("word", ["NaN", "-Infinity", "1e999"])
-def test_a_header_with_a_number_that_is_none_is_refused(tmp_path: Path, word: str) -> None:
-    """Its digest is right: it was taken over, and then could not be written again."""
-    header = empty_header(
-        SlotLayout([]), incarnation=3, rank=0, world_size=1, identity=IDENTITY
-    ).to_bytes()
-    text = header.partition(b"\n")[2].replace(b'"train_state": {}', b'"train_state": {"a": 1.5}')
-    parse_header(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
-    text = text.replace(b"1.5", word.encode())
-    with pytest.raises(ValueError, match="JSON"):
-        parse_header(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
 
 
 # The node's folder

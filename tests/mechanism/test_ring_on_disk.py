@@ -369,42 +369,6 @@ def test_remove_takes_one_and_twice_is_once(ring: Path) -> None:
         assert only(ring).record == records[1]
 
 
-@pytest.mark.parametrize("crash_in", ["remove_folder", "sync_directory"])
-def test_one_that_is_being_removed_counts_no_more(
-    ring: Path, monkeypatch: pytest.MonkeyPatch, crash_in: str
-) -> None:
-    record = write(ring, tensors())
-
-    def crash(folder: Path) -> None:
-        raise OSError("power cut")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(f"runner.checkpoint.disk.directory.{crash_in}", crash)
-        with pytest.raises(OSError, match="power cut"):
-            CheckpointDirectory(ring).remove(record)
-    assert CheckpointDirectory(ring).entries() == ([], [])
-    assert CheckpointDirectory(ring).sweep() == ["000001-step-00000010"]
-
-
-@pytest.mark.parametrize("crash_in", ["write_json", "sync_directory", "write_durably"])
-def test_one_that_is_being_committed_does_not_count_yet(
-    ring: Path, monkeypatch: pytest.MonkeyPatch, crash_in: str
-) -> None:
-    def crash(*arguments: Any, **options: Any) -> None:
-        raise PowerCut
-
-    with monkeypatch.context() as patch:
-        patch.setattr(f"runner.checkpoint.disk.directory.{crash_in}", crash)
-        with pytest.raises(PowerCut):
-            write(ring, tensors())
-    assert CheckpointDirectory(ring).entries() == ([], [])
-    assert len(CheckpointDirectory(ring).sweep()) == 1
-
-
-class PowerCut(BaseException):
-    """After it nothing is tidied up."""
-
-
 @pytest.mark.parametrize("replicas", [1, 2, 3, 9])
 def test_replicas_write_each_element_once(replicas: int) -> None:
     """Also where there are more of them than a tensor has elements."""
