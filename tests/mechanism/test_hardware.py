@@ -20,7 +20,7 @@ from runner.launch.crash_evidence import BadNodes, choose
 from runner.launch.supervisor import JobSupervisor
 from runner.policy import restart
 from runner.policy.outlier_ranks import RankPace, Stragglers
-from runner.policy.restart import Again, Attempt, End, RestartRules, after
+from runner.policy.restart import End, RestartRules
 
 ECC = "AcceleratorError: CUDA error: uncorrectable ECC error encountered"
 
@@ -69,23 +69,6 @@ def test_the_device_that_failed_comes_before_what_followed_from_it() -> None:
     line = crash_incident(cause, 1)
     assert line.detail["cause"] == HARDWARE == restart.HARDWARE
     assert line.detail["host"] == "gpu02"
-
-
-FAILED = Attempt(
-    code=1, clean_before=10, clean_after=10, took_up=True, step=12, cause=HARDWARE, signature="e"
-)
-
-
-def test_it_is_never_deterministic() -> None:
-    """Whatever happens at the same step again: the next node may do it."""
-    rules = RestartRules(codes=EXIT_CODES, restarts=5)
-    assert isinstance(after([FAILED] * 3, rules, asked_to_stop=False), Again)
-    plain = replace(FAILED, cause="exception")
-    end = after([plain] * 3, rules, asked_to_stop=False)
-    assert isinstance(end, End) and end.code == 3
-    assert isinstance(after([plain, plain, FAILED], rules, asked_to_stop=False), Again)
-    end = after([FAILED] * 6, rules, asked_to_stop=False)
-    assert isinstance(end, End) and end.code == 1, "the budget holds"
 
 
 def journal(out: Path, *lines: dict[str, Any]) -> None:

@@ -115,26 +115,6 @@ def test_the_presets_are_what_they_are_called(preset: str) -> None:
     assert (shape.dim, shape.tied_head, shape.norm_eps) == (dim, tied, 1e-5)
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ("model.rope_scaling=[8]", "must be a mapping"),
-        ("model.rope_scaling={rope_type:yarn}", "rope_type must be llama3"),
-        ("model.rope_scaling={factor:8}", "lacks low_freq_factor, high_freq_factor"),
-        ("model.rope_scaling={beta:8}", "beta is not known"),
-        ("model.lora={r:8,targets:[q_proj]}", "model.lora={'r': 8, 'targets': ['q_proj']}: is for"),
-        ("model.path=here", "model.path=here: is for model=hf"),
-        ("model.kind=gpt", "model.kind=gpt: must be decoder or hf"),
-    ],
-)
-def test_settings_of_the_network_are_refused_in_words(given: str, words: str) -> None:
-    from runner.config.validate import check
-
-    with pytest.raises(ConfigError) as error:
-        check(compose([given]), world_size=1)
-    assert words in str(error.value)
-
-
 def test_bytes_as_tokens_have_a_tokenizer(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     from runner.convert.tokenizer_files import write_byte_tokenizer

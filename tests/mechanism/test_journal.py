@@ -14,7 +14,6 @@ import pytest
 
 from runner.observe.journal import Journal, read_journal
 from runner.observe.metrics import Throughput, peak_tflops
-from runner.observe.tracker import TensorBoardTracker, numbers_of
 from runner.policy.decision.history import Incident
 from runner.system.error import ConfigError
 from runner.system.json_lines import LineFile, _parsed, iter_lines, last_line, read_lines
@@ -307,26 +306,6 @@ def test_a_long_file_is_not_read_for_its_last_line(
         "runner.system.json_lines._parsed", lambda raw: parsed.append(1) or _parsed(raw)
     )
     assert last_line(path) == {"step": 99_999} and len(parsed) < 10_000
-
-
-def test_tensorboard_has_the_points(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    first = TensorBoardTracker(tmp_path, number=1)
-    for step in (1, 2, 3):
-        first.numbers(step, numbers_of(metrics_line(step, loss=float(step), eval_loss=None)))
-    second = TensorBoardTracker(tmp_path, number=2)  # again from step 2
-    again = metrics_line(3, loss=30.0, action="discard", eval_loss=4.0)
-    second.numbers(4, numbers_of(again))
-    first.numbers(5, numbers_of(metrics_line(4, loss=40.0)))  # cut off, it goes on
-    first.close()
-    second.close()
-    read = EventAccumulator(str(tmp_path))
-    read.Reload()
-    points = {(event.step, event.value) for event in read.Scalars("train/loss")}
-    assert points == {(1, 1.0), (2, 2.0), (3, 30.0)}
-    assert [event.value for event in read.Scalars("eval/loss")] == [4.0]
-    assert [event.value for event in read.Scalars("guard/discarded")] == [0.0, 0.0, 1.0]
 
 
 # Pace

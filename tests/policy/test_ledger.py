@@ -59,10 +59,6 @@ def test_order_of_adding_does_not_matter(ranges: Ranges, data: st.DataObject) ->
     assert list(Ledger(ranges)) == list(Ledger(shuffled))
 
 
-def test_adjacent_ranges_are_one() -> None:
-    assert list(Ledger([(0, 4), (4, 8)])) == [(0, 8)]
-
-
 def test_a_copy_is_independent() -> None:
     first = Ledger([(0, 4)])
     second = first.copy()

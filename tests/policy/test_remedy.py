@@ -269,11 +269,6 @@ def test_the_budget_halts_and_is_regained(monkeypatch: pytest.MonkeyPatch) -> No
     assert "2 rollbacks within 100 steps" in action.reason
 
 
-def test_no_rollbacks_allowed_halts_at_once() -> None:
-    action = bad(run_to(38, max_rollbacks=0), 3)[-1]
-    assert isinstance(action, Halt)
-
-
 @pytest.mark.parametrize("persist", [10, 50])
 def test_too_many_discards_in_a_row_halt_even_where_none_would_go_back(
     persist: int, monkeypatch: pytest.MonkeyPatch

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from runner.policy.restart import Again, Attempt, End, ExitCodes, RestartRules, after
+from runner.policy.restart import HARDWARE, Again, Attempt, End, ExitCodes, RestartRules, after
 
 CRASH = Attempt(
     code=1,
@@ -67,8 +67,9 @@ def test_the_scheduler_restarts_what_was_preempted() -> None:
     assert isinstance(what, End) and what.code == 75
 
 
-def test_the_budget_and_its_pauses_without_progress() -> None:
-    attempts = [crash(step) for step in (31, 32, 33, 34)]
+@pytest.mark.parametrize("cause", ["exception", HARDWARE])
+def test_the_budget_and_its_pauses_without_progress(cause: str) -> None:
+    attempts = [replace(crash(step), cause=cause) for step in (31, 32, 33, 34)]
     pauses = []
     for count in (1, 2, 3):
         what = after(attempts[:count], RULES, asked_to_stop=False)
@@ -118,6 +119,9 @@ def test_coming_back_to_where_it_was_is_no_progress() -> None:
         ([crash(33), crash(33, signature="other"), crash(33)], False),
         ([crash(33), crash(33), replace(crash(33), took_up=False)], False),
         ([replace(crash(33), code=75)] * 3, False),
+        # Of a device, whatever happens at the same step again: the next node may do it.
+        ([replace(crash(33), cause=HARDWARE)] * 3, False),
+        ([crash(33), crash(33), replace(crash(33), cause=HARDWARE)], False),
     ],
 )
 def test_the_same_failure_three_times_is_deterministic(
