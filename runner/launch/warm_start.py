@@ -29,6 +29,9 @@ def rank_modules(config: RunConfig) -> list[str]:
         "transformers": is_hf(model),
         "peft": model.lora is not None,
         "bitsandbytes": model.quantize is not None,
+        "fsspec": config.checkpoint.remote is not None,
+        "rich.live": True,  # of the console, which imports it late
+        "rich.table": True,
     }
     return [*(name for name, is_needed in names.items() if is_needed), *config.launch.preload]
 

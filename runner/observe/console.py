@@ -11,16 +11,16 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
-
-from rich.console import Console as RichConsole
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from runner.policy.alert import level_of
 from runner.policy.decision.history import Incident
 from runner.system.units import duration
+
+if TYPE_CHECKING:  # imported by what prints first, after the first step, and on rank 0 alone
+    from rich.console import Console as RichConsole
+    from rich.live import Live
 
 _log = logging.getLogger(__name__)
 # By level, as numbers of ECMA-48: red, yellow.
@@ -147,11 +147,19 @@ class Console:
         self._silent = silent
         self._every = every
         self._as_json = as_json
-        self._rich = RichConsole(file=sys.stdout, highlight=False, soft_wrap=True)
-        self._has_live = self._rich.is_terminal and not as_json
         self._live: Live | None = None
         self._working: Working | None = None
         self._work_done = 0
+
+    @cached_property
+    def _rich(self) -> RichConsole:
+        from rich.console import Console as RichConsole
+
+        return RichConsole(file=sys.stdout, highlight=False, soft_wrap=True)
+
+    @property
+    def _has_live(self) -> bool:
+        return self._rich.is_terminal and not self._as_json
 
     def say(self, text: str) -> None:
         """Print one line that stays; a warning if it begins with ``warning: ``."""
@@ -189,10 +197,12 @@ class Console:
     def _show(self, text: str, fields: dict[str, Any]) -> None:
         """Show text in the live line, or as a line of its own."""
         if self._has_live:
-            self._update_live(Text(text))
+            self._update_live(text)
         elif self._as_json:
             _log.info("%s", text, extra={"fields": fields})
         else:
+            from rich.text import Text
+
             self._rich.print(Text(text))
             sys.stdout.flush()
 
@@ -203,11 +213,14 @@ class Console:
         is_due = step in (1, total) or step % self._every == 0 or is_evaluated
         return is_due or self._has_live
 
-    def _update_live(self, text: Text) -> None:
+    def _update_live(self, text: str) -> None:
+        from rich.live import Live
+        from rich.text import Text
+
         if self._live is None:
             self._live = Live(console=self._rich, auto_refresh=False, transient=True)
             self._live.start()
-        self._live.update(text, refresh=True)
+        self._live.update(Text(text), refresh=True)
 
     def work(self, what: str, done: int, total: int) -> None:
         """Show the progress of long work, in bytes: a live line, or a plain one now and then."""
@@ -228,6 +241,9 @@ class Console:
         if self._as_json:
             _log.info("%s", title, extra={"fields": {"summary": dict(rows)}})
             return
+        from rich.table import Table
+        from rich.text import Text
+
         # Text, not str: "[...]" in a path or an error is not markup.
         table = Table(title=Text(title), show_header=False, title_justify="left")
         for name, value in rows:

@@ -248,8 +248,16 @@ def test_a_stack_without_lines_names_the_same_callers() -> None:
 
 
 def test_what_is_imported_once() -> None:
-    assert rank_modules(compose(["parallel=zero1", "launch.preload=[of_mine]"])) == [
-        "deepspeed",
-        "of_mine",
-    ]
-    assert warm_start.rank_modules(compose([])) == []
+    console = ["rich.live", "rich.table"]  # imported late by the rank that prints
+    with_zero = rank_modules(compose(["parallel=zero1", "launch.preload=[of_mine]"]))
+    assert with_zero == ["deepspeed", *console, "of_mine"]
+    assert warm_start.rank_modules(compose([])) == console
+    far = warm_start.rank_modules(compose(["checkpoint.remote=file:///nowhere"]))
+    assert far == ["fsspec", *console]
+
+
+def test_a_rank_imports_no_more_than_it_uses() -> None:
+    """Each of these takes a twentieth of a rank's imports, or more."""
+    program = "import sys, runner.session.begin; print(*{'rich', 'fsspec'} & sys.modules.keys())"
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert told.stdout.strip() == ""

@@ -13,11 +13,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-import fsspec
-from fsspec.asyn import AsyncFileSystem
-from fsspec.implementations.local import LocalFileSystem
-from fsspec.spec import AbstractFileSystem
-
 from runner.checkpoint.manifest import FileFacts
 from runner.system.environment import redacted
 from runner.system.error import DISTRIBUTION, ConfigError, CorruptCheckpoint, RunnerError
@@ -55,12 +50,14 @@ class RemoteFiles:
     """
 
     def __init__(self, url: str, *, pauses: tuple[float, ...] = PAUSES_SECONDS) -> None:
+        from fsspec.core import url_to_fs  # of a rank's imports a twentieth; most have no remote
+
         self.url = url.rstrip("/")
         scheme = urlsplit(url).scheme
         options = {"auto_mkdir": True} if scheme in ("file", "local") else {}
         try:
             # Listings are not cached: other processes write there too.
-            self._files, root = fsspec.core.url_to_fs(
+            self._files, root = url_to_fs(
                 self.url, use_listings_cache=False, skip_instance_cache=True, **options
             )
         except ImportError as error:
@@ -224,6 +221,10 @@ class RemoteFiles:
 
     def _create(self, path: str, data: bytes) -> None:
         kind = self._kind
+        from fsspec.asyn import AsyncFileSystem
+        from fsspec.implementations.local import LocalFileSystem
+        from fsspec.spec import AbstractFileSystem
+
         if issubclass(kind, LocalFileSystem):
             _link(Path(path), data)
         elif issubclass(kind, AsyncFileSystem) or kind.pipe_file != AbstractFileSystem.pipe_file:
