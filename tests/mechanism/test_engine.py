@@ -256,6 +256,21 @@ def test_a_loaded_state_goes_on_bit_by_bit() -> None:
     assert same(state(target), state(source))
 
 
+@pytest.mark.parametrize("kind", [ParallelKind.fsdp, ParallelKind.ddp])
+def test_a_head_in_parts_trains_and_evaluates_as_at_once(kind: ParallelKind) -> None:
+    """Also under FSDP2, which gathers the head's weight."""
+    config, told = settings(kind), []
+    config.model.loss_chunk_mib = 4 * SHAPE.vocab_size * 5 / (1 << 20)
+    in_parts = parts.engine(config, parts.decoder_blueprint(config, SHAPE), ALONE, CPU)
+    for engine in (in_parts, build(kind)):
+        for seed in range(2):
+            sums = engine.accumulate(works(batch(seed=seed)))
+            apply(engine, scale=7.0)
+        evaluated = engine.evaluate([batch(seed=9)]).total.item()
+        told.append([sums.loss.item(), sums.grad_square.item(), evaluated])
+    assert told[0] == pytest.approx(told[1], rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("kind", "shard", "world", "expected"),
     [
