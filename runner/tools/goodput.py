@@ -17,7 +17,7 @@ import statistics
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import chain
 from pathlib import Path
@@ -136,28 +136,13 @@ def down_time(costs: Costs, restart_seconds: float) -> float:
     return math.exp(power) * costs.detect_seconds + mtbf * math.expm1(power)
 
 
-def one_tier_goodput(
-    costs: Costs, *, steps: int, stall_seconds: float, lag_seconds: float
-) -> float:
-    """The share of wall time that counts, with one kind of checkpoint.
-
-    Daly 2006's complete model: a period of work w and stall s takes (M + D) exp(R/M)
-    (exp((w + s)/M) - 1) seconds on average. ``lag_seconds``, at most a period, pass until a
-    copy can be used; by the chain of periods that multiplies progress by exp(-lag/M), exactly.
-    """
-    mtbf = costs.mtbf_seconds
-    work = steps * costs.step_seconds
-    power = (work + stall_seconds) / mtbf
-    if power + costs.restart_seconds / mtbf > _TOO_LARGE:
-        return 0.0
-    down = math.exp(costs.restart_seconds / mtbf) * (mtbf + costs.detect_seconds)
-    return work * math.exp(-lag_seconds / mtbf) / (down * math.expm1(power))
-
-
 def ring_goodput(costs: Costs, *, steps: int, per_disk: int) -> float:
     """The share of wall time that counts, with a ring in memory and on disk.
 
-    Every ``per_disk``-th snapshot in memory is written to disk in the background.
+    Every ``per_disk``-th snapshot in memory is written to disk in the background. With a memory
+    that survives nothing it is Daly 2006's complete model: a period of work w and stall s takes
+    (M + D) exp(R/M) (exp((w + s)/M) - 1) seconds on average; that a copy can be used only a time
+    lag after it was made multiplies progress by exp(-lag/M), by the chain of periods.
 
     A failure goes back to the newest snapshot, or to disk if memory is lost as well. With E
     the time to the end of a disk period from its i-th snapshot, E_i = a + b E_(i+1) + (1-b) E_0
@@ -183,7 +168,7 @@ def ring_goodput(costs: Costs, *, steps: int, per_disk: int) -> float:
     if falls <= 0:  # the disk is never read, so any interval is equally good
         return steps * costs.step_seconds / spent
     work = per_disk * steps * costs.step_seconds
-    power = -per_disk * math.log1p(-falls)
+    power = -per_disk * math.log1p(-falls) if falls < 1 else math.inf
     if power > _TOO_LARGE:
         return 0.0
     return work * lag * falls / (spent * math.expm1(power))
@@ -196,71 +181,60 @@ def plan(costs: Costs, strategy: Strategy) -> RunPlan:
     kept (Saxena 2024's floor, for a ring), and the background write time, since only one checkpoint
     is written at a time.
     """
-    if strategy is Strategy.ring:
-        return _ring_plan(costs)
-    waits = strategy is Strategy.synchronous
-    stall = costs.save_seconds if waits else costs.stall_seconds
-    lag = 0.0 if waits else costs.save_seconds
-    least = _least(costs, max(lag, costs.detect_seconds / costs.disk_slots) - stall)
-    steps = _argmax(
-        lambda n: one_tier_goodput(costs, steps=n, stall_seconds=stall, lag_seconds=lag),
-        least,
-        _most(costs, least),
-    )
-    period = steps * costs.step_seconds + stall
-    return RunPlan(
-        strategy=strategy,
-        goodput=one_tier_goodput(costs, steps=steps, stall_seconds=stall, lag_seconds=lag),
-        steps=steps,
-        disk_steps=steps,
-        lost_seconds=_lost(period, lag, costs.mtbf_seconds),
-        down_seconds=down_time(costs, costs.restart_seconds),
-        stall_share=stall / period,
-        memory_bytes=0.0 if waits else costs.state_bytes / costs.nodes,
-    )
-
-
-def _ring_plan(costs: Costs) -> RunPlan:
-    least = _least(costs, costs.detect_seconds / costs.slots - costs.stall_seconds)
+    is_ring, waits = strategy is Strategy.ring, strategy is Strategy.synchronous
+    copies = costs.slots * (2 if costs.mirrored else 1) if is_ring else int(not waits)
+    floor = costs.detect_seconds / (costs.slots if is_ring else costs.disk_slots)
+    if not is_ring:
+        costs = one_tier(costs, waits=waits)
+        floor = max(floor, costs.save_seconds)
+    least = max(1, math.ceil((floor - costs.stall_seconds) / costs.step_seconds))
+    longest = _LONGEST * costs.mtbf_seconds
 
     def best_per_disk(steps: int) -> int:
         period = steps * costs.step_seconds + costs.stall_seconds
         low = max(1, math.ceil(costs.save_seconds / period))
-        high = max(low, math.ceil(_LONGEST * costs.mtbf_seconds / period))
+        high = max(low, math.ceil(longest / period)) if is_ring else 1
         return _argmax(lambda k: ring_goodput(costs, steps=steps, per_disk=k), low, high)
 
     steps = _argmax(
         lambda n: ring_goodput(costs, steps=n, per_disk=best_per_disk(n)),
         least,
-        _most(costs, least),
+        max(least, math.ceil(longest / costs.step_seconds)),
     )
     per_disk = best_per_disk(steps)
     share, mtbf = costs.memory_share, costs.mtbf_seconds
     period = steps * costs.step_seconds + costs.stall_seconds
-    from_memory = _lost(period, 0.0, mtbf)
     # Only failures that lose memory count in a disk period.
     rare = mtbf / max(1 - share, 1e-12)
-    from_disk = _lost(per_disk * period, min(costs.save_seconds, per_disk * period), rare)
-    copies = costs.slots * (2 if costs.mirrored else 1)
+    lag = min(costs.save_seconds, per_disk * period)
+    lost = _lost(period, 0.0, mtbf), _lost(per_disk * period, lag, rare)
+    down = [down_time(costs, s) for s in (costs.memory_restart_seconds, costs.restart_seconds)]
     return RunPlan(
-        strategy=Strategy.ring,
+        strategy=strategy,
         goodput=ring_goodput(costs, steps=steps, per_disk=per_disk),
         steps=steps,
         disk_steps=steps * per_disk,
-        lost_seconds=share * from_memory + (1 - share) * from_disk,
-        down_seconds=share * down_time(costs, costs.memory_restart_seconds)
-        + (1 - share) * down_time(costs, costs.restart_seconds),
+        lost_seconds=_mean(share, *lost),
+        down_seconds=_mean(share, *down),
         stall_share=costs.stall_seconds / period,
         memory_bytes=copies * costs.state_bytes / costs.nodes,
     )
 
 
-def _least(costs: Costs, work_seconds: float) -> int:
-    return max(1, math.ceil(work_seconds / costs.step_seconds))
+def one_tier(costs: Costs, *, waits: bool) -> Costs:
+    """The costs of a ring whose memory survives nothing: each of its snapshots is a checkpoint.
+
+    Args:
+        waits: whether training waits until it is on disk.
+    """
+    stall, lag = costs.stall_seconds, costs.save_seconds
+    stall, lag = (lag, 0.0) if waits else (stall, lag)
+    return replace(costs, memory_share=0.0, stall_seconds=stall, save_seconds=lag)
 
 
-def _most(costs: Costs, least: int) -> int:
-    return max(least, math.ceil(_LONGEST * costs.mtbf_seconds / costs.step_seconds))
+def _mean(share: float, one: float, other: float) -> float:
+    """Weighted; what never happens may take for ever."""
+    return math.fsum(s * value for s, value in ((share, one), (1 - share, other)) if s)
 
 
 def _lost(period: float, lag: float, mtbf: float) -> float:
