@@ -9,6 +9,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+from scripts.bench.provenance import commit
 from scripts.swarm import swarm
 from scripts.swarm.case import read
 
@@ -55,7 +56,7 @@ def main() -> int:
         "flaky": [one["seed"] for one in report.flaky],
         "seconds": round(time.monotonic() - began),
         "processor_seconds": round(swarm.processor_seconds() - used),
-        "commit": swarm.commit(),
+        "commit": commit(),
         "date": datetime.now(UTC).date().isoformat(),
     }
     _say(json.dumps(row))

@@ -5,7 +5,6 @@ A default means that a feature is absent, so a case is as large as what is not a
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -185,7 +184,7 @@ def size(case: Case) -> int:
 
 def as_told(case: Case) -> Case:
     """The same trajectory undisturbed: nothing breaks, and nobody looks."""
-    return dataclasses.replace(
+    return replace(
         case,
         **{"faults": (), "bad": (), "sick": "", "flaky": 0.0, "breaks": ()},
         **{"audit": 0, "layers": 0, "replicas": 0, "preflight": False, "explain": "off"},

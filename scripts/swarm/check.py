@@ -13,8 +13,17 @@ from runner.system.error import EXIT_CONFIG, EXIT_DONE, EXIT_HALTED
 from scripts.swarm.case import Case, as_told
 from scripts.swarm.check_loop import check_loop, check_script
 from scripts.swarm.command import BATCH, STEPS, hangs, layout_of, refused_in
-from scripts.swarm.output import TRACEBACK, own, tail
-from scripts.swarm.play import Counter, Played, crashes, journal, play, positions
+from scripts.swarm.play import (
+    TRACEBACK,
+    Counter,
+    Played,
+    crashes,
+    journal,
+    own,
+    play,
+    positions,
+    tail,
+)
 from scripts.swarm.twins import Leg, Twins
 from tests.run import left_behind, read_lines
 

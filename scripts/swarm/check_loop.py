@@ -11,8 +11,7 @@ from runner.system.json_lines import read_lines
 from scripts.swarm.case import Case
 from scripts.swarm.command import layout_of
 from scripts.swarm.loop import EVERY
-from scripts.swarm.output import tail
-from scripts.swarm.play import Counter, Played, goes_on, journal, play_loop, positions
+from scripts.swarm.play import Counter, Played, goes_on, journal, play_loop, positions, tail
 from tests.run import left_behind
 from tests.script_run import ends_of
 

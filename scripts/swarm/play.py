@@ -26,6 +26,7 @@ from tests import warm
 from tests.run import Result, Started, read_lines, start
 
 HERE = Path(__file__).parent
+TRACEBACK = "Traceback (most recent call last)"
 LIMIT_SECONDS = 240.0
 _MOST_STARTS = 8
 _SLOW_SECONDS, _GRACE_SECONDS = 1.5, 6
@@ -296,3 +297,21 @@ def journal(out: Path) -> list[dict[str, Any]]:
 
 def positions(ranges: Sequence[Sequence[int]]) -> set[int]:
     return {p for start, stop in ranges for p in range(start, stop)}
+
+
+def tail(text: str) -> str:
+    """What the run itself said last, without torchrun's summary of it."""
+    lines = [
+        line
+        for line in own(text).splitlines()
+        if line.strip() and "elastic/multiprocessing" not in line
+    ]
+    errors = [number for number, line in enumerate(lines) if "rror: " in line]
+    return " | ".join(lines[errors[-1] :][:4] if errors else lines[-6:])[-900:]
+
+
+def own(text: str) -> str:
+    """Without what torchrun prints where a rank has failed."""
+    if "ChildFailedError" not in text:
+        return text
+    return text.rpartition("ChildFailedError")[0].rpartition(TRACEBACK)[0]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from scripts.bench.provenance import commit
 from scripts.swarm import swarm
 from scripts.swarm.case import read
 from tests.mutants import ROOT, copy_tree
@@ -76,7 +77,7 @@ def prove(
     names: Sequence[str], seed: int, minutes: float, jobs: int, say: Callable[[str], None]
 ) -> int:
     """Look for each mutant for so many minutes; returns an exit code."""
-    commit = swarm.commit()
+    tree = commit()
     patches = sorted(ROOT.glob(f"{MUTANTS}/*.patch"))
     wanted = [one for one in patches if not names or one.stem in names]
     count = 0
@@ -87,7 +88,7 @@ def prove(
         row = {
             **{"mutant": patch.stem, "found_by_case": cases, "wrong": words[:300], "seed": seed},
             "seconds": round(time.monotonic() - began),
-            "commit": commit,
+            "commit": tree,
             "date": datetime.now(UTC).date().isoformat(),
         }
         say(json.dumps(row))

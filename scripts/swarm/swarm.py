@@ -7,7 +7,6 @@ import json
 import os
 import resource
 import shutil
-import subprocess
 import tempfile
 import threading
 import time
@@ -24,7 +23,6 @@ from scripts.swarm.draw import draw
 from scripts.swarm.play import Counter
 from scripts.swarm.twins import Twins
 from tests import warm
-from tests.mutants import ROOT
 
 _TEXT = "\n".join(f"line {n}: {'the quick brown fox ' * (n % 7 + 1)}" for n in range(400))
 _MOST_TRIES = 25  # of shrinking one case
@@ -98,13 +96,6 @@ def processor_seconds() -> float:
     """Of this process and all that has ended under it."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_CHILDREN, resource.RUSAGE_SELF)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
-
-
-def commit() -> str:
-    """Of the tree that is being tried."""
-    command = ["git", "describe", "--always", "--dirty"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
 
 
 def run(
