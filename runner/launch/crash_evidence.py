@@ -91,8 +91,7 @@ class Evidence:
     """How far one attempt came, and what ended it.
 
     ``cause`` (a kind of :mod:`runner.health.root_cause`) and ``signature`` are None where no
-    process said what failed; ``host`` is that of the rank at fault, empty where that is not known;
-    ``time``: when it was journalled, in seconds since the epoch.
+    process said what failed; ``time``: when it was journalled, in seconds since the epoch.
     ``hardware``: of every start in the attempt, because torchrun may have started the ranks again.
     """
 
@@ -102,8 +101,6 @@ class Evidence:
     cause: str | None = None
     signature: str | None = None
     reason: str | None = None
-    ranks: tuple[int, ...] = ()
-    host: str = ""
     time: float | None = None
 
 
@@ -135,9 +132,7 @@ def evidence(out: Path, *, since: int) -> Evidence:
             cause=_detail(crash, "cause"),
             signature=_detail(crash, "signature"),
             reason=str(crash.get("reason", "")),
-            ranks=tuple(int(rank) for rank in crash.get("ranks", [])),
             hardware=hardware,
-            host=_detail(crash, "host") or "",
             time=crash.get("time"),
         )
     done = 0

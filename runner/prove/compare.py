@@ -194,7 +194,8 @@ def find_start(reference: Trajectory, first: Mapping[int, Step], saves: Sequence
     if by_weights or max(scores.values(), default=0) >= max(_VOTES.values()):
         return max(scores, key=lambda step: (scores[step], -abs(step - newest)))
     if not expected:
-        return _nearest(reference, first)
+        steps = reference.steps
+        return min(steps, key=lambda step: _distance(steps[step], first), default=1)
     beginning = reference.steps.get(1, {})
     return newest if _distance(expected, first) <= _distance(beginning, first) else 1
 
@@ -209,10 +210,6 @@ def _equal(ranks: Mapping[int, Step], first: Mapping[int, Step], name: str) -> b
     return ranks.keys() == first.keys() and all(
         bool(value(ranks[r])) and are_equal(value(ranks[r]), value(first[r]), 0.0) for r in ranks
     )
-
-
-def _nearest(reference: Trajectory, first: Mapping[int, Step]) -> int:
-    return min(reference.steps, key=lambda step: _distance(reference.steps[step], first), default=1)
 
 
 def _distance(ranks: Mapping[int, Step], first: Mapping[int, Step]) -> float:

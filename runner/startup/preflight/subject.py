@@ -89,18 +89,13 @@ class Subject:
         return tensors
 
 
-def _whole(fp32: bool) -> HeadLosses:
-    """The loss of logits that are always held whole."""
-    return HeadLosses(fp32=fp32, z_loss=0.0, most_bytes=0)
-
-
-def objective(
-    network: nn.Module, *, dtype: torch.dtype | None = None, fp32: bool = True
-) -> nn.Module:
+def objective(network: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """The network under the run's loss, without the z-loss."""
     if isinstance(network, Decoder):
-        return DecoderObjective(network, fp32=fp32, z_loss=0.0)
-    return GuestObjective(network, head_losses=_whole(fp32), dtype=dtype)
+        return DecoderObjective(network, fp32=True, z_loss=0.0)
+    # Logits are always held whole.
+    losses = HeadLosses(fp32=True, z_loss=0.0, most_bytes=0)
+    return GuestObjective(network, head_losses=losses, dtype=dtype)
 
 
 def mean_loss(model: nn.Module, inputs: Inputs) -> Tensor:
@@ -122,10 +117,7 @@ def answers(network: nn.Module, inputs: Inputs, begin: int, end: int) -> Tensor:
     if has_own_losses(network):
         labels = torch.full_like(inputs[LABELS], -100)
         labels[:, begin:end] = inputs[LABELS][:, begin:end]
-        sums, *_ = GuestObjective(network, head_losses=_whole(fp32=True), dtype=None)(
-            {**inputs, LABELS: labels}
-        )
-        own: Tensor = sums
+        own: Tensor = objective(network)({**inputs, LABELS: labels})[0]
         return own
     names = accepted_by(network.forward) - {INPUT, LABELS}
     output = network(inputs[INPUT], **{n: t for n, t in inputs.items() if n in names})

@@ -16,6 +16,7 @@ from runner.tools.reading.curve import (
     UPDATE_RATIO,
 )
 
+_MOST = 20  # names in a message
 _SHOWN = 80  # characters of a name: a file that is not a curve may have one line of a megabyte
 STEP, LOSS, GRAD_NORM = ALWAYS = ("step", "loss", "grad_norm")
 # By column, best first, as `plain` writes them. "train" and "loss" may come in either order.
@@ -96,9 +97,9 @@ def _only(fitting: Sequence[str], column: str, source: str) -> str:
     return fitting[0]
 
 
-def _listed(names: Sequence[str], most: int = 20) -> str:
-    shown = ", ".join(repr(name[:_SHOWN]) for name in names[:most])
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name[:_SHOWN]) for name in names[:_MOST])
+    return shown + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")
 
 
 def no_loss(names: Sequence[str], source: str) -> ConfigError:
