@@ -188,7 +188,8 @@ def parse_manifest(data: bytes, path: Path | str) -> Manifest:
 def _from_json(tree: Any) -> Manifest:
     if (tree["format"], tree["version"]) != (FORMAT, VERSION):
         raise ValueError(
-            f"format {tree['format']} version {tree['version']}; need {FORMAT} of version {VERSION}"
+            f"format {tree['format']} version {tree['version']}, not {FORMAT} version {VERSION}; "
+            "finish the run with the version of holdfast that began it"
         )
     refuse_flagged(tree)
     tensors = tree["tensors"]
