@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -220,15 +221,21 @@ def _apart(
     other: Inputs,
     begin: int,
     end: int,
+    *,
+    in_training: bool = False,
 ) -> float:
-    """The largest difference of outputs at positions ``[begin, end)``; NaN counts as one."""
+    """The largest difference of outputs at positions ``[begin, end)``; NaN counts as one.
+
+    ``in_training``: each module is in its own mode, with the same dropout.
+    """
     if begin >= end:
         return 0.0
+    network = subject.copy() if in_training else subject.network
     differences: list[Tensor] = []
-    with evaluating(subject.network):
+    with nullcontext() if in_training else evaluating(network):
         for inputs in (one, other):
             torch.manual_seed(0)
-            differences.append(answers(subject.network, inputs, begin, end).double())
+            differences.append(answers(network, inputs, begin, end).double())
     difference = (differences[0] - differences[1]).abs()
     return (
         float(torch.nan_to_num(difference, nan=float("inf")).max()) if difference.numel() else 0.0
