@@ -13,14 +13,14 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from runner.system.error import DataError
 from runner.system.files import naming, open_regular
-from runner.system.units import format_bytes
+from runner.system.units import few, format_bytes
 
 Tokens = npt.NDArray[np.int64]
 Segments = npt.NDArray[np.int32]
@@ -29,7 +29,6 @@ NOT_COUNTED: Final = -100  # torch's ignore_index: no loss, no gradient
 WHOLE_CORPUS_BYTES: Final = 64 << 20
 _HASH_BLOCK_BYTES: Final = 16 << 10
 _NUM_BLOCKS: Final = 64
-_NAMED_PIECES: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -179,7 +178,6 @@ class TokenStream:
 
 # Names a stretch of a stream, such as "json/decoder.py bytes 1200-1457", half open.
 NameStretch = Callable[[int, int], str]
-Piece = TypeVar("Piece")
 
 
 def name_in_files(
@@ -189,18 +187,8 @@ def name_in_files(
 
     ``starts`` is int64 [len(names) + 1], the last being the stream's length.
     """
-    return first_named(
-        list(overlaps(starts, start, stop)),
-        lambda piece: f"{names[piece[0]]} {unit} {piece[1]}-{piece[2]}",
-        " files",
-    )
-
-
-def first_named(pieces: Sequence[Piece], name: Callable[[Piece], str], what: str = "") -> str:
-    """Name the first few, and count the others."""
-    rest = len(pieces) - _NAMED_PIECES
-    named = ", ".join(map(name, pieces[:_NAMED_PIECES]))
-    return named + (f" and {rest} more{what}" if rest > 0 else "")
+    pieces = overlaps(starts, start, stop)
+    return few([f"{names[file]} {unit} {low}-{high}" for file, low, high in pieces], what=" files")
 
 
 def contents_of(files: int, num_bytes: int) -> str:

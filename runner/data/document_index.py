@@ -15,7 +15,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from runner.data.dataset import TokenFile, first_named, overlaps
+from runner.data.dataset import TokenFile, overlaps
+from runner.system.units import few
 
 Starts = npt.NDArray[np.int64]
 
@@ -112,11 +113,8 @@ class TextPlaces:
     def name(self, start: int, stop: int) -> str:
         """Name a stretch: "json/decoder.py bytes 1200-1457", or "a.jsonl line 7 tokens 0-9"."""
         first, last = self.documents.at(start), self.documents.at(stop - 1)
-        return first_named(
-            list(overlaps(self.firsts, first, last + 1)),
-            lambda piece: self._name(*piece, start, stop),
-            " files",
-        )
+        pieces = overlaps(self.firsts, first, last + 1)
+        return few([self._name(*piece, start, stop) for piece in pieces], what=" files")
 
     def _name(self, file: int, from_: int, to: int, start: int, stop: int) -> str:
         begins = int(self.firsts[file])

@@ -37,7 +37,7 @@ from runner.data.dataset import (
     describe,
     require_ids,
 )
-from runner.data.draws import Retries, draws, kept_generators, seed_by_index, seed_by_position
+from runner.data.draws import Retries, draws, kept_while_drawing, seed_by_index, seed_by_position
 from runner.policy.decision.skip_ledger import Ledger, Unreadable
 from runner.system.error import DataError
 from runner.system.process import die_with_parent
@@ -239,7 +239,7 @@ class _Reader(TorchDataset[MicroBatch]):
         self._records = dataset if isinstance(dataset, RecordDataset) else None
 
     def __getitem__(self, plan: MicroPlan) -> MicroBatch:
-        with kept_generators() if self._draws else contextlib.nullcontext():
+        with kept_while_drawing() if self._draws else contextlib.nullcontext():
             return self._batch(plan)
 
     def _batch(self, plan: MicroPlan) -> MicroBatch:

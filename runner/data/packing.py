@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from runner.data.corpus_digest import Progress
-from runner.data.dataset import NOT_COUNTED, Dataset, Sample, describe, digest, first_named
-from runner.data.draws import Retries, draws, kept_generators, seed_by_index
+from runner.data.dataset import NOT_COUNTED, Dataset, Sample, describe, digest
+from runner.data.draws import Retries, draws, kept_while_drawing, seed_by_index
 from runner.system.error import DataError, ReadError
+from runner.system.units import few
 
 _FORMAT: Final = "pack-1"
 _MEASURED: Final = "pack-2"  # the files of earlier releases may hold lengths that were not known
@@ -132,7 +133,7 @@ class Packed:
         return Sample(tokens=tokens, labels=labels, segments=segments)
 
     def describe(self, index: int) -> str:
-        return first_named(self._inside(index), self._dataset.describe)
+        return few([self._dataset.describe(number) for number in self._inside(index)])
 
     def fingerprint(self) -> str:
         return digest(
@@ -156,7 +157,7 @@ def _measured(
     lengths: list[int] = []
     unreadable: list[str] = []
     refused: list[str] = []
-    with kept_generators():
+    with kept_while_drawing():
         for index in range(len(dataset)):
             if index % _TOLD_EVERY == 0:
                 progress("measuring the samples", index, len(dataset))

@@ -28,7 +28,7 @@ from runner.data.dataset import (
     require_ids,
     spread,
 )
-from runner.data.draws import Retries, generators, kept_generators, seed_by_index
+from runner.data.draws import Retries, generators, kept_while_drawing, seed_by_index
 from runner.system.error import DataError
 
 Fields = dict[str, torch.Tensor]
@@ -84,7 +84,7 @@ def adapt(
             "by number, so that it can skip and repeat them: give a map-style data set"
         )
     own = _Own(dataset, name, may_draw=may_draw, retry_seconds=retry_seconds)
-    with kept_generators():
+    with kept_while_drawing():
         item = own.first_readable()
         collate: Callable[[list[Any]], Any] | None = getattr(dataset, "collate", None)
         sample = item if collate is None else _only(collate([item]))
@@ -147,7 +147,7 @@ class _Own:
             DataError: a sample differs when it is read again.
         """
         own = getattr(self.dataset, "fingerprint", None)
-        with kept_generators():
+        with kept_while_drawing():
             sampled = self._of_samples() if own is None or self.may_draw else ""
             return sampled if own is None else str(own())
 

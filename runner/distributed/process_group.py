@@ -12,24 +12,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from runner.distributed.device import FoundDevice, find_device
+from runner.distributed.device import FoundDevice
 from runner.distributed.env import RankEnv, is_nccl
 from runner.distributed.rendezvous import Facts, connect_store, spare_connections, wait_for_ranks
-from runner.system.environment import variables
 from runner.system.error import ConfigError, RunnerError, StartError
 from runner.system.process import host_name
-
-
-def choose_device(wanted: str, place: RankEnv) -> torch.device:
-    """Choose the device without a rendezvous; see :func:`runner.distributed.device.find_device`.
-
-    Raises:
-        ConfigError: the configured device does not exist, or there are too few GPUs.
-    """
-    device = find_device(wanted, place, variables())
-    if device.problem:
-        raise ConfigError(device.problem)
-    return take_device(device)
 
 
 def take_device(device: FoundDevice) -> torch.device:

@@ -21,6 +21,7 @@ from runner.distributed.env import RankEnv, rendezvous_endpoint
 from runner.system.environment import changeable, variables
 from runner.system.error import StartError
 from runner.system.process import in_thread
+from runner.system.units import few
 
 Facts = Mapping[str, Any]
 
@@ -282,11 +283,9 @@ def _verdict(
 ) -> str:
     """The problem of this group; empty when all ranks are there and alike."""
     if missing:
-        named = ", ".join(map(str, missing[:_MOST_NAMED]))
-        more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
         return (
             f"{len(missing)} of {world_size} ranks are absent after "
-            f"parallel.start_seconds={seconds:g}: rank {named}{more}"
+            f"parallel.start_seconds={seconds:g}: rank {few(missing, _MOST_NAMED)}"
         )
     differing = difference([introduction["facts"]["versions"] for introduction in present])
     return f"ranks have different versions: {differing}" if differing else ""

@@ -31,10 +31,9 @@ from torch.utils.hooks import RemovableHandle
 from runner.checkpoint.ring import CheckpointRing
 from runner.data.cursor import BatchPlan
 from runner.data.feed import MicroBatch
-from runner.engine.modes import same_randomness
+from runner.engine.modes import drop_gradients
 from runner.engine.protocol import MicroStep
 from runner.explain.clean_weights import CleanWeights
-from runner.explain.probe import drop_gradients
 from runner.health.checks import DeviceFault, ReplicaInspector, device_kind, sum_of_words
 from runner.policy.decision.history import Incident
 from runner.policy.outlier_ranks import (
@@ -48,6 +47,7 @@ from runner.policy.outlier_ranks import (
 )
 from runner.policy.retention.records import Record, State, on_disk
 from runner.system.error import LeaveError
+from runner.system.generators import kept_generators
 from runner.system.parsing import json_text
 from runner.system.process import host_name
 from runner.train.run import EngineRun
@@ -74,7 +74,7 @@ class SameBatch:
         Collective.
         """
         self._stop.now()
-        with same_randomness(self._engine.device):
+        with kept_generators(self._engine.device):
             read = self._feed.read_again(plan, number % self._ranks.world_size)
         batches = list(read[: self._engine.works_a_step])
         failed = any(batch.unreadable for batch in batches)
@@ -97,7 +97,7 @@ class SameBatch:
             for number, batch in enumerate(batches)
         ]
         self._ranks.ready()
-        with same_randomness(device):
+        with kept_generators(device):
             with self._gradients.over():
                 sums = self._engine.accumulate(self._stop.over(works))
             drop_gradients(self._engine)

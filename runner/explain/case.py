@@ -13,6 +13,7 @@ from runner.explain.probe import Bench
 from runner.explain.reading import Reading
 from runner.policy.decision.finding import Cause, Finding, Remedy
 from runner.policy.decision.signals import Limits
+from runner.system.units import few
 
 # Computes readings with the weights of the newest clean checkpoint; None if there is none.
 Earlier = Callable[[Callable[[], Sequence[Reading]]], Sequence[Reading] | None]
@@ -122,5 +123,4 @@ def sticky(
 
 
 def listing(positions: Sequence[int]) -> str:
-    listed = ", ".join(map(str, positions[:8]))
-    return listed + (f" and {len(positions) - 8} more" if len(positions) > 8 else "")
+    return few(positions, 8)

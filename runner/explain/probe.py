@@ -23,11 +23,12 @@ from runner.config.schema import GuardConfig
 from runner.data.cursor import BatchPlan, Indices
 from runner.data.feed import MicroBatch
 from runner.distributed.observers import Failure
-from runner.engine.modes import same_randomness
-from runner.engine.protocol import Engine, LocalSums, MicroStep, Shard
+from runner.engine.modes import drop_gradients, same_bits
+from runner.engine.protocol import LocalSums, MicroStep, Shard
 from runner.explain.reading import Reading, Row, Share
 from runner.health.checks import differing_copies
 from runner.system.error import RankError
+from runner.system.generators import kept_generators
 from runner.system.process import host_name
 from runner.train.run import EngineRun
 
@@ -88,7 +89,7 @@ class Bench:
             if watched and self._may_watch:
                 self._narrow = ModuleWatch()
                 stack.enter_context(self._narrow.over(self._engine.network))
-            stack.enter_context(same_randomness(self._engine.device))
+            stack.enter_context(kept_generators(self._engine.device))
             micro_steps = self._micro_steps(batches)
             self._ranks.ready()
             sums = self._engine.accumulate(micro_steps)
@@ -120,7 +121,7 @@ class Bench:
     def _wider_reading(self, batches: Sequence[MicroBatch]) -> Reading:
         try:
             self._open_twin()
-            with same_randomness(self._engine.device):
+            with kept_generators(self._engine.device):
                 micro_steps = self._micro_steps(batches)
                 self._ranks.ready()
                 sums = self._engine.accumulate_wider(micro_steps, watch=self._wide.over)
@@ -242,7 +243,7 @@ class Bench:
         return [list(positions) for of_rank in self._ranks.gather(own) for positions in of_rank]
 
     def _fixed_batches(self, indices: Indices) -> list[MicroBatch]:
-        with same_randomness(self._engine.device):
+        with kept_generators(self._engine.device):
             return self._feed.fixed(indices)
 
     def read(self, plan: BatchPlan, *, shift: int = 0) -> tuple[MicroBatch, ...]:
@@ -250,7 +251,7 @@ class Bench:
         self._stop.now()
         self._heart.enter("explain")
         source_rank = (self._ranks.rank - shift) % self.world_size
-        with same_randomness(self._engine.device):
+        with kept_generators(self._engine.device):
             return self._feed.read_again(plan, source_rank)
 
     def replace_read(self, plan: BatchPlan, batches: tuple[MicroBatch, ...]) -> None:
@@ -290,12 +291,6 @@ class Bench:
         shares = [Share(loss=s[0], square=s[1], nonfinite=s[2] > 0, count=s[3]) for s, _ in by_rank]
         tokens = max(1.0, sum(s.count for s in shares))
         return Reading(rows=rows, shares=shares, tokens=tokens, unit=self._unit)
-
-
-def drop_gradients(engine: Engine) -> None:
-    """End a step that is not applied."""
-    one = torch.ones((), device=engine.device)
-    engine.apply(skip=one, grad_scale=one, learning_rate=0.0)
 
 
 def _extent(shard: Shard) -> tuple[str, float, float, int]:
@@ -351,16 +346,8 @@ def _differing(batch: MicroBatch, other: MicroBatch) -> list[int]:
     return [
         position
         for row, position in enumerate(batch.positions)
-        if position is not None and not all(_equal_bits(a[row], b[row]) for a, b in pairs)
+        if position is not None and not all(same_bits(a[row], b[row]) for a, b in pairs)
     ]
-
-
-def _equal_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    if tensor.shape != other.shape or tensor.dtype != other.dtype:
-        return False
-    # As bytes: NaN is not equal to itself.
-    a, b = (x.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for x in (tensor, other))
-    return bool(torch.equal(a, b))
 
 
 # Finds the module that computes the first bad number, by comparison with a wider precision.

@@ -21,6 +21,7 @@ from typing import Any
 from runner.distributed.env import is_nccl
 from runner.health.rank_report import own_line
 from runner.system.files import read_bounded
+from runner.system.units import few
 
 Entry = Mapping[str, Any]
 _LEGACY = "nccl"  # the only one whose recorder may know that a device has begun
@@ -226,9 +227,7 @@ def _each(seq: int, entered: Mapping[int, Entry]) -> str:
 
 def named(ranks: Collection[int]) -> str:
     """Rank numbers for a message, shortened if there are many."""
-    shown = ", ".join(map(str, sorted(ranks)[:_MOST_NAMED]))
-    more = len(ranks) - _MOST_NAMED
-    return f"{shown} and {more} more" if more > 0 else shown
+    return few(sorted(ranks), _MOST_NAMED)
 
 
 # Reads the dumps of torch's flight recorders, which are pickles; accepts plain values only.

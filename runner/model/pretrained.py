@@ -38,6 +38,7 @@ from runner.model.recorded import named_tensors, put_tensor
 from runner.system.error import ConfigError, imported
 from runner.system.files import read_bounded
 from runner.system.parsing import parse_json
+from runner.system.units import few
 
 CONFIG: Final = "config.json"
 _CONFIG_BYTES: Final = 4 << 20
@@ -401,7 +402,7 @@ def match(
         ("unexpected", sorted(unexpected)),
         ("of another shape", misshapen),
     )
-    lines = [f"  {kind}: {_few(names)}" for kind, names in kinds if names]
+    lines = [f"  {kind}: {few(names, _SHOWN, between='; ')}" for kind, names in kinds if names]
     if lines:
         raise ConfigError(
             f"{model_name}: the weights do not fit the model of its {CONFIG}:\n"
@@ -437,11 +438,6 @@ def _named(
                 names[candidate] = name
                 break
     return names
-
-
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{'; '.join(names[:_SHOWN])}{more}"
 
 
 # ---- how transformers keeps a model on disk, where that differs from the model in memory

@@ -27,6 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from runner.system.generators import kept_generators
+
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
 
@@ -272,16 +274,11 @@ def _meta(tensor: Tensor) -> Tensor:
 @contextlib.contextmanager
 def fixed_seeds(seed: str) -> Iterator[None]:
     """Seed all common generators inside, and restore them afterwards."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    torch.manual_seed(_number(seed))
-    np.random.seed(_number(seed) % 2**32)
-    random.seed(_number(seed))
-    try:
+    with kept_generators():
+        torch.manual_seed(_number(seed))
+        np.random.seed(_number(seed) % 2**32)
+        random.seed(_number(seed))
         yield
-    finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
 
 
 def named_tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -20,7 +20,7 @@ from runner.data.feed import Feed, few
 from runner.distributed.device import code_digest
 from runner.distributed.observers import Observers
 from runner.distributed.process_group import limit_groups
-from runner.engine.modes import repeats_bits, same_randomness
+from runner.engine.modes import repeats_bits
 from runner.engine.protocol import Engine, MicroStep
 from runner.explain.audit import Auditor
 from runner.explain.curve_reader import CurveReader, watch_spikes
@@ -63,6 +63,7 @@ from runner.startup.resume import resume_from, settle_mixture
 from runner.startup.resume_check import ResumeCheck, recomputed, tested_before
 from runner.startup.shared_memory import open_memory
 from runner.system.error import CheckpointError, ConfigError, RankError
+from runner.system.generators import kept_generators
 from runner.train.checkpoints import Checkpoints, LastProof
 from runner.train.corpus_check import CorpusCheck, known_digest
 from runner.train.evaluate import Evaluator, Inspection, Periodic, falls_due, source_columns
@@ -193,7 +194,7 @@ def _two_samples(
     group: RankGroup, engine: Engine, corpus: Corpus, seq_len: int
 ) -> Iterator[Sequence[MicroStep]]:
     """A step of two samples, for trials; they draw no random numbers of the run's. Collective."""
-    with same_randomness(group.device):
+    with kept_generators(group.device):
         batch = group.ranks.all_or_none(
             "reading two samples", lambda: few(corpus.dataset, seq_len, 2)
         )
@@ -472,7 +473,7 @@ def quick_preflight(run: EngineRun, config: RunConfig) -> None:
     rows = min(_PREFLIGHT_ROWS, config.batch.micro_size)
     is_untrained = resumed.is_fresh and config.model._target_ is None and not is_hf(config.model)
     # A data set or a model of the user's may draw from any generator when it is asked.
-    with same_randomness(group.device):
+    with kept_generators(group.device):
         batch = ranks.all_or_none(
             "reading two samples", lambda: few(dataset, config.data.seq_len, rows)
         )

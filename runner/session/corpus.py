@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
 
 import torch
 
@@ -15,7 +14,7 @@ from runner.data.corpus_digest import Progress, notes_in
 from runner.data.cursor import SampleStream
 from runner.data.dataset import Dataset
 from runner.data.documents import PYTHON_LIBRARY
-from runner.data.draws import kept_generators, seed_by_position
+from runner.data.draws import kept_while_drawing, seed_by_position
 from runner.data.feed import Feed, RankShare
 from runner.data.mixture import Mixed, MixtureOrder, mix
 from runner.data.packing import Packed, Unpadded, prepare_packs
@@ -27,9 +26,9 @@ from runner.data.user_dataset import Adapted, MapStyle, adapt
 from runner.distributed.env import RankEnv
 from runner.system.environment import variables
 from runner.system.error import DataError
+from runner.system.units import few
 from runner.system.user_code import call_target, parameters_of
 
-_NAMED_PATHS: Final = 3
 # Paths of prepared tokens, one for each source; "" if nothing had to be prepared.
 Places = Sequence[str]
 
@@ -240,7 +239,7 @@ def _own_dataset(data: DataConfig, seed: int, target: str) -> Dataset:
         for name, parameter in parameters_of("data._target_", target).items()
         if parameter.default is parameter.empty
     }
-    with kept_generators():
+    with kept_while_drawing():
         seed_by_position(seed, -1)
         own = call_target(
             "data._target_",
@@ -261,14 +260,12 @@ def data_words(data: DataConfig, dataset: Dataset) -> str:
     if sources and isinstance(dataset, Mixed):
         named = {source.name: source.data for source in sources}
         words = [f"{name} = {data_words(named[name], one)}" for name, one in dataset.items()]
-        rest = len(words) - _NAMED_PATHS
-        return "; ".join(words[:_NAMED_PATHS]) + (f" and {rest} more" if rest > 0 else "")
+        return few(words, between="; ")
     if data._target_ is not None:
         return data._target_
     if data.kind is DataKind.synthetic:
         return "a synthetic language"
-    rest = len(data.path) - _NAMED_PATHS
-    place = ", ".join(data.path[:_NAMED_PATHS]) + (f" and {rest} more" if rest > 0 else "")
+    place = few(data.path)
     if data.path == [PYTHON_LIBRARY]:
         place = "Python's standard library"
     contents = getattr(dataset, "contents", "")

@@ -1,6 +1,8 @@
-"""Formats amounts for people."""
+"""Formats amounts and lists for people."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -21,3 +23,9 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def few(values: Sequence[object], most: int = 3, *, between: str = ", ", what: str = "") -> str:
+    """Name the first few, and count the others: "a, b, c and 4 more"."""
+    rest = len(values) - most
+    return between.join(map(str, values[:most])) + (f" and {rest} more{what}" if rest > 0 else "")

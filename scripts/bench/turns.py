@@ -16,8 +16,9 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from runner.distributed.device import find_device
 from runner.distributed.env import RankEnv, place_from
-from runner.distributed.process_group import choose_device, end_group, start_group
+from runner.distributed.process_group import end_group, start_group, take_device
 from runner.health.leave import leave
 
 Pair = tuple[float, float]
@@ -28,7 +29,7 @@ _KEPT_LOSSES = 20
 def on_this_rank() -> Iterator[tuple[RankEnv, torch.device]]:
     """Within the group of all ranks; the process ends with it."""
     place = place_from(os.environ)
-    device = choose_device("auto", place)
+    device = take_device(find_device("auto", place, {}))
     start_group(place, device, timeout_seconds=300)
     try:
         yield place, device

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from runner.config.compose import compose
+from runner.distributed.device import find_device
 from runner.distributed.env import place_from
-from runner.distributed.process_group import choose_device, end_group, start_group
+from runner.distributed.process_group import end_group, start_group, take_device
 from runner.session.group import group_at_hand
 from runner.session.session import open_run
 from runner.train.loop import Loop
@@ -41,7 +42,7 @@ QUIET = (
 @pytest.fixture
 def alone() -> Iterator[torch.device]:
     place = place_from({})
-    device = choose_device("cuda", place)
+    device = take_device(find_device("cuda", place, {}))
     start_group(place, device, timeout_seconds=60)
     yield device
     torch.cuda.set_sync_debug_mode("default")

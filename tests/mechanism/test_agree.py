@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from runner.distributed.agreement import Ranks
+from runner.distributed.device import FoundDevice, find_device
 from runner.distributed.env import RankEnv, place_from
-from runner.distributed.process_group import choose_device, end_group, start_group
+from runner.distributed.process_group import end_group, start_group
 from runner.system.error import (
     CheckpointError,
     ConfigError,
@@ -198,9 +199,10 @@ def test_the_place_is_read(environment: dict[str, str], place: tuple[int, ...]) 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_told() -> None:
     place = RankEnv(rank=0, world_size=2, local_rank=0, local_world_size=2)
-    assert choose_device("auto", place) == choose_device("cpu", place) == torch.device("cpu")
-    with pytest.raises(ConfigError, match=r"torch sees no GPU, but parallel\.device=cuda"):
-        choose_device("cuda", place)
+    for wanted in ("auto", "cpu"):
+        assert find_device(wanted, place, {}) == FoundDevice(device=torch.device("cpu"))
+    problem = find_device("cuda", place, {}).problem
+    assert "torch sees no GPU, but parallel.device=cuda" in problem
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from runner.distributed.env import debug_settings, keep_dump, place_from, set_debug
-from runner.distributed.process_group import choose_device, end_group, start_group
+from runner.distributed.process_group import end_group, start_group
 from tests import warm
 
 
@@ -85,7 +85,7 @@ def test_another_shape_on_one_rank(kind: str, named: bool) -> None:
 def enter_different_collectives(kind: str) -> None:
     """As training does it: settings first, then the group, then a rank that strays."""
     place = place_from(os.environ)
-    device = choose_device("cpu", place)
+    device = torch.device("cpu")
     set_debug(os.environ, debug_settings(kind, folder=Path("debug")))
     start_group(place, device, timeout_seconds=20)
     dist.all_reduce(torch.zeros(1 + place.rank))
