@@ -10,10 +10,9 @@ from functools import partial
 import numpy as np
 
 from runner.checkpoint.protocol import Identity
-from runner.checkpoint.remote.upload import Uploads
 from runner.checkpoint.ring import CheckpointRing
 from runner.config.network import is_hf
-from runner.config.schema import CheckpointConfig, DebugKind, Offload, RunConfig
+from runner.config.schema import DebugKind, Offload, RunConfig
 from runner.config.validate import odd_settings
 from runner.data.dataset import Dataset, RecordDataset
 from runner.data.feed import Feed, few
@@ -330,7 +329,7 @@ def begin(
     if mixture is not None:
         run.written.report(mixture)
     # Ends what the ring keeps of the previous incarnation: its snapshots were needed until here.
-    run.ring.begin(_uploads(run, config.checkpoint, remote))
+    run.ring.begin(remote.uploads(run, config.checkpoint) if remote else None)
     fingerprint = run.identity.data_fingerprint
     corpus_check = CorpusCheck(
         run,
@@ -498,17 +497,6 @@ def quick_preflight(run: EngineRun, config: RunConfig) -> None:
             )
 
 
-def _uploads(
-    run: EngineRun, settings: CheckpointConfig, remote: RemoteRun | None
-) -> Uploads | None:
-    """Make the uploads. The journal must already have the line of this start."""
-    if remote is None:
-        return None
-    for incident in remote.incidents(run.resumed.step):
-        run.written.report(incident)
-    return remote.uploads(run, settings)
-
-
 # -- the loop ------------------------------------------------------------------------------
 
 
@@ -580,7 +568,7 @@ def _loop(run: FaultyRun, config: RunConfig, corpus_check: CorpusCheck) -> Loop:
         run, schedule=saves, rules=rules, last=LastProof.of(run), corpus=corpus_check
     )
     return Loop(
-        state,
+        state=state,
         until=config.steps,
         steps=steps,
         guard=guard

@@ -84,21 +84,17 @@ class RemoteRun:
             )
         return from_yaml(data.decode(errors="replace"), source=Path(name))
 
-    def incidents(self, step: int) -> list[Incident]:
-        """Incidents about the remote that a start must report."""
-        if not self.silence:
-            return []
-        return [
-            Incident(
-                kind="remote_unreachable",
-                step=step,
-                decision="go on; uploads are still tried",
-                reason=f"{self.ring.url}: {self.silence}",
-            )
-        ]
-
     def uploads(self, run: Run, settings: CheckpointConfig) -> Uploads:
-        """Make the uploads. The journal must have its first line by now."""
+        """Make the uploads; report a silent remote. The journal must have its first line by now."""
+        if self.silence:
+            run.written.report(
+                Incident(
+                    kind="remote_unreachable",
+                    step=run.resumed.step,
+                    decision="go on; uploads are still tried",
+                    reason=f"{self.ring.url}: {self.silence}",
+                )
+            )
         return Uploads(
             self.ring,
             ring_directory(run.group.run_dir, run.lease),

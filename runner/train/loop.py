@@ -6,6 +6,7 @@ The loop calls the actors by name; the other modules of this package implement t
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 from runner.policy.decision.judge import Verdict
@@ -24,6 +25,7 @@ class Guard(Protocol):
     def handle(self, info: StepInfo, state: TrainState) -> Verdict | None: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
     """One run on one rank, from its first or restored state to its end.
 
@@ -31,24 +33,13 @@ class Loop:
         until: the number of applied updates at which the run is done.
     """
 
-    def __init__(
-        self,
-        state: TrainState,
-        *,
-        until: int,
-        steps: StepRunner,
-        guard: Guard,
-        checkpoints: Checkpoints,
-        periodic: Periodic,
-        reporter: Reporter,
-    ) -> None:
-        self._state = state
-        self._until = until
-        self._steps = steps
-        self._guard = guard
-        self._checkpoints = checkpoints
-        self._periodic = periodic
-        self._reporter = reporter
+    state: TrainState
+    until: int
+    steps: StepRunner
+    guard: Guard
+    checkpoints: Checkpoints
+    periodic: Periodic
+    reporter: Reporter
 
     def run(self) -> str:
         """Train to the last update; returns a sentence that says how the run ended.
@@ -64,48 +55,48 @@ class Loop:
             SaveError: every step is applied, but the end state is not on disk.
         """
         self.begin()
-        while self._state.updates < self._until:
+        while self.state.updates < self.until:
             self.step()
         with self._saved_at_a_stop():
-            fault = self._checkpoints.finish(
-                self._state, lambda: self._periodic.held_out_loss(self._state.updates)
+            fault = self.checkpoints.finish(
+                self.state, lambda: self.periodic.held_out_loss(self.state.updates)
             )
         but = f", but the last checkpoint is not clean: {fault}" if fault else ""
         return f"all steps applied{but}"
 
     def begin(self) -> None:
         """Save a first checkpoint to go back to; report the update that a stop left unreported."""
-        self._checkpoints.begin(self._state)
-        if self._state.unreported is not None:
+        self.checkpoints.begin(self.state)
+        if self.state.unreported is not None:
             with self._saved_at_a_stop():
                 self._report()
 
     def step(self) -> None:
         """Run one step, then carry out the guard's decision. Raises as :meth:`run`."""
         with self._saved_at_a_stop():
-            info = self._steps.next(self._state)
+            info = self.steps.next(self.state)
         with self._saved_at_a_stop(info):
             if info.known is None:  # otherwise the journal has the step, uncomputed
-                self._guard.note_lines(info)
-                self._checkpoints.apply_progress(info, self._state)
-            verdict = self._guard.handle(info, self._state)
+                self.guard.note_lines(info)
+                self.checkpoints.apply_progress(info, self.state)
+            verdict = self.guard.handle(info, self.state)
             if verdict is not None:
                 self._advance(info, verdict)
 
     def _advance(self, info: StepInfo, verdict: Verdict) -> None:
         """Count an applied update, check the state, prove and save checkpoints."""
-        state = self._state
-        learning_rate = self._steps.learning_rate(state.updates)
+        state = self.state
+        learning_rate = self.steps.learning_rate(state.updates)
         state.advance(info.signals)
-        state.unreported = self._reporter.line(info, verdict, "apply", learning_rate=learning_rate)
+        state.unreported = self.reporter.line(info, verdict, "apply", learning_rate=learning_rate)
         self._report()
-        self._checkpoints.prove(state)
-        self._periodic.inspect(state.updates)
-        self._checkpoints.after_update(state, info.seconds)
+        self.checkpoints.prove(state)
+        self.periodic.inspect(state.updates)
+        self.checkpoints.after_update(state, info.seconds)
 
     def _report(self) -> None:
         """Report the last update, with its held-out loss if that is due."""
-        self._reporter.applied(self._state, self._periodic.evaluate(self._state.updates))
+        self.reporter.applied(self.state, self.periodic.evaluate(self.state.updates))
 
     def _saved_at_a_stop(self, info: StepInfo | None = None) -> AbstractContextManager[None]:
-        return self._checkpoints.saved_at_a_stop(self._state, info)
+        return self.checkpoints.saved_at_a_stop(self.state, info)

@@ -82,10 +82,10 @@ def test_the_host_is_ahead_of_the_device(tmp_path: Path, alone: torch.device) ->
     torch.cuda._sleep(2_000_000_000)  # cycles: about a second in which no step can end
     before = torch.cuda.Event()
     before.record()
-    steps = loop._steps
+    steps = loop.steps
     step, steps._ahead = steps._ahead, None
     assert step is not None
-    steps._ahead = steps._launch_after(step, loop._state)
+    steps._ahead = steps._launch_after(step, loop.state)
     assert not before.query(), "launching waited for the device"
     torch.cuda.synchronize()
 

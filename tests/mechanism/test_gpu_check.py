@@ -306,7 +306,7 @@ def test_the_steps_of_tests_gpu_are_nothing_but_steps(
         others = []
         monkeypatch.setattr(Forward, "evaluate", lambda *_: others.append("evaluation"))
         monkeypatch.setattr(CheckpointRing, "save", lambda *_, **__: others.append("save"))
-        assert loop._steps._ahead is not None, "no step is launched ahead after 40"
+        assert loop.steps._ahead is not None, "no step is launched ahead after 40"
         for _ in range(50):
             loop.step()
         assert others == []

@@ -403,7 +403,7 @@ def live(story: Story, folder: Path, *, late: bool) -> tuple[End, Lines]:
     )
     proven: Any = Proven()
     loop = Loop(
-        state,
+        state=state,
         until=STEPS,
         steps=steps,
         guard=Guard(run, recovery=recovery, steps=steps, rules=rules),
