@@ -19,7 +19,7 @@ from runner.checkpoint.disk.directory import Entry
 from runner.command.export import Layout, Output, Read, buffers_in, shapes_in
 from runner.config.network import LoraSettings, lora_of
 from runner.convert.model_config import llama_config, llama_name
-from runner.convert.tokenizer_files import copy_tokenizer, write_byte_tokenizer
+from runner.convert.tokenizer_files import CONFIG, FAST_CLASS, TOKENIZER, copy_tokenizer
 from runner.convert.weights import open_pretrained
 from runner.data.tokenizer import BYTE_END, BYTE_VOCAB_SIZE, open_codec
 from runner.model import pretrained
@@ -30,6 +30,7 @@ from runner.system.error import ConfigError, DataError
 from runner.system.files import write_json
 
 _CONFIG: Final = "config.json"
+_BYTE_END_NAME: Final = "<|end|>"
 _GENERATION: Final = "generation_config.json"
 _ADAPTER: Final = "default"  # PEFT's name of it
 _ADAPTED: Final = ".base_layer.weight"
@@ -286,3 +287,36 @@ def _end_token(source: Path, settings: Mapping[str, Any]) -> int | None:
     except DataError:  # a chat-only tokenizer may have none
         return None
     return codec.end_token
+
+
+def write_byte_tokenizer(folder: Path) -> None:
+    """Write a tokenizer whose tokens are the 256 bytes and an end mark, id 256."""
+    vocab: dict[str, int] = {letter: byte for byte, letter in enumerate(_letters())}
+    end: dict[str, Any] = {"id": len(vocab), "content": _BYTE_END_NAME, "special": True}
+    usual = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    write_json(
+        folder / TOKENIZER,
+        {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [end | usual],
+            "normalizer": None,
+            "pre_tokenizer": level | {"use_regex": False},
+            "post_processor": None,
+            "decoder": level | {"use_regex": False},
+            "model": {"type": "BPE", "vocab": vocab, "merges": []},
+        },
+    )
+    write_json(folder / CONFIG, {"tokenizer_class": FAST_CLASS, "eos_token": _BYTE_END_NAME})
+
+
+def _letters() -> list[str]:
+    """The letter that byte-level tokenizers show each byte as (Radford et al. 2019, GPT-2).
+
+    A printable byte is shown as itself, any other as the next unused character from 256 on.
+    """
+    printed = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printed else chr(next(others)) for byte in range(256)]

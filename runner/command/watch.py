@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from runner.command.arguments import Parser, at_least
-from runner.policy.alert import EVERY_SECONDS, RESOLVE, QuietHours
+from runner.policy.alert import EVERY_SECONDS, RESOLVE
 from runner.system.environment import redacted, variables
 from runner.system.error import ConfigError, imported
 from runner.system.files import make_folder, write_json
 from runner.system.json_lines import read_object
 from runner.system.parsing import json_text
 from runner.system.process import run_with_input
-from runner.tools.watch import Rules, Send, Watch
+from runner.tools.watch import QuietHours, Rules, Send, Watch
 
 NOTIFY = "HOLDFAST_NOTIFY"
 _COMMAND_SECONDS = 30.0

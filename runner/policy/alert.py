@@ -238,39 +238,6 @@ def addressed(message: Mapping[str, Any], out: str, host: str, now: float) -> di
     return {"out": out, "host": host, "time": now, "text": text, **message}
 
 
-class QuietHours:
-    """Minutes of the day in which only errors are told; the others wait for the end.
-
-    Args:
-        text: ``22:00-07:00``, in local time; empty for none.
-
-    Raises:
-        ValueError: it is written otherwise.
-    """
-
-    def __init__(self, text: str) -> None:
-        self._span = None
-        if text:
-            begin, _, end = text.partition("-")
-            self._span = _minutes(begin), _minutes(end)
-
-    def holds(self, minute: int, level: str) -> bool:
-        """Whether a message of this level waits at this minute of the day."""
-        if self._span is None or level == "error":
-            return False
-        begin, end = self._span
-        return begin <= minute < end if begin <= end else minute >= begin or minute < end
-
-
-def _minutes(text: str) -> int:
-    hours, _, minutes = text.partition(":")
-    if not (hours.isdigit() and minutes.isdigit() and len(minutes) == 2):
-        raise ValueError(f"{text!r} is no time of day such as 22:00")
-    if not (int(hours) < 24 and int(minutes) < 60):
-        raise ValueError(f"{text!r} is no time of day such as 22:00")
-    return 60 * int(hours) + int(minutes)
-
-
 def merged(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages that wait, without those of an episode that is over by now but its end."""
     waiting = list(messages)

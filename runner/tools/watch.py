@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.policy import alert
-from runner.policy.alert import Episodes, QuietHours, addressed, merged
+from runner.policy.alert import Episodes, addressed, merged
 from runner.run_dir.time_account import plausible_seconds
 from runner.system.error import ConfigError
 from runner.system.process import host_name, in_thread
@@ -35,6 +35,39 @@ _ADVICE = {
 }
 
 Send = Callable[[Mapping[str, Any]], None]
+
+
+class QuietHours:
+    """Minutes of the day in which only errors are told; the others wait for the end.
+
+    Args:
+        text: ``22:00-07:00``, in local time; empty for none.
+
+    Raises:
+        ValueError: it is written otherwise.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._span = None
+        if text:
+            begin, _, end = text.partition("-")
+            self._span = _minutes(begin), _minutes(end)
+
+    def holds(self, minute: int, level: str) -> bool:
+        """Whether a message of this level waits at this minute of the day."""
+        if self._span is None or level == "error":
+            return False
+        begin, end = self._span
+        return begin <= minute < end if begin <= end else minute >= begin or minute < end
+
+
+def _minutes(text: str) -> int:
+    hours, _, minutes = text.partition(":")
+    if not (hours.isdigit() and minutes.isdigit() and len(minutes) == 2):
+        raise ValueError(f"{text!r} is no time of day such as 22:00")
+    if not (int(hours) < 24 and int(minutes) < 60):
+        raise ValueError(f"{text!r} is no time of day such as 22:00")
+    return 60 * int(hours) + int(minutes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

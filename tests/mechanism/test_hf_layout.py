@@ -117,7 +117,7 @@ def test_the_presets_are_what_they_are_called(preset: str) -> None:
 
 def test_bytes_as_tokens_have_a_tokenizer(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    from runner.convert.tokenizer_files import write_byte_tokenizer
+    from runner.command.export_hf import write_byte_tokenizer
 
     write_byte_tokenizer(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)

@@ -18,8 +18,7 @@ import pytest
 
 from runner.__main__ import main
 from runner.command.help import help_text
-from runner.policy.alert import QuietHours
-from runner.tools.watch import Rules, Watch
+from runner.tools.watch import QuietHours, Rules, Watch
 from tests import warm
 from tests.made_run import BEGAN, incident
 
@@ -321,3 +320,25 @@ def test_help_names_every_command() -> None:
     text = help_text()
     of_slurm = {"slurm-job", "slurm-node"}  # what slurm's batch script runs
     assert [name for name in COMMANDS if name not in of_slurm and name not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "minute", "level", "holds"),
+    [
+        ("", 0, "warning", False),
+        ("22:00-07:00", 23 * 60, "warning", True),
+        ("22:00-07:00", 6 * 60 + 59, "info", True),
+        ("22:00-07:00", 7 * 60, "warning", False),
+        ("22:00-07:00", 23 * 60, "error", False),
+        ("09:00-17:30", 12 * 60, "warning", True),
+        ("09:00-17:30", 18 * 60, "warning", False),
+    ],
+)
+def test_quiet_hours(text: str, minute: int, level: str, holds: bool) -> None:
+    assert QuietHours(text).holds(minute, level) is holds
+
+
+@pytest.mark.parametrize("text", ["22", "22:00", "25:00-07:00", "22:0-07:00", "a-b", "22:00-07:61"])
+def test_quiet_hours_written_otherwise_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no time of day such as 22:00"):
+        QuietHours(text)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from runner.policy.alert import FAR_STEPS, Episodes, QuietHours, merged
+from runner.policy.alert import FAR_STEPS, Episodes, merged
 
 
 class Told:
@@ -136,28 +136,6 @@ def test_what_nobody_was_told_of_is_not_told_to_be_over() -> None:
     assert episodes.add(line, 5.0, is_told=False) == []
     assert episodes.is_trouble and episodes.see("running", 9, 20.0) == []
     assert not episodes.is_trouble
-
-
-@pytest.mark.parametrize(
-    ("text", "minute", "level", "holds"),
-    [
-        ("", 0, "warning", False),
-        ("22:00-07:00", 23 * 60, "warning", True),
-        ("22:00-07:00", 6 * 60 + 59, "info", True),
-        ("22:00-07:00", 7 * 60, "warning", False),
-        ("22:00-07:00", 23 * 60, "error", False),
-        ("09:00-17:30", 12 * 60, "warning", True),
-        ("09:00-17:30", 18 * 60, "warning", False),
-    ],
-)
-def test_quiet_hours(text: str, minute: int, level: str, holds: bool) -> None:
-    assert QuietHours(text).holds(minute, level) is holds
-
-
-@pytest.mark.parametrize("text", ["22", "22:00", "25:00-07:00", "22:0-07:00", "a-b", "22:00-07:61"])
-def test_quiet_hours_written_otherwise_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no time of day such as 22:00"):
-        QuietHours(text)
 
 
 def test_of_an_episode_that_is_over_before_it_is_told_one_message_is_left() -> None:
