@@ -15,12 +15,10 @@ import pickle
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from runner.distributed.env import is_nccl
 from runner.health.rank_report import own_line
-from runner.system.files import read_bounded
 from runner.system.units import few
 
 Entry = Mapping[str, Any]
@@ -235,7 +233,6 @@ def named(ranks: Collection[int]) -> str:
 
 MOST_ENTRIES = 400  # entries of each recorder
 _BEFORE = 50  # how many of these are from before the first unfinished one
-_DUMP_BYTES = 1 << 28
 
 
 class _PlainValues(pickle.Unpickler):
@@ -253,19 +250,6 @@ def entries_of(dumped: bytes) -> list[dict[str, Any]]:
     """
     dump = _PlainValues(io.BytesIO(dumped)).load()
     return _that_matter([plain_entry(e) for e in dump.get("entries", []) if not e["is_p2p"]])
-
-
-def read_dumps(folder: Path, prefix: str) -> dict[int, list[dict[str, Any]]]:
-    """Read the entries of each rank from the files ``prefix`` + rank that are readable."""
-    by_rank = {}
-    for path in sorted(folder.glob(f"{prefix}*")):
-        rank = path.name.removeprefix(prefix)
-        if rank.isdecimal():
-            try:
-                by_rank[int(rank)] = entries_of(read_bounded(path, _DUMP_BYTES))
-            except Exception:  # half written by a process that died; the other ranks' dumps suffice
-                continue
-    return by_rank
 
 
 def _that_matter(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

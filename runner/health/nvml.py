@@ -35,14 +35,14 @@ class GpuHealth:
 
 def gpu_health(uuid: str) -> GpuHealth | None:
     """Health of the GPU with this UUID (with or without ``GPU-``); None where it is unknown."""
-    with _library() as nvml:
+    with library() as nvml:
         if nvml is None:
             return None
         return _health(nvml, uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
 
 
 @contextlib.contextmanager
-def _library() -> Iterator[Any]:
+def library() -> Iterator[Any]:
     """NVML until it is closed; None where it is not installed, or there is no driver."""
     try:
         nvml: Any = importlib.import_module("pynvml")
@@ -143,39 +143,3 @@ class GpuMeter:
             except nvml.NVMLError:  # this GPU does not support the question
                 told.append(0.0)
         return told
-
-
-# Percent of the time since the last sample (a second or less) in which a kernel ran; a display or
-# a monitor takes some.
-_AT_WORK = 5
-
-
-def at_work(visible: str | None) -> bool:
-    """Whether a kernel ran lately on any GPU. A collective that waits for a rank runs, too.
-
-    Args:
-        visible: as CUDA_VISIBLE_DEVICES: indices or UUIDs with commas between; None: all GPUs.
-
-    Returns:
-        False also if that is unknown.
-    """
-    with _library() as nvml:
-        if nvml is None:
-            return False
-        try:
-            handles = _handles(nvml, visible)
-            return any(nvml.nvmlDeviceGetUtilizationRates(h).gpu >= _AT_WORK for h in handles)
-        except nvml.NVMLError:
-            return False
-
-
-def _handles(nvml: Any, visible: str | None) -> list[Any]:
-    if visible is None:
-        return [nvml.nvmlDeviceGetHandleByIndex(n) for n in range(nvml.nvmlDeviceGetCount())]
-    handles = []
-    for name in filter(None, (word.strip() for word in visible.split(","))):
-        if name.isdecimal():
-            handles.append(nvml.nvmlDeviceGetHandleByIndex(int(name)))
-        elif name.startswith("GPU-"):
-            handles.append(nvml.nvmlDeviceGetHandleByUUID(name))
-    return handles

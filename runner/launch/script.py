@@ -17,15 +17,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from runner.health.flight_recorder import read_dumps
-from runner.health.nvml import at_work
+from runner.health.flight_recorder import entries_of
+from runner.health.nvml import library
 from runner.health.rank_report import Frame, Report, own_line, thread_frames
 from runner.health.root_cause import RootCause, by_text, find_root_cause
 from runner.launch import process_tree
 from runner.launch.attempt import Ended, Job, run_once
 from runner.launch.supervisor import Supervisor
 from runner.policy.restart import Attempt, RestartRules
+from runner.system.files import read_bounded
 from runner.system.output import Sink
 from runner.system.process import parent, signal_name
 
@@ -43,6 +45,10 @@ _FAILED = re.compile(
     r"rank\s+: (\d+) \(local_rank: \d+\)[^\n]*\n[^\n]*exitcode\s+: (-?\d+) \(pid: \d+\)"
 )
 _TRACEBACK = "Traceback (most recent call last):"
+_DUMP_BYTES = 1 << 28
+# Percent of the time since the last sample (a second or less) in which a kernel ran; a display or
+# a monitor takes some.
+_AT_WORK = 5
 
 
 class Said:
@@ -328,6 +334,50 @@ class _Watchdog:
         # It may have no permission to read it, and the like.
         with contextlib.suppress(OSError, subprocess.SubprocessError), path.open("wb") as file:
             subprocess.run(command, stdout=file, stderr=file, timeout=_SPY_SECONDS, check=False)
+
+
+def read_dumps(folder: Path, prefix: str) -> dict[int, list[dict[str, Any]]]:
+    """Read the entries of each rank from the files ``prefix`` + rank that are readable."""
+    by_rank = {}
+    for path in sorted(folder.glob(f"{prefix}*")):
+        rank = path.name.removeprefix(prefix)
+        if rank.isdecimal():
+            try:
+                by_rank[int(rank)] = entries_of(read_bounded(path, _DUMP_BYTES))
+            except Exception:  # half written by a process that died; the other ranks' dumps suffice
+                continue
+    return by_rank
+
+
+def at_work(visible: str | None) -> bool:
+    """Whether a kernel ran lately on any GPU. A collective that waits for a rank runs, too.
+
+    Args:
+        visible: as CUDA_VISIBLE_DEVICES: indices or UUIDs with commas between; None: all GPUs.
+
+    Returns:
+        False also if that is unknown.
+    """
+    with library() as nvml:
+        if nvml is None:
+            return False
+        try:
+            handles = _handles(nvml, visible)
+            return any(nvml.nvmlDeviceGetUtilizationRates(h).gpu >= _AT_WORK for h in handles)
+        except nvml.NVMLError:
+            return False
+
+
+def _handles(nvml: Any, visible: str | None) -> list[Any]:
+    if visible is None:
+        return [nvml.nvmlDeviceGetHandleByIndex(n) for n in range(nvml.nvmlDeviceGetCount())]
+    handles = []
+    for name in filter(None, (word.strip() for word in visible.split(","))):
+        if name.isdecimal():
+            handles.append(nvml.nvmlDeviceGetHandleByIndex(int(name)))
+        elif name.startswith("GPU-"):
+            handles.append(nvml.nvmlDeviceGetHandleByUUID(name))
+    return handles
 
 
 def _cause(said: Said, watchdog: _Watchdog, folder: Path, ended: Ended) -> RootCause | None:

@@ -13,9 +13,16 @@ from typing import Any, cast
 
 import pytest
 
-from runner.health.flight_recorder import read_dumps
-from runner.health.nvml import at_work
-from runner.launch.script import PROGRESS, Said, Watched, _Watchdog, failures, tracebacks
+from runner.launch.script import (
+    PROGRESS,
+    Said,
+    Watched,
+    _Watchdog,
+    at_work,
+    failures,
+    read_dumps,
+    tracebacks,
+)
 from tests import warm
 from tests.programs import python
 from tests.run import read_lines
