@@ -26,7 +26,6 @@ from runner.health.cause_reporter import TELL_SECONDS, CauseReporter
 from runner.health.heartbeat import Heartbeat, hang_message
 from runner.health.notice import Notices
 from runner.health.preemption import StopRequest
-from runner.health.root_cause import RootCause
 from runner.health.start_watch import StartMonitor
 from runner.run_dir.lease import BEAT_SECONDS, RunLease
 from runner.run_dir.paths import RunDir
@@ -146,8 +145,8 @@ class RankMonitor:
         self._settings = watchdog
         self._stop = stop
         self._parent = first_parent()
-        self._causes = CauseReporter(place, run_dir, self.heart)
-        self._start = StartMonitor(place, self._causes)
+        self.causes = CauseReporter(place, run_dir, self.heart)
+        self._start = StartMonitor(place, self.causes)
         # Failures of the others are checked before the request to stop: torchrun makes one
         # when a rank has died, which is not a preemption.
         looks = [self._look_at_launcher, self._start.look_at_limit, self._look_at_deaths_in_start]
@@ -186,14 +185,14 @@ class RankMonitor:
             store: that of this group alone.
             peers: facts of this node's ranks.
         """
-        self._causes.watch_peers(peers)
+        self.causes.watch_peers(peers)
         self._start.watch(store)
 
     def begin(self, run_lease: RunLease, peers: Sequence[Facts]) -> None:
         """Watch the rest as well. ``peers``: facts of this node's ranks, from the rendezvous."""
-        if self._causes.neighbours is None:
-            self._causes.watch_peers(peers)
-        self._causes.run_lease = run_lease
+        if self.causes.neighbours is None:
+            self.causes.watch_peers(peers)
+        self.causes.run_lease = run_lease
         self._start.stop()
         if self._place.world_size > 1:  # a single rank reports to its terminal
             path = self._dir.fatal(run_lease.number, self._place.rank)
@@ -212,14 +211,10 @@ class RankMonitor:
             "process": own_process(),
             "world_size": self._place.world_size,
             "local_world_size": self._place.local_world_size,
-            "incident": str(self._causes.folder().absolute()),
+            "incident": str(self.causes.folder().absolute()),
             "fatal": str(self._dir.fatal(run_lease.number, self._place.rank).absolute()),
         }
         tell_begun(variables(), self._place.rank, facts)
-
-    def failed(self, error: Exception) -> None:
-        """See :meth:`CauseReporter.failed`."""
-        self._causes.failed(error)
 
     def uncaught(self, error: Exception) -> None:
         """Report an uncaught error of a user's script; see :meth:`CauseReporter.uncaught`.
@@ -227,12 +222,8 @@ class RankMonitor:
         The lease is not released, so that the next start writes a journal line if this rank could
         not.
         """
-        self._was_uncaught = self._run_lease is not None
-        self._causes.uncaught(error)
-
-    def write_causes_to(self, journal: Callable[[RootCause, int], None]) -> None:
-        """Let this rank journal what ends the run from now on."""
-        self._causes.journal = journal
+        self._was_uncaught = self.causes.run_lease is not None
+        self.causes.uncaught(error)
 
     def all_have_met(self) -> None:
         """Note that every rank has reached the end; from now on each may end its process."""
@@ -240,7 +231,7 @@ class RankMonitor:
 
     def dead_peers(self) -> list[int]:
         """Ranks of this node that died before all ranks reached the end."""
-        neighbours = self._causes.neighbours
+        neighbours = self.causes.neighbours
         return [] if self._have_met or neighbours is None else sorted(neighbours.ended_badly())
 
     def end(self) -> None:
@@ -253,58 +244,55 @@ class RankMonitor:
             faulthandler.disable()
             self._fatal[1].close()
             self._fatal[0].unlink(missing_ok=True)
-        if self._run_lease is not None and self._place.is_first and not self._was_uncaught:
-            self._run_lease.release()
-
-    @property
-    def _run_lease(self) -> RunLease | None:
-        return self._causes.run_lease
+        if self.causes.run_lease is not None and self._place.is_first and not self._was_uncaught:
+            self.causes.run_lease.release()
 
     # -- looks of the watchdog ------------------------------------------------------------
 
     def _look_at_heart(self) -> None:
         message = hang_message(self.heart, self._settings)
-        if message is not None and self._causes.has_turn():
-            self._causes.conclude("hang", message)
+        if message is not None and self.causes.has_turn():
+            self.causes.conclude("hang", message)
 
     def _look_at_peers(self) -> None:
         """End when a rank of this node has died: over NCCL no collective fails because of it."""
-        dead = self.dead_peers() if self._run_lease is not None else []
-        if dead and self._causes.has_turn():
+        dead = self.dead_peers() if self.causes.run_lease is not None else []
+        if dead and self.causes.has_turn():
             named = ", ".join(map(str, dead))
-            self._causes.conclude("called", f"rank {named} of this node is dead")
+            self.causes.conclude("called", f"rank {named} of this node is dead")
 
     def _look_at_deaths_in_start(self) -> None:
-        if self._run_lease is None:
+        if self.causes.run_lease is None:
             self._start.look_at_deaths(self.dead_peers())
 
     def _look_at_others(self) -> None:
         """When another rank has reported, add this rank's report and end."""
-        if self._have_met or self._run_lease is None or not self._is_due("others", _SHARED_SECONDS):
+        if self._have_met or self.causes.run_lease is None:
             return
-        if self._causes.are_others_there() and self._causes.has_turn():
-            self._causes.conclude("called", "called by another rank's report")
+        is_due = self._is_due("others", _SHARED_SECONDS)
+        if is_due and self.causes.are_others_there() and self.causes.has_turn():
+            self.causes.conclude("called", "called by another rank's report")
 
     def _look_at_launcher(self) -> None:
         if not self._launch.has_agent or os.getppid() == self._parent:
             return
-        if self._causes.has_turn():
+        if self.causes.has_turn():
             gone = f"the launcher (process {self._parent}) is gone; nothing would stop this rank"
-            self._causes.leave_saying(gone, is_own_fault=True)
+            self.causes.leave_saying(gone, is_own_fault=True)
 
     def _check_lease(self) -> None:
         """Check the lease, on one rank of each node; rank 0 also shows that the run is alive."""
-        if self._run_lease is None or self._place.local_rank != 0:
+        if self.causes.run_lease is None or self._place.local_rank != 0:
             return
         if not self._is_due("run_lease", BEAT_SECONDS):
             return
         try:
-            self._run_lease.check()
+            self.causes.run_lease.check()
             # Without progress a run must not look alive, also where the watchdog is disabled.
             if self._place.is_first and not hang_message(self.heart, self._settings):
-                self._run_lease.beat()
+                self.causes.run_lease.beat()
         except Superseded as error:
-            self._causes.give_way(error)
+            self.causes.give_way(error)
 
     def _is_due(self, what: str, seconds: float) -> bool:
         """Whether to look again: at most once in so many seconds, as all ranks share the disk."""

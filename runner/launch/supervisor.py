@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from runner.distributed.env import ATTEMPT, LAUNCH_ID, RESTART
 from runner.launch.attempt import Ended, Job, Stop, run_once
@@ -21,7 +22,7 @@ from runner.launch.crash_evidence import (
 )
 from runner.policy.restart import Attempt, End, RestartRules, after
 from runner.system.error import EXIT_CRASH, EXIT_DONE
-from runner.system.json_lines import append_line, sound_lines
+from runner.system.json_lines import parse_line
 from runner.system.parsing import json_text
 
 _REASON = 300  # characters of a reason in out/bad_nodes
@@ -67,7 +68,7 @@ class Supervisor(ABC):
             number, began = len(attempts) + 1, time.time()
             attempts.append(self.attempt(number, diagnose=diagnose))
             times = {"began": round(began, 3), "ended": round(time.time(), 3)}
-            append_line(self._log, {"launch_id": self._id} | times | asdict(attempts[-1]))
+            _append_line(self._log, {"launch_id": self._id} | times | asdict(attempts[-1]))
             if end := self.end_for_good():
                 return end
             next_ = after(attempts, self._rules, asked_to_stop=self.stop.is_set)
@@ -82,12 +83,26 @@ class Supervisor(ABC):
 
     def _earlier(self) -> list[Attempt]:
         """The attempts of this launch so far; supervisors on other nodes may append to the list."""
+        if not self._log.exists():
+            return []
         names = Attempt.__dataclass_fields__
+        lines = map(parse_line, self._log.read_bytes().splitlines())  # a torn one hides no other
         return [
             Attempt(**{name: value for name, value in line.items() if name in names})
-            for line in sound_lines(self._log)
-            if line.get("launch_id") == self._id
+            for line in lines
+            if line is not None and line.get("launch_id") == self._id
         ]
+
+
+def _append_line(path: Path, line: Mapping[str, Any]) -> None:
+    """Append a line durably, and after a torn one begin a new line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+        mend = b"" if file.read(1) in (b"", b"\n") else b"\n"
+        file.write(mend + json_text(line).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 class JobSupervisor(Supervisor):

@@ -224,16 +224,16 @@ def _telling(monitor: RankMonitor, departure: Departure) -> Iterator[None]:
         yield
         departure.announce()
     except Superseded as error:
-        monitor.failed(error)
+        monitor.causes.failed(error)
         raise
     except RunnerError as error:
         if not departure.is_common(_DEPARTURE_SECONDS):
             alone = RuntimeError(f"of this rank alone: {type(error).__name__}: {error}")
-            monitor.failed(alone)
+            monitor.causes.failed(alone)
             raise alone from error
         raise
     except Exception as error:
-        monitor.failed(error)
+        monitor.causes.failed(error)
         raise
     finally:
         end_group(monitor.all_have_met)

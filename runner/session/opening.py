@@ -243,8 +243,8 @@ def open_journal(
         written.report(Incident.from_json(line))
     if group.is_first:
         clear_fatal_logs(group.run_dir, lease.number)
-        group.monitor.write_causes_to(
-            lambda cause, number: journal.add(crash_incident(cause, number))
+        group.monitor.causes.journal = lambda cause, number: journal.add(
+            crash_incident(cause, number)
         )
     for incident in inventory.restored.incidents if inventory.restored else []:
         written.report(incident)

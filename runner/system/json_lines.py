@@ -61,25 +61,6 @@ def _whole_lines(path: Path, start: int) -> Iterator[tuple[dict[str, Any], int]]
             yield line, end
 
 
-def sound_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file to which several may append: a torn one hides no other."""
-    if not path.exists():
-        return []
-    lines = (_parsed(raw + b"\n") for raw in path.read_bytes().splitlines())
-    return [line for line in lines if line is not None]
-
-
-def append_line(path: Path, line: Mapping[str, Any]) -> None:
-    """Append a line durably, and after a torn one begin a new line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
-        mend = b"" if file.read(1) in (b"", b"\n") else b"\n"
-        file.write(mend + json_text(line).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def lines_after(path: Path, length: int) -> int:
     """How many whole lines follow the first one after byte ``length``."""
     with naming(path), _open(path) as file:

@@ -431,7 +431,8 @@ collective_trace.torch = SimpleNamespace(_C=SimpleNamespace(_distributed_c10d=Re
 collective_trace.dist = SimpleNamespace(is_initialized=lambda: True)
 one = watched(Path(sys.argv[1]))
 take_run(Path(sys.argv[1]), one)
-one.failed(RuntimeError("[/gloo/transport/tcp/pair.cc:538] Connection closed by peer [::1]:2"))
+LOST = "[/gloo/transport/tcp/pair.cc:538] Connection closed by peer [::1]:2"
+one.causes.failed(RuntimeError(LOST))
 """
 
 

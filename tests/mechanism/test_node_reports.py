@@ -115,11 +115,11 @@ def test_one_tells_for_all(tmp_path: Path) -> None:
 
     def rank_of(rank: int) -> None:
         one = watched(tmp_path, world_size=WORLD, rank=rank, per_node=A_NODE, has_agent=False)
-        one._causes.run_lease, one._causes.neighbours = lease, NoPeers()
+        one.causes.run_lease, one.causes.neighbours = lease, NoPeers()
         if rank == 0:
-            one.write_causes_to(lambda cause, number: written.append((number, cause)))
-        one._causes.write(called(rank))
-        one._causes.tell_cause()
+            one.causes.journal = lambda cause, number: written.append((number, cause))
+        one.causes.write(called(rank))
+        one.causes.tell_cause()
 
     threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(WORLD)]
     for thread in threads:

@@ -125,7 +125,7 @@ def test_who_left_in_order_is_no_death(
         peer.end(-signal.SIGKILL)
     elif isinstance(status, int):
         peer.end(status)
-    until(lambda: one._causes.neighbours is not None and 1 in one._causes.neighbours.deaths)
+    until(lambda: one.causes.neighbours is not None and 1 in one.causes.neighbours.deaths)
     one._watchdog.add([lambda: ticks.append(1)])
     one.start()
     until(lambda: len(ticks) > 5)

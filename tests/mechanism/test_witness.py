@@ -182,20 +182,20 @@ ENDINGS = {
     "the reader sleeps": "sys.stderr = Full()\n" + GONE + "time.sleep(1000)",
     "the training thread has an error to tell as well": (
         "sys.stderr = Broken()\n" + GONE + "time.sleep(0.6)\n"
-        "one.failed(RuntimeError('mine'))\ntime.sleep(1000)"
+        "one.causes.failed(RuntimeError('mine'))\ntime.sleep(1000)"
     ),
-    "the training thread lost contact": ("sys.stderr = Full()\none.failed(LOST)"),
+    "the training thread lost contact": ("sys.stderr = Full()\none.causes.failed(LOST)"),
     "another thread tells and never ends": (
-        "one._causes.turn.acquire()\none.failed(RuntimeError('mine'))"
+        "one.causes.turn.acquire()\none.causes.failed(RuntimeError('mine'))"
     ),
-    "telling raises": ("module.find_root_cause = lambda *_: 1 / 0\none.failed(LOST)"),
-    "the evidence cannot be had": ("module.collectives = lambda: 1 / 0\none.failed(LOST)"),
+    "telling raises": ("module.find_root_cause = lambda *_: 1 / 0\none.causes.failed(LOST)"),
+    "the evidence cannot be had": ("module.collectives = lambda: 1 / 0\none.causes.failed(LOST)"),
     "the evidence hangs": (
         "module.collectives = lambda: time.sleep(1000)\n" + GONE + "time.sleep(1000)"
     ),
     "the run was taken over": (
         "from runner.system.error import Superseded\n"
-        "sys.stderr = Full()\none.failed(Superseded('incarnation 2'))"
+        "sys.stderr = Full()\none.causes.failed(Superseded('incarnation 2'))"
     ),
 }
 
