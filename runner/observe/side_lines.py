@@ -97,7 +97,7 @@ class RankTimes:
             for at, name in enumerate(GPU_COLUMNS):
                 rows[name] = [pace.gpu[at] for pace in paces]
         for name, values in rows.items():
-            worse = min if name == "gpu_mhz" else max
+            worse = _lowest_known if name == "gpu_mhz" else max
             worst = [worse(values[at : at + size]) for at in range(0, len(values), size)]
             before = self._worst.get(name, worst)
             self._worst[name] = [worse(pair) for pair in zip(worst, before, strict=True)]
@@ -109,6 +109,10 @@ class RankTimes:
         }
         self._worst = {}
         self._lines.write({"step": step, "ranks": len(paces), "ranks_a_value": size, **short})
+
+
+def _lowest_known(values: Sequence[float]) -> float:
+    return min((value for value in values if value), default=0.0)
 
 
 class RingLines:
