@@ -182,7 +182,7 @@ class _Collected:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        self.names = [item.nodeid for item in items if "full" in item.keywords]
+        self.names = [item.nodeid for item in items if item.get_closest_marker("full")]
 
 
 def collected(words: Sequence[str]) -> list[str]:
