@@ -41,7 +41,7 @@ from runner.session import parts
 from runner.session.corpus import open_dataset
 from runner.system.environment import variables
 from runner.system.error import ConfigError
-from runner.system.units import few
+from runner.system.units import first_few
 from runner.train.state import TrainState
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -239,7 +239,7 @@ def refuse_misfit(wanted: Shapes, shapes: Shapes) -> None:
 
 
 def _list_some(label: str, names: Sequence[str]) -> str:
-    return f"  {label}: {few(names, _SHOWN, between='; ')}" if names else ""
+    return f"  {label}: {first_few(names, _SHOWN, between='; ')}" if names else ""
 
 
 def _state_of_step_0(

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from runner.system.error import DataError
 from runner.system.files import naming, open_regular
-from runner.system.units import few, format_bytes
+from runner.system.units import first_few, format_bytes
 
 Tokens = npt.NDArray[np.int64]
 Segments = npt.NDArray[np.int32]
@@ -187,8 +187,11 @@ def name_in_files(
 
     ``starts`` is int64 [len(names) + 1], the last being the stream's length.
     """
-    pieces = overlaps(starts, start, stop)
-    return few([f"{names[file]} {unit} {low}-{high}" for file, low, high in pieces], what=" files")
+    return first_few(
+        list(overlaps(starts, start, stop)),
+        name=lambda piece: f"{names[piece[0]]} {unit} {piece[1]}-{piece[2]}",
+        what=" files",
+    )
 
 
 def contents_of(files: int, num_bytes: int) -> str:

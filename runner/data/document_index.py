@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runner.data.dataset import TokenFile, overlaps
-from runner.system.units import few
+from runner.system.units import first_few
 
 Starts = npt.NDArray[np.int64]
 
@@ -113,8 +113,11 @@ class TextPlaces:
     def name(self, start: int, stop: int) -> str:
         """Name a stretch: "json/decoder.py bytes 1200-1457", or "a.jsonl line 7 tokens 0-9"."""
         first, last = self.documents.at(start), self.documents.at(stop - 1)
-        pieces = overlaps(self.firsts, first, last + 1)
-        return few([self._name(*piece, start, stop) for piece in pieces], what=" files")
+        return first_few(
+            list(overlaps(self.firsts, first, last + 1)),
+            name=lambda piece: self._name(piece[0], piece[1], piece[2], start, stop),
+            what=" files",
+        )
 
     def _name(self, file: int, from_: int, to: int, start: int, stop: int) -> str:
         begins = int(self.firsts[file])

@@ -20,7 +20,7 @@ from runner.data.corpus_digest import Progress
 from runner.data.dataset import NOT_COUNTED, Dataset, Sample, describe, digest
 from runner.data.draws import Retries, draws, kept_while_drawing, seed_by_index
 from runner.system.error import DataError, ReadError
-from runner.system.units import few
+from runner.system.units import first_few
 
 _FORMAT: Final = "pack-1"
 _MEASURED: Final = "pack-2"  # the files of earlier releases may hold lengths that were not known
@@ -133,7 +133,7 @@ class Packed:
         return Sample(tokens=tokens, labels=labels, segments=segments)
 
     def describe(self, index: int) -> str:
-        return few([self._dataset.describe(number) for number in self._inside(index)])
+        return first_few(self._inside(index), name=self._dataset.describe)
 
     def fingerprint(self) -> str:
         return digest(

@@ -13,7 +13,7 @@ from runner.explain.probe import Bench
 from runner.explain.reading import Reading
 from runner.policy.decision.finding import Cause, Finding, Remedy
 from runner.policy.decision.signals import Limits
-from runner.system.units import few
+from runner.system.units import first_few
 
 # Computes readings with the weights of the newest clean checkpoint; None if there is none.
 Earlier = Callable[[Callable[[], Sequence[Reading]]], Sequence[Reading] | None]
@@ -123,4 +123,4 @@ def sticky(
 
 
 def listing(positions: Sequence[int]) -> str:
-    return few(positions, 8)
+    return first_few(positions, 8)

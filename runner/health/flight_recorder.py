@@ -19,7 +19,7 @@ from typing import Any
 
 from runner.distributed.env import is_nccl
 from runner.health.rank_report import own_line
-from runner.system.units import few
+from runner.system.units import first_few
 
 Entry = Mapping[str, Any]
 _LEGACY = "nccl"  # the only one whose recorder may know that a device has begun
@@ -225,7 +225,7 @@ def _each(seq: int, entered: Mapping[int, Entry]) -> str:
 
 def named(ranks: Collection[int]) -> str:
     """Rank numbers for a message, shortened if there are many."""
-    return few(sorted(ranks), _MOST_NAMED)
+    return first_few(sorted(ranks), _MOST_NAMED)
 
 
 # Reads the dumps of torch's flight recorders, which are pickles; accepts plain values only.

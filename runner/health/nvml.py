@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from runner.system.process import in_thread
@@ -38,7 +39,7 @@ def gpu_health(uuid: str) -> GpuHealth | None:
     with library() as nvml:
         if nvml is None:
             return None
-        return _health(nvml, uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+        return _health(nvml, uuid)
 
 
 @contextlib.contextmanager
@@ -58,28 +59,19 @@ def library() -> Iterator[Any]:
 
 def _health(nvml: Any, uuid: str) -> GpuHealth | None:
     try:
-        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        handle = _handle(nvml, uuid)
     except nvml.NVMLError as error:
         is_lost = isinstance(error, nvml.NVMLError_GpuIsLost)
         return GpuHealth(broken="NVML: GPU is lost") if is_lost else None
-
-    def ask(read: Callable[[], Any]) -> Any:
-        """Ask NVML; None where this GPU does not support the question."""
-        try:
-            return read()
-        except nvml.NVMLError as error:
-            if isinstance(error, nvml.NVMLError_GpuIsLost):
-                raise
-            return None
-
     try:
-        rows = ask(lambda: nvml.nvmlDeviceGetRemappedRows(handle))
-        errors = ask(
+        rows = _ask(nvml, lambda: nvml.nvmlDeviceGetRemappedRows(handle))
+        errors = _ask(
+            nvml,
             lambda: nvml.nvmlDeviceGetTotalEccErrors(
                 handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-            )
+            ),
         )
-        slowed = ask(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+        slowed = _ask(nvml, lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
     except nvml.NVMLError:
         return GpuHealth(broken="NVML: GPU is lost")
     _, _, is_pending, has_failed = rows or (0, 0, 0, 0)
@@ -93,6 +85,20 @@ def _health(nvml: Any, uuid: str) -> GpuHealth | None:
     return GpuHealth(warnings=tuple(warnings))
 
 
+def _handle(nvml: Any, uuid: str) -> Any:
+    return nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+
+
+def _ask(nvml: Any, read: Callable[[], Any]) -> Any:
+    """The answer; None where this GPU does not support the question. Raises if it is lost."""
+    try:
+        return read()
+    except nvml.NVMLError as error:
+        if isinstance(error, nvml.NVMLError_GpuIsLost):
+            raise
+        return None
+
+
 class GpuMeter:
     """Memory, power, temperature and clock of one GPU, asked for again and again.
 
@@ -104,8 +110,7 @@ class GpuMeter:
     """
 
     def __init__(self, uuid: str) -> None:
-        self._uuid = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
-        self._nvml: Any = None  # open until the process ends: to open it takes milliseconds
+        self._uuid = uuid
         self._asked: Future[list[float]] | None = None
         self._told: list[float] = []
         self._is_known = bool(uuid)
@@ -116,30 +121,23 @@ class GpuMeter:
         Empty where nothing is known.
         """
         if self._asked is not None and self._asked.done():
-            self._is_known = self._asked.exception() is None
-            self._told = self._asked.result() if self._is_known else []
+            self._told = [] if self._asked.exception() else self._asked.result()
+            self._is_known = bool(self._told)
             self._asked = None
         if self._is_known and self._asked is None:
-            self._asked = in_thread(self._ask, "gpu meter")
+            self._asked = in_thread(partial(_use, self._uuid), "gpu meter")
         return self._told
 
-    def _ask(self) -> list[float]:
-        if self._nvml is None:
-            nvml: Any = importlib.import_module("pynvml")
-            nvml.nvmlInit()
-            self._nvml = nvml
-        nvml = self._nvml
-        gpu = nvml.nvmlDeviceGetHandleByUUID(self._uuid)
+
+def _use(uuid: str) -> list[float]:
+    with library() as nvml:
+        if nvml is None:
+            return []
+        gpu = _handle(nvml, uuid)
         reads: tuple[Callable[[], float], ...] = (
             lambda: nvml.nvmlDeviceGetMemoryInfo(gpu).used / 2**30,
             lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
             lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
             lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
         )
-        told = []
-        for read in reads:
-            try:
-                told.append(float(read()))
-            except nvml.NVMLError:  # this GPU does not support the question
-                told.append(0.0)
-        return told
+        return [float(_ask(nvml, read) or 0) for read in reads]

@@ -38,7 +38,7 @@ from runner.model.recorded import named_tensors, put_tensor
 from runner.system.error import ConfigError, imported
 from runner.system.files import read_bounded
 from runner.system.parsing import parse_json
-from runner.system.units import few
+from runner.system.units import first_few
 
 CONFIG: Final = "config.json"
 _CONFIG_BYTES: Final = 4 << 20
@@ -402,7 +402,9 @@ def match(
         ("unexpected", sorted(unexpected)),
         ("of another shape", misshapen),
     )
-    lines = [f"  {kind}: {few(names, _SHOWN, between='; ')}" for kind, names in kinds if names]
+    lines = [
+        f"  {kind}: {first_few(names, _SHOWN, between='; ')}" for kind, names in kinds if names
+    ]
     if lines:
         raise ConfigError(
             f"{model_name}: the weights do not fit the model of its {CONFIG}:\n"

@@ -21,6 +21,7 @@ from runner.system.units import duration
 if TYPE_CHECKING:  # imported by what prints first, after the first step, and on rank 0 alone
     from rich.console import Console as RichConsole
     from rich.live import Live
+    from rich.text import Text
 
 _log = logging.getLogger(__name__)
 # By level, as numbers of ECMA-48: red, yellow.
@@ -196,13 +197,14 @@ class Console:
 
     def _show(self, text: str, fields: dict[str, Any]) -> None:
         """Show text in the live line, or as a line of its own."""
-        if self._has_live:
-            self._update_live(text)
-        elif self._as_json:
+        if self._as_json:
             _log.info("%s", text, extra={"fields": fields})
-        else:
-            from rich.text import Text
+            return
+        from rich.text import Text
 
+        if self._has_live:
+            self._update_live(Text(text))
+        else:
             self._rich.print(Text(text))
             sys.stdout.flush()
 
@@ -213,14 +215,13 @@ class Console:
         is_due = step in (1, total) or step % self._every == 0 or is_evaluated
         return is_due or self._has_live
 
-    def _update_live(self, text: str) -> None:
+    def _update_live(self, text: Text) -> None:
         from rich.live import Live
-        from rich.text import Text
 
         if self._live is None:
             self._live = Live(console=self._rich, auto_refresh=False, transient=True)
             self._live.start()
-        self._live.update(Text(text), refresh=True)
+        self._live.update(text, refresh=True)
 
     def work(self, what: str, done: int, total: int) -> None:
         """Show the progress of long work, in bytes: a live line, or a plain one now and then."""

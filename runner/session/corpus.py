@@ -26,7 +26,7 @@ from runner.data.user_dataset import Adapted, MapStyle, adapt
 from runner.distributed.env import RankEnv
 from runner.system.environment import variables
 from runner.system.error import DataError
-from runner.system.units import few
+from runner.system.units import first_few
 from runner.system.user_code import call_target, parameters_of
 
 # Paths of prepared tokens, one for each source; "" if nothing had to be prepared.
@@ -260,12 +260,12 @@ def data_words(data: DataConfig, dataset: Dataset) -> str:
     if sources and isinstance(dataset, Mixed):
         named = {source.name: source.data for source in sources}
         words = [f"{name} = {data_words(named[name], one)}" for name, one in dataset.items()]
-        return few(words, between="; ")
+        return first_few(words, between="; ")
     if data._target_ is not None:
         return data._target_
     if data.kind is DataKind.synthetic:
         return "a synthetic language"
-    place = few(data.path)
+    place = first_few(data.path)
     if data.path == [PYTHON_LIBRARY]:
         place = "Python's standard library"
     contents = getattr(dataset, "contents", "")

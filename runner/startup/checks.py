@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from runner.system.error import ConfigError
-from runner.system.units import few
+from runner.system.units import first_few
 
 # Share of the effect that the token has from its place on. A causal model has 0; sums in another
 # order and FFTs round. A mean over 1,000 positions leaks a thousandth.
@@ -134,7 +134,7 @@ def gradients_reach(trained: Sequence[str], reached: Collection[str]) -> Check:
     still = [name for name in trained if name not in reached]
     return Check.of(
         "each trained parameter gets a gradient",
-        f"no gradient reaches {few(still)}" if still else "",
+        f"no gradient reaches {first_few(still)}" if still else "",
         f"all {len(trained)} tensors get one",
         "use it in forward (no detach, no no_grad, no .data on the way), or freeze it: "
         "compute.frozen=[REGEX]",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -25,7 +26,14 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
-def few(values: Sequence[object], most: int = 3, *, between: str = ", ", what: str = "") -> str:
+def first_few(
+    values: Sequence[Any],
+    most: int = 3,
+    *,
+    name: Callable[[Any], str] = str,
+    between: str = ", ",
+    what: str = "",
+) -> str:
     """Name the first few, and count the others: "a, b, c and 4 more"."""
     rest = len(values) - most
-    return between.join(map(str, values[:most])) + (f" and {rest} more{what}" if rest > 0 else "")
+    return between.join(map(name, values[:most])) + (f" and {rest} more{what}" if rest > 0 else "")

@@ -20,16 +20,29 @@ from runner.distributed.device import find_device
 from runner.distributed.env import RankEnv, place_from
 from runner.distributed.process_group import end_group, start_group, take_device
 from runner.health.leave import leave
+from runner.system.error import ConfigError
 
 Pair = tuple[float, float]
 _KEPT_LOSSES = 20
+
+
+def own_device(wanted: str, place: RankEnv) -> torch.device:
+    """Choose the device and make it this process's own; see :func:`find_device`.
+
+    Raises:
+        ConfigError: it does not exist, or there are too few GPUs.
+    """
+    found = find_device(wanted, place, os.environ)
+    if found.problem:
+        raise ConfigError(found.problem)
+    return take_device(found)
 
 
 @contextmanager
 def on_this_rank() -> Iterator[tuple[RankEnv, torch.device]]:
     """Within the group of all ranks; the process ends with it."""
     place = place_from(os.environ)
-    device = take_device(find_device("auto", place, {}))
+    device = own_device("auto", place)
     start_group(place, device, timeout_seconds=300)
     try:
         yield place, device

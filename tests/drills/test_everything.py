@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from runner.tools.report import page as pages
 from tests.drills.test_supervise import begun
 from tests.rows import full
 from tests.run import TINY, TWO_LAYERS, finish, metrics_step, read_lines, skip_override
@@ -35,6 +36,45 @@ eval: {every: 8, samples: 24}
 optim.ema: 0.9
 checkpoint.memory_every: 4
 """
+# Rank 0's GPU tells, rank 1's has fallen off the bus: it never answers.
+GPUS = """\
+import os, sys, threading
+from types import ModuleType, SimpleNamespace
+
+import runner.health.checks as checks
+
+
+class Nvml(ModuleType):
+    NVMLError, NVMLError_GpuIsLost = RuntimeError, KeyError
+    NVML_TEMPERATURE_GPU = NVML_CLOCK_SM = 0
+
+    def nvmlDeviceGetMemoryInfo(self, gpu):
+        if os.environ["RANK"] == "1":
+            threading.Event().wait()
+        return SimpleNamespace(used=3 << 30)
+
+    def nvmlDeviceGetPowerUsage(self, gpu):
+        raise RuntimeError("not supported")
+
+    def nvmlDeviceGetTemperature(self, gpu, which):
+        return 61
+
+    def nvmlDeviceGetClockInfo(self, gpu, which):
+        return 1980
+
+    def nvmlInit(self, *_):
+        return None
+
+    nvmlShutdown = nvmlDeviceGetHandleByUUID = nvmlInit
+
+
+sys.modules["pynvml"] = Nvml("pynvml")
+checks.device_name, checks.gpu_health = lambda device: "GPU-0", lambda uuid: None
+
+from runner.__main__ import main
+
+sys.exit(main())
+"""
 BAD, TRANSIENT, KILL = "poison@samples=700-701", "flip_grad@step=30,rank=1", "kill@step=38,rank=0"
 
 
@@ -42,13 +82,19 @@ BAD, TRANSIENT, KILL = "poison@samples=700-701", "flip_grad@step=30,rank=1", "ki
 def test_a_run_with_everything_on_ends_as_the_run_told_to_skip(tmp_path: Path, engine: str) -> None:
     words = (*EVERYTHING, f"parallel={engine}")
     faults = f"faults=[{BAD},{TRANSIENT},{KILL}]"
-    hit = finish(tmp_path / "hit", *words, faults, restarts=1)
+    program = tmp_path / "with_gpus.py"
+    program.write_text(GPUS)
+    hit = finish(tmp_path / "hit", *words, faults, restarts=1, program=program, cold=True)
     assert hit.summary["restarts"] == 1, hit.tail
     assert hit.summary["skipped"] == [[700, 702]], hit.tail
     causes = [line["detail"]["cause"]["cause"] for line in hit.journal("redo")]
     assert "data" in causes, hit.tail
     told = finish(tmp_path / "told", *words, skip_override(hit.summary["skipped"]))
     assert told.digest == hit.digest
+    rows = [(row["attempt"], row.get("gpu_celsius")) for row in read_lines(hit.out / "ranks.jsonl")]
+    assert {(1, (61.0, 0.0)), (2, (61.0, 0.0))} <= {(n, tuple(row)) for n, row in rows if row}
+    assert "Temperature of each GPU" in pages.page(pages.read_runs([hit.out]))
+    assert not any("gpu_celsius" in row for row in read_lines(told.out / "ranks.jsonl"))
 
 
 @pytest.mark.twin

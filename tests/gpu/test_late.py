@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from runner.config.compose import compose
-from runner.distributed.device import find_device
 from runner.distributed.env import place_from
-from runner.distributed.process_group import end_group, start_group, take_device
+from runner.distributed.process_group import end_group, start_group
 from runner.session.group import group_at_hand
 from runner.session.session import open_run
 from runner.train.loop import Loop
+from scripts.bench.turns import own_device
 from tests.drills.compare import assert_same_run
 from tests.drills.test_late import AT_ONCE, LATE, TROUBLE, journal
 from tests.run import TINY, finish
@@ -42,7 +42,7 @@ QUIET = (
 @pytest.fixture
 def alone() -> Iterator[torch.device]:
     place = place_from({})
-    device = take_device(find_device("cuda", place, {}))
+    device = own_device("cuda", place)
     start_group(place, device, timeout_seconds=60)
     yield device
     torch.cuda.set_sync_debug_mode("default")

@@ -28,7 +28,7 @@ from runner.startup.preflight.subject import (
     objective,
     trains_adapters,
 )
-from runner.system.units import few
+from runner.system.units import first_few
 
 _STEPS_TO_TRAIN = 4  # in a low-rank pair one gradient is zero at first
 _BY_HEART = 0.1  # nats
@@ -78,7 +78,7 @@ def trained(subject: Subject) -> Iterator[Check]:
     same = sorted(n for n in before if n in seen and torch.equal(before[n], parameters[n]))
     yield Check.of(
         "each trained parameter changes",
-        f"{few(same)} did not, in {_STEPS_TO_TRAIN} updates" if same else "",
+        f"{first_few(same)} did not, in {_STEPS_TO_TRAIN} updates" if same else "",
         f"all did, in {_STEPS_TO_TRAIN} updates",
         "something writes it back, or its values are too large for updates of this rate",
     )
@@ -93,7 +93,7 @@ def _frozen(subject: Subject, parameters: Mapping[str, nn.Parameter]) -> Check:
     message = "every parameter is trained"
     if frozen:
         share = 100 * sum(frozen.values()) / sum(p.numel() for p in parameters.values())
-        message = f"{few(list(frozen))}: {share:.2g} % of the elements are frozen, {how}"
+        message = f"{first_few(list(frozen))}: {share:.2g} % of the elements are frozen, {how}"
     return Check(
         name="what is frozen is meant to be",
         holds=holds,
@@ -235,7 +235,7 @@ def gradients(subject: Subject) -> Check:
         return Check(
             name=name,
             holds=False,
-            found=f"at {few(jumps)} the loss jumps, so that no difference tells its slope",
+            found=f"at {first_few(jumps)} the loss jumps, so that no difference tells its slope",
             remedy="a choice in the model, as top-k routing, jumps and is sound; otherwise try "
             "torch.autograd.gradcheck on it",
             is_warning=True,
@@ -243,7 +243,7 @@ def gradients(subject: Subject) -> Check:
     rough = "" if worst < _EXACT else "; somewhere it computes in FP32"
     return Check.of(
         name,
-        f"of {few(wrong)} it is {worst:.2g} off" if wrong else "",
+        f"of {first_few(wrong)} it is {worst:.2g} off" if wrong else "",
         f"{count} of {len(trained)} tensors agree to {worst:.1g} (worst: {where}){rough}",
         "a custom backward (autograd.Function, custom kernel) does not match its forward; "
         "try torch.autograd.gradcheck on it",
@@ -322,7 +322,7 @@ def low_precision(subject: Subject) -> Check:
     worst = min(cosines.values(), default=1.0)
     direction = f", gradients of a tensor at a cosine of {worst:.4f} or more"
     if low:
-        turned = few([name for _, name in low])
+        turned = first_few([name for _, name in low])
         direction = f"; the gradient of {turned} points elsewhere (cosine {low[0][0]:.3f})"
     return Check(
         name=name,

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from runner.system.error import ConfigError
+from runner.system.units import first_few
 from runner.tools.reading.curve import (
     CORPUS_ENTROPY,
     ENTROPY,
@@ -16,7 +17,6 @@ from runner.tools.reading.curve import (
     UPDATE_RATIO,
 )
 
-_MOST = 20  # names in a message
 _SHOWN = 80  # characters of a name: a file that is not a curve may have one line of a megabyte
 STEP, LOSS, GRAD_NORM = ALWAYS = ("step", "loss", "grad_norm")
 # By column, best first, as `plain` writes them. "train" and "loss" may come in either order.
@@ -98,8 +98,7 @@ def _only(fitting: Sequence[str], column: str, source: str) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name[:_SHOWN]) for name in names[:_MOST])
-    return shown + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")
+    return first_few(names, 20, name=lambda name: repr(name[:_SHOWN]))
 
 
 def no_loss(names: Sequence[str], source: str) -> ConfigError:

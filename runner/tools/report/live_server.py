@@ -27,6 +27,7 @@ from runner.tools.report.attempts import AttemptRow
 from runner.tools.report.drawing import data_of
 from runner.tools.report.page import page, parts_of, title_of
 from runner.tools.report.run_reader import RunReader, RunStatus
+from runner.tools.report.side_files import GPU_QUANTITIES
 
 ADDRESS = "127.0.0.1"
 _HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -267,12 +268,6 @@ def _number(query_fields: dict[str, list[str]], name: str) -> int:
 
 CONTENT_TYPE = "text/plain; version=0.0.4"
 _STATUSES = ("starting", "running", "silent", "done", "halted", "preempted", "failed")
-_GPU = {
-    "gpu_gib": "memory in use, GiB,",
-    "gpu_watts": "power",
-    "gpu_celsius": "temperature",
-    "gpu_mhz": "clock",
-}
 _GAUGE, _COUNTER = "gauge", "counter"
 
 
@@ -310,10 +305,10 @@ def _lines(run: RunReader) -> Iterator[str]:
     kinds = Counter(line.kind for line in fold.lines)
     lines = {f'kind="{_escaped(kind)}"': count for kind, count in sorted(kinds.items())}
     yield from _sample("journal_lines_total", _COUNTER, "lines of the journal by kind", lines)
-    for name, words in _GPU.items():
+    for name, (what, unit) in GPU_QUANTITIES.items():
         ranks = fold.ranks.newest.get(name, {})
         values = {f'rank="{rank.split()[1]}"': value for rank, value in ranks.items()}
-        yield from _sample(name, _GAUGE, f"{words} of each rank's GPU", values)
+        yield from _sample(name, _GAUGE, f"{what} of each rank's GPU, {unit}", values)
     causes = Counter(str(line.detail.get("cause")) for line in fold.lines if line.kind == "crash")
     crashes = {f'cause="{_escaped(cause)}"': count for cause, count in sorted(causes.items())}
     yield from _sample("crashes_total", _COUNTER, "by cause", crashes)

@@ -47,7 +47,13 @@ from runner.tools.report.markup import (
     when,
 )
 from runner.tools.report.run_reader import RunReader, RunStatus
-from runner.tools.report.side_files import LAYER_QUANTITIES, TIERS, TierCopy, ValueGrid
+from runner.tools.report.side_files import (
+    GPU_QUANTITIES,
+    LAYER_QUANTITIES,
+    TIERS,
+    TierCopy,
+    ValueGrid,
+)
 
 _MOST_RANGES = 100
 _MOST_METRICS = 64
@@ -80,13 +86,6 @@ _SHOWN_LAYERS = 2  # quantities shown at once; the others are collapsed
 _MOST_SMALL = 12
 _PROFILES = 5
 _UNIT = "nats per token"
-# By column of ranks.jsonl: title and unit.
-_GPU = {
-    "gpu_gib": ("Memory in use on each GPU", "GiB"),
-    "gpu_watts": ("Power of each GPU", "W"),
-    "gpu_celsius": ("Temperature of each GPU", "degrees Celsius"),
-    "gpu_mhz": ("Clock of each GPU", "MHz"),
-}
 _ALIKE = 1.12  # ranks whose times differ by a smaller factor need no picture
 _MOST_SOURCES = 40
 _MODEL_LABELS = {
@@ -423,7 +422,10 @@ def ranks(run: RunReader) -> Html | None:
         (fold.device, "One fixed computation on each device", "seconds"),
     ]
     rows = [row for row in rows if len(row[0].names) > 1]
-    rows += [(fold.gpus[name], *what) for name, what in _GPU.items() if name in fold.gpus]
+    rows += [
+        (fold.grids[name], f"{what.capitalize()} of each GPU", unit)
+        for name, (what, unit) in GPU_QUANTITIES.items()
+    ]
     for grid, title, unit in rows:
         shown = picture(grid)
         if shown is not None and shown.high <= _ALIKE * shown.low and not shown.has_above:

@@ -11,9 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.policy.columns import EVALUATED, is_ours, kind_of
-from runner.policy.outlier_ranks import GPU_COLUMNS
 from runner.tools.report.follow import number, whole
 
+# By column of ranks.jsonl: what it is of a rank's GPU, and its unit.
+GPU_QUANTITIES = {
+    "gpu_gib": ("memory in use", "GiB"),
+    "gpu_watts": ("power", "W"),
+    "gpu_celsius": ("temperature", "degrees Celsius"),
+    "gpu_mhz": ("clock", "MHz"),
+}
 # The quantities of a layer, in the order in which they are shown; see docs/warnings.md.
 LAYER_QUANTITIES = {
     "grad": "gradient norm",
@@ -232,32 +238,29 @@ class RankFold:
     """The contents of ``ranks.jsonl``: seconds of each rank, and its GPU.
 
     Attributes:
+        grids: by column of the file.
+        newest: the last line's, by column and rank.
         own: from a step's begin to its first collective.
         device: for one fixed computation.
-        gpus: by column of the file; empty where no GPU tells.
-        newest: the last line's, in the same shape, by rank.
     """
 
     def __init__(self, columns: int) -> None:
-        self.own = ValueGrid(columns)
-        self.device = ValueGrid(columns)
-        self.gpus: dict[str, ValueGrid] = {}
+        names = ("own_seconds", "device_seconds", *GPU_QUANTITIES)
+        self.grids = {name: ValueGrid(columns) for name in names}
         self.newest: dict[str, dict[str, float]] = {}
-        self._columns = columns
+        self.own, self.device = self.grids["own_seconds"], self.grids["device_seconds"]
 
     def add(self, line: Mapping[str, Any]) -> None:
         step, size = whole(line.get("step")), max(1, whole(line.get("ranks_a_value")))
-        grids = {"own_seconds": self.own, "device_seconds": self.device}
-        for name in ("own_seconds", "device_seconds", *GPU_COLUMNS):
+        for name, grid in self.grids.items():
             values = line.get(name)
             if isinstance(values, list) and len(values) <= _MOST_RANKS:
                 names = (_rank_name(at * size, size) for at in range(len(values)))
                 row = dict(zip(names, map(number, values), strict=True))
-                if name in GPU_COLUMNS:
+                if name in GPU_QUANTITIES:  # 0: unknown
                     row = {rank: value or math.nan for rank, value in row.items()}
-                    self.newest[name] = row
-                    grids[name] = self.gpus.setdefault(name, ValueGrid(self._columns))
-                grids[name].add(step, row)
+                self.newest[name] = row
+                grid.add(step, row)
 
 
 def _rank_name(first: int, size: int) -> str:
