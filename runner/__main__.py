@@ -22,6 +22,7 @@ from runner.health.leave import leave, leave_after_exit_functions
 from runner.system import log, output
 from runner.system.environment import variables
 from runner.system.error import EXIT_CRASH, ConfigError, MissingPackage, RunnerError, StartError
+from runner.system.garbage import import_all
 
 _log = logging.getLogger("runner.__main__")  # __name__ is "__main__" under python -m runner
 
@@ -103,6 +104,7 @@ def _train_command(given: Sequence[str]) -> int:
         parse_faults(config.faults)
         _print_once(to_yaml(config).rstrip() if options.cfg else value_of(config, options.get))
         return 0
+    import_all("torch._dynamo", "runner.session.session")  # the first: for any optimizer
     from runner.session.session import train
 
     output.install()

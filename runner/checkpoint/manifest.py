@@ -18,67 +18,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
 from runner.checkpoint.layout import PieceRun, check_coverage
 from runner.checkpoint.protocol import CheckpointMetadata
 from runner.system.error import CorruptCheckpoint
 from runner.system.parsing import parse_json, refuse_flagged, whole
 
-# Types of a checkpoint's elements: their names in a manifest, sizes, and what finite means.
-
-
 FLOAT32: Final = "float32"
-# Bytes of an element by torch's name of its type.
+# Bytes of an element by torch's name of its type. Supervisors read manifests and import no torch.
 ITEM_SIZES: Final[Mapping[str, int]] = {
-    name: getattr(torch, name).itemsize
-    for name in (
-        *(FLOAT32, "float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "bool"),
-        *("uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
-    )
+    name: size
+    for size, names in {
+        8: ("float64", "int64", "uint64"),
+        4: (FLOAT32, "int32", "uint32"),
+        2: ("float16", "bfloat16", "int16", "uint16"),
+        1: ("float8_e4m3fn", "float8_e5m2", "bool", "uint8", "int8"),
+    }.items()
+    for name in names
 }
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """The type's name in a manifest.
-
-    Raises:
-        ValueError: checkpoints cannot hold elements of this type.
-    """
-    name = str(dtype).removeprefix("torch.")
-    if name not in ITEM_SIZES:
-        raise ValueError(f"{dtype}: a checkpoint holds {', '.join(ITEM_SIZES)}")
-    return name
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Inverse of :func:`name_of`; ``name`` must be in :data:`ITEM_SIZES`."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
-def is_finite(values: torch.Tensor) -> bool:
-    """Whether no element is NaN or Inf; integers are always finite."""
-    if not values.is_floating_point():
-        return True
-    wide = values.float() if values.dtype.itemsize == 1 else values
-    return bool(torch.isfinite(wide).all())
-
-
-def as_bytes(values: torch.Tensor) -> memoryview:
-    """The bytes of a CPU tensor, little endian; a view if the tensor is contiguous."""
-    flat = values.detach().contiguous().view(-1).view(torch.uint8)
-    return flat.numpy().data
-
-
-def from_bytes(data: bytes, dtype: torch.dtype) -> torch.Tensor:
-    """Inverse of :func:`as_bytes`: a 1-D tensor over ``data``. Do not write to it."""
-    if not data:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=dtype)
-
-
 FORMAT = "holdfast-ring"
 VERSION = 5
 ITEM_BYTES = 4  # FP32, little endian

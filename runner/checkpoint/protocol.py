@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from runner.policy.retention.records import Record, State, Tier
 from runner.system.error import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 
 class SavedShard(Protocol):
@@ -24,12 +25,6 @@ class SavedShard(Protocol):
     def start(self) -> int: ...
     @property
     def local(self) -> torch.Tensor: ...
-
-
-def element_type(shard: SavedShard) -> torch.dtype:
-    """The type of ``shard.local``, without making that tensor, which can be costly."""
-    element = getattr(shard, "element_type", None)
-    return element if isinstance(element, torch.dtype) else shard.local.dtype
 
 
 class ShardedState(Protocol):

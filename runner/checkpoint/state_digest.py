@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from runner.checkpoint.manifest import as_bytes
+from runner.checkpoint.elements import as_bytes
 from runner.checkpoint.tensor_sums import Sums
 
 WHOLE_BYTES = 1 << 28

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from runner.checkpoint.disk.directory import CheckpointDirectory, Entry, again_while_retired
 from runner.checkpoint.disk.shards import ShardReader, verify_files
-from runner.checkpoint.manifest import dtype_of
+from runner.checkpoint.elements import dtype_of
 from runner.checkpoint.state_digest import digest_of_sums, is_whole, state_digest
 from runner.checkpoint.tensor_sums import Summing
 from runner.command.arguments import Parser

@@ -97,12 +97,12 @@ def run_supervised(
     environment = torchrun.environment(variables(), agent) if agent else variables()
     met = agent if agent and agent.nodes.most > 1 else None  # each node has a supervisor
     diagnose, begin_seconds, alert, watches = False, None, None, False
-    own = WarmStart(None, None, say)
+    own = None  # others' commands start as they are
     if "runner" in command:
         overrides = torchrun.overrides_of(command)
         config = torchrun.settings(overrides)
         diagnose, begin_seconds = config.debug.diagnose_on_crash, begin_limit(config)
-        own = warm_start(config)
+        own = warm_start(config) if warm is None else None
         alert = config.track.command
         watches = config.track.watch and alert is not None
 
@@ -121,10 +121,11 @@ def run_supervised(
             environment=environment,
             shielded=agent is not None,
             begin_seconds=begin_seconds,
-            popen=(warm or own).popen,
+            popen=starter.popen if starter else None,
         )
 
-    with own:
+    starter = warm or own
+    with own or contextlib.nullcontext():
         if EXIT_DIR in environment:
             return _run_as_part(make_job(1, False), out)
         supervisor = JobSupervisor(
@@ -143,7 +144,7 @@ def run_supervised(
     has_given_up = last.code not in _TOLD_BY_RANKS and not supervisor.stop.is_set
     if alert and has_given_up and is_head and not watches:
         _alert(alert, out, end, last.step)
-    if supervisor.is_left_out and met and met.head and torchrun.is_head(met):
+    if supervisor.is_left_out and met and met.head and is_head:
         say("the nodes still meet here; this ends with the run")
         hold = meeting_point.command(out, met.head)
         run_once(Job(command=hold, environment=environment), supervisor.stop)

@@ -8,7 +8,6 @@ out/incidents/000003/cause.json              what the reports came to; the ranks
 
 from __future__ import annotations
 
-import gc
 import json
 import re
 import sys
@@ -22,6 +21,7 @@ from typing import Any
 
 from runner.system.environment import redacted
 from runner.system.files import read_bounded, write_durably, write_json
+from runner.system.garbage import no_collection
 from runner.system.parsing import json_text, whole
 
 _REPORT_BYTES = 1 << 26
@@ -202,17 +202,11 @@ def _current_frames() -> dict[int, list[Frame]]:
     for the first, and the first for it, for ever: cpython's issue 106883. On the way from a frame
     to its caller the same code lets the thread looked at return, and what is read is no frame.
     """
-    with _looking:
-        is_enabled = gc.isenabled()
-        gc.disable()
-        try:
-            return {
-                ident: _listed(traceback.walk_stack(frame))[::-1]
-                for ident, frame in sys._current_frames().items()
-            }
-        finally:
-            if is_enabled:
-                gc.enable()
+    with _looking, no_collection():
+        return {
+            ident: _listed(traceback.walk_stack(frame))[::-1]
+            for ident, frame in sys._current_frames().items()
+        }
 
 
 def stack_of(error: BaseException) -> dict[str, Any]:

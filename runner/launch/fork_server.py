@@ -22,7 +22,6 @@ import array
 import contextlib
 import ctypes
 import faulthandler
-import gc
 import importlib
 import inspect
 import io
@@ -42,12 +41,14 @@ from typing import Any, TypedDict
 
 from runner.launch.prepared import Preparation
 from runner.system.environment import changeable, variables
+from runner.system.garbage import import_all
 from runner.system.parsing import json_text
 from runner.system.process import adopt_orphans, die_with_parent, stat_fields, take_input
 
 TORCHRUNS = ("torch.distributed.run", "runner.launch.agent")
 # torch._dynamo comes with the first wrapper of FSDP2 or of an optimizer.
 IMPORTS = (*TORCHRUNS, "torch._dynamo", "numpy.ma", "runner.__main__", "runner.session.session")
+_TORCHRUN_ALONE = "--torchrun-alone"
 _RUN = ("runner.__main__", *TORCHRUNS)
 # Hydra's parser learns its grammar while it reads.
 _OVERRIDES = ("model=tiny", "data.skip=[[1,2]]", "faults=[nan_grad@step=2,rank=1]", "eval.every=0")
@@ -89,13 +90,19 @@ class Forks:
 
     @classmethod
     def start(
-        cls, modules: Sequence[str], env: Mapping[str, str], *, program: str = __name__
+        cls, modules: Sequence[str] | None, env: Mapping[str, str], *, program: str = __name__
     ) -> tuple[Forks, subprocess.Popen[Any]]:
-        """Start a server that imports ``modules`` besides :data:`IMPORTS`; does not wait for it."""
+        """Start a server; does not wait for it.
+
+        Args:
+            modules: what it imports besides :data:`IMPORTS`; None: torchrun, and nothing else. Then
+                a torchrun that it forks starts its ranks anew.
+        """
         here, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        words = [_TORCHRUN_ALONE] if modules is None else modules
         with remote:
             process = subprocess.Popen(
-                [sys.executable, "-m", program, *modules, "x" * _ARGUMENTS_BYTES],
+                [sys.executable, "-m", program, *words, "x" * _ARGUMENTS_BYTES],
                 env={**env, _PADDING: "x" * _ENVIRONMENT_BYTES},
                 stdin=remote.fileno(),
                 start_new_session=True,
@@ -195,13 +202,17 @@ def popen(
     return subprocess.Popen(args, **options)
 
 
-def suits(args: Sequence[str]) -> bool:
-    """Whether a forked process would do the same as this command."""
+def suits(args: Sequence[str], *, is_torchrun: bool = False) -> bool:
+    """Whether a forked process would do the same as this command.
+
+    Args:
+        is_torchrun: it must be a torchrun.
+    """
     words = [word for word in prepared(args)[1] if word != "-u"]
     return (
         words[:2] == [sys.executable, "-m"]
         and words[2:3] != []
-        and (words[2] in TORCHRUNS or words[2].split(".")[0] == "runner")
+        and (words[2] in TORCHRUNS or (words[2].split(".")[0] == "runner" and not is_torchrun))
     )
 
 
@@ -243,11 +254,19 @@ class Server:
     Args:
         source: the socket to the process that asks.
         files: time and size of the file of every module that is imported.
+        forks_ranks: what it forks may fork its ranks.
     """
 
-    def __init__(self, source: socket.socket, files: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        source: socket.socket,
+        files: Mapping[str, tuple[int, int]],
+        *,
+        forks_ranks: bool = True,
+    ) -> None:
         self._source = source
         self._files = files
+        self._forks_ranks = forks_ranks
         self._hangup = signal.getsignal(signal.SIGHUP)
 
     def serve(self) -> None:
@@ -334,7 +353,8 @@ class Server:
         sys.argv = list(words[1:])
         if module in TORCHRUNS:
             inspect.stack = stack_without_lines
-            self.fork_for_torchrun()
+            if self._forks_ranks:
+                self.fork_for_torchrun()
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
     def fork_for_torchrun(self) -> None:
@@ -470,21 +490,22 @@ def main(arguments: Sequence[str], kind: type[Server] = Server) -> None:
     # The C library's own copies: the place where the kernel put the originals is written over.
     changeable().update(dict(variables()))
     _show([sys.executable, "-m", __name__], variables())
-    for name in (*IMPORTS, *arguments[:-1]):
-        importlib.import_module(name)
-    for name in _RUN:  # python -m runs them under another name
-        del sys.modules[name]
-    from runner.config.compose import compose
+    forks_ranks = arguments[0] != _TORCHRUN_ALONE
+    if forks_ranks:
+        from runner.config.compose import compose
 
-    compose(_OVERRIDES)
-    # A collection in what is forked would look at all of it, and so copy every page that is shared.
-    gc.collect()
-    gc.freeze()
+        compose(_OVERRIDES)
+        # Nor does a collection in what is forked look at them, and so copy every page it shares.
+        import_all(*IMPORTS, *arguments[:-1])
+    else:
+        import_all(*TORCHRUNS)
+    for name in _RUN:  # python -m runs them under another name
+        sys.modules.pop(name, None)
     if why := _why_unfit():
         own.sendall(why.encode())
         os._exit(1)
     own.sendall(_READY)
-    kind(own, _files_of_modules()).serve()
+    kind(own, _files_of_modules(), forks_ranks=forks_ranks).serve()
 
 
 if __name__ == "__main__":

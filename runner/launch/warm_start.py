@@ -42,7 +42,7 @@ class WarmStart:
     As a context it ends the server when it is left.
 
     Args:
-        modules: what the ranks import besides the runner; None: never fork them.
+        modules: what the ranks import besides the runner; None: never fork them, torchrun alone.
         limit_seconds: how long the imports may take; None: as long as they want.
         say: prints one line for a person.
     """
@@ -53,13 +53,13 @@ class WarmStart:
         limit_seconds: float | None,
         say: Callable[[str], None],
     ) -> None:
-        self._modules = modules or ()
+        self._modules = modules
         self._limit_seconds = limit_seconds
         self._say = say
         self._forks: Forks | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._environment: dict[str, str] = {}
-        self._is_unfit = modules is None
+        self._is_unfit = False
 
     def __enter__(self) -> WarmStart:
         return self
@@ -76,7 +76,7 @@ class WarmStart:
         **options: Any,
     ) -> subprocess.Popen[Any]:
         """``subprocess.Popen``, forked where that gives the same process."""
-        if not suits(args) or self._is_unfit:
+        if not suits(args, is_torchrun=self._modules is None) or self._is_unfit:
             return subprocess.Popen(args, env=env, **options)
         if self._forks is not None:
             try:
@@ -89,10 +89,14 @@ class WarmStart:
             forks = self._begin(env, is_asked_to_stop)
             return ForkedPopen(forks, args, env=env, **options)
         except ForkError as error:
-            self._say(f"fork server: {error}; the ranks import everything themselves")
-            self._is_unfit = True
             self.close()
-        return subprocess.Popen(args, env=env, **options)
+            if self._modules is None:
+                self._say(f"fork server: {error}; torchrun imports torch itself")
+                self._is_unfit = True
+                return subprocess.Popen(args, env=env, **options)
+            self._say(f"fork server: {error}; the ranks import everything themselves")
+            self._modules = None
+        return self.popen(args, env=env, is_asked_to_stop=is_asked_to_stop, **options)
 
     def close(self) -> None:
         """End the server; what it has forked is not its own."""

@@ -27,7 +27,7 @@ from runner.session.opening import (
 )
 from runner.session.summary import RunEnd, at_a_stop, collect_digest, sum_up
 from runner.system.error import EXIT_DONE, EXIT_HALTED, EXIT_PREEMPTED, Preempted, RunnerError
-from runner.train.evaluate import collected_at_boundaries
+from runner.system.garbage import collected_at_boundaries
 from runner.train.run import EngineRun, RankGroup
 
 # Longest wait for the report page at the end; less after a stop request.

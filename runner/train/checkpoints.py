@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from runner.checkpoint.manifest import is_finite
+from runner.checkpoint.elements import is_finite
 from runner.checkpoint.protocol import CheckpointMetadata, ShardedState
 from runner.health.notice import SPARE_SECONDS
 from runner.health.preemption import StopRequested, who_asked

@@ -6,10 +6,8 @@ is not finite, or no counted token. It becomes a journal line and does not end t
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -26,6 +24,7 @@ from runner.engine.protocol import Evaluated
 from runner.policy.columns import EVALUATED
 from runner.policy.decision.history import Incident
 from runner.policy.decision.skip_ledger import Unreadable
+from runner.system.garbage import collect
 from runner.train.agreed_step import StepInfo
 from runner.train.own_metrics import MetricNames
 from runner.train.run import EngineRun
@@ -367,27 +366,3 @@ class Periodic:
 def falls_due(every: int, updates: int) -> bool:
     """Whether ``updates`` is a multiple of the interval; 0 means never."""
     return every > 0 and updates % every == 0
-
-
-EVERY = 50  # applied updates
-
-
-@contextmanager
-def collected_at_boundaries() -> Iterator[None]:
-    """Allow collection only by :func:`collect`, and only of objects made inside."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        if was_enabled:
-            gc.enable()
-
-
-def collect(updates: int) -> None:
-    """Collect at a step's end; does nothing inside another program's loop."""
-    if updates % EVERY == 0 and not gc.isenabled():
-        gc.collect()

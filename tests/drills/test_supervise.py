@@ -115,6 +115,19 @@ def test_asked_to_stop_and_started_again_a_rank_and_torchrun_are_killed(
 
 
 @pytest.mark.twin
+def test_ranks_that_are_not_forked(tmp_path: Path, clean: Result) -> None:
+    """Torchrun alone is; the ranks of each attempt import everything themselves."""
+    out = tmp_path / "run"
+    words = ["launch", "--nproc", "2", "--pause", "0.1", f"out={out}", *TINY, SLOW]
+    started = begun(out, [*words, "launch.warm=false"], cold=True)
+    started.until(lambda out: metrics_step(out) >= 33)
+    # With forked ranks, torchrun has a second one.
+    assert len(running(started, "runner.launch.fork_server")) == 1
+    os.kill(ranks(started)[-1], signal.SIGKILL)
+    assert_healed(started, clean, [1, 0])
+
+
+@pytest.mark.twin
 def test_a_device_that_computes_wrongly_is_found_before_a_step(tmp_path: Path) -> None:
     """Two of three agree, so the third is named, and its node is left out where there are more."""
     out = tmp_path / "run"

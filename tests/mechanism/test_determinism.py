@@ -14,7 +14,7 @@ from runner.distributed.agreement import Ranks
 from runner.engine.modes import be_deterministic, repeats_bits
 from runner.engine.protocol import LocalSums, MicroStep
 from runner.session.summary import collect_digest
-from runner.train.evaluate import EVERY, collect, collected_at_boundaries
+from runner.system.garbage import EVERY, collect, collected_at_boundaries
 from tests.mechanism.test_engine import CPU, RATE, batch, build
 
 pytestmark = pytest.mark.usefixtures("alone")

@@ -223,6 +223,23 @@ def test_it_ends_with_the_one_that_asks(tmp_path: Path) -> None:
     assert parent(pid) is None
 
 
+@pytest.mark.parametrize("preload", [None, ["of_mine"]])
+def test_torchrun_is_forked_where_ranks_cannot_be(
+    tmp_path: Path, preload: list[str] | None
+) -> None:
+    (tmp_path / "of_mine.py").write_text("raise RuntimeError\n")
+    env = {**ENV, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    words = [sys.executable, "-m", "runner.launch.agent", "--standalone", "--no-python", "true"]
+    said: list[str] = []
+    with WarmStart(preload, _SECONDS, said.append) as warm:
+        process = warm.popen(words, env=env, is_asked_to_stop=lambda: False)
+        assert isinstance(process, ForkedPopen) and process.wait(_SECONDS) == 0
+        rank = [sys.executable, "-m", "runner", "--get", "steps"]
+        rank_process = warm.popen(rank, env=env, is_asked_to_stop=lambda: False)
+        assert not isinstance(rank_process, ForkedPopen) and rank_process.wait(_SECONDS) == 0
+    assert len(said) == (0 if preload is None else 1)
+
+
 @pytest.mark.parametrize(
     ("words", "suited"),
     [

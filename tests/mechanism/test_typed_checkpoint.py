@@ -14,7 +14,8 @@ from runner.checkpoint.disk.shards import (
     ShardReader,
     verify_files,
 )
-from runner.checkpoint.manifest import ITEM_SIZES, dtype_of, is_finite
+from runner.checkpoint.elements import dtype_of, is_finite
+from runner.checkpoint.manifest import ITEM_SIZES
 from runner.checkpoint.memory.snapshot import SlotLayout
 from runner.engine.protocol import Shard
 from runner.system.error import CorruptCheckpoint

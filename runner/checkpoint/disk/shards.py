@@ -29,18 +29,15 @@ from runner.checkpoint.disk.index import (
     parse_index,
     write_index,
 )
+from runner.checkpoint.elements import as_bytes, dtype_of, from_bytes, is_finite
 from runner.checkpoint.manifest import (
     FLOAT32,
     ITEM_BYTES,
     ITEM_SIZES,
     FileFacts,
     Manifest,
-    as_bytes,
     data_name,
-    dtype_of,
-    from_bytes,
     index_name,
-    is_finite,
     is_index,
     rank_of,
 )

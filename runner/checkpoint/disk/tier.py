@@ -23,13 +23,9 @@ from runner.checkpoint.disk.shards import (
     verify_files,
     write_rank_file,
 )
+from runner.checkpoint.elements import element_type, name_of
 from runner.checkpoint.jobs import LockstepQueue, QueuedJob
-from runner.checkpoint.manifest import (
-    FLOAT32,
-    Manifest,
-    by_kind,
-    name_of,
-)
+from runner.checkpoint.manifest import FLOAT32, Manifest, by_kind
 from runner.checkpoint.protocol import (
     Identity,
     PendingCheckpoint,
@@ -37,7 +33,6 @@ from runner.checkpoint.protocol import (
     RingRanks,
     ShardedState,
     check_counts,
-    element_type,
 )
 from runner.policy.retention.records import Record, State, Tier
 from runner.system.error import CheckpointError

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from runner.checkpoint.manifest import ITEM_BYTES, is_finite, name_of, parse_fields
+from runner.checkpoint.elements import is_finite, name_of
+from runner.checkpoint.manifest import ITEM_BYTES, parse_fields
 from runner.checkpoint.memory.node_dir import NodeDir
 from runner.checkpoint.memory.shared_buffer import SharedBuffer
 from runner.checkpoint.protocol import CheckpointMetadata, Identity, SavedShard
