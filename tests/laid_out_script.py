@@ -2,7 +2,9 @@
 
 LAYOUT: ``plain``; ``tp`` (tensor parallel); ``sp`` (sequence parallel as well); ``fsdp_tp``;
 ``hsdp_tp``; ``columns`` (FSDP2 along dimension 1); ``pp`` (two stages of a pipeline); ``pp_fsdp``;
-``pp_alike`` (both stages have the same names). TODO: as in guarded_script.py, with checkpoints
+``pp_alike`` (both stages have the same names); experts in parallel, each rank with its own: ``ep``
+(DTensors), ``ep_plain`` and ``ep_fsdp`` (sharded among those with the same), which are refused.
+TODO: as in guarded_script.py, with checkpoints
 in OUT/TODO; ``look``: the state that OUT/poison holds; ``ring``: checkpoints without a guard;
 ``nanR``: rank R's gradient of one step is NaN; ``all``: two batches a step, read late, evaluations,
 a rollback, a stop and a kill; ``all_told``.
@@ -23,8 +25,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.nn.functional import all_reduce
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -37,7 +40,8 @@ from torch.distributed.tensor.parallel import (
 from runner import Guard, Ring
 from tests.ranked import in_turn, ranked
 
-NUM, DIM, LENGTH = 36, 8, 4
+NUM, DIM, LENGTH = 36, 8, 12
+NUM_EXPERTS = 6
 NAN_AT = 12
 BAD, THREE_STEPS = (6, 20, 21), (6, 24, 26, 28)
 RULES: dict[str, Any] = {"every": 6, "clean_after": 3, "min_history": 8, "clip": 0.5}
@@ -68,6 +72,29 @@ class Net(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return self.head(x) * self.scale.mean(dim=(0, 1))
+
+
+class Experts(nn.Module):
+    """Of which each rank holds some, and computes what these give for the samples of all ranks."""
+
+    def __init__(self, ranks: DeviceMesh, kind: str) -> None:
+        super().__init__()
+        group = ranks.get_group()
+        self._group, self._number, self._count = group, ranks.get_local_rank(), ranks.size()
+        self.router = nn.Linear(DIM, NUM_EXPERTS)
+        weights = torch.randn(NUM_EXPERTS, DIM, DIM).tensor_split(self._count)[self._number]
+        whole = (NUM_EXPERTS, DIM, DIM)
+        place = {"shape": whole, "stride": (DIM * DIM, DIM, 1), "run_check": False}
+        laid_out = DTensor.from_local(weights, ranks, [Shard(0)], **place)
+        self.weights = nn.Parameter(laid_out if kind == "ep" else weights.clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = [x if n == self._number else torch.zeros_like(x) for n in range(self._count)]
+        given = all_reduce(torch.cat(parts), group=self._group)
+        weights = self.weights.to_local() if isinstance(self.weights, DTensor) else self.weights
+        shares = self.router(given).softmax(-1).tensor_split(self._count, -1)[self._number]
+        own = torch.einsum("...d,edf,...e->...f", given, weights, shares)
+        return all_reduce(own, group=self._group).chunk(self._count)[self._number]
 
 
 class Stage(nn.Module):
@@ -126,7 +153,8 @@ def meshes(layout: str) -> tuple[DeviceMesh | None, DeviceMesh | None]:
         return mesh["data"], mesh["model"]
     if layout == "hsdp_tp":
         names = ("copies", "data", "model")
-        mesh = init_device_mesh("cpu", (2, size // 4, 2), mesh_dim_names=names)
+        copies = 2 if size % 4 == 0 else size // 2
+        mesh = init_device_mesh("cpu", (copies, size // copies // 2, 2), mesh_dim_names=names)
         return mesh["copies", "data"], mesh["model"]
     return init_device_mesh("cpu", (size,)), None
 
@@ -142,7 +170,25 @@ def build_stage(layout: str) -> tuple[Stage, DeviceMesh, DeviceMesh]:
     return model, mesh["data"], mesh["pp"]
 
 
+def build_experts(layout: str) -> tuple[nn.Module, DeviceMesh]:
+    """All else is sharded over all ranks."""
+    torch.manual_seed(5)
+    ranks = init_device_mesh("cpu", (dist.get_world_size(),))
+    if layout == "ep_fsdp":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "expert"))
+        experts = Experts(mesh["expert"], layout)
+        fully_shard(experts, mesh=mesh["data"])
+    else:
+        experts = Experts(ranks, layout)
+    model = Net()
+    model.blocks[1] = experts
+    fully_shard(model, mesh=ranks, ignored_params={experts.weights})
+    return model, ranks
+
+
 def build(layout: str) -> tuple[nn.Module, DeviceMesh | None]:
+    if layout.startswith("ep"):
+        return build_experts(layout)
     torch.manual_seed(5)
     model = Net()
     if layout == "plain":

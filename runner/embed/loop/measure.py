@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,6 @@ from runner.distributed.agreement import Ranks
 from runner.embed.loop.logged import Logged
 from runner.embed.state.geometry import local
 from runner.embed.state.loop_state import LoopState
-from runner.embed.state.stages import Stages
 from runner.policy.decision.signals import Bounds
 from runner.system.error import ConfigError
 from runner.train.agreed_step import (
@@ -37,7 +34,8 @@ _TWO = 2
 _NUM_LOUDEST = 3
 _CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _COMPARED = 3  # first steps, in which weights and gradients are compared by value
-_TOLERANCE = 1e-6  # of a gradient's norm between ranks; where it was reduced it is the same
+_PLAIN, _LAID_OUT = 1, 2  # gradients: reduced, and so the same; computed by each of its twins
+_COMPARED_NORMS = (("weights", 1e-6), ("gradients", 1e-6), ("gradients", 1e-2))
 
 
 def plan_of(start: int, stop: int) -> BatchPlan:
@@ -73,7 +71,7 @@ class Measurer:
         self._norm: torch.Tensor | None = None
         self._sizes: list[int] = []
         self._trained: list[tuple[torch.Tensor, int]] = []
-        self._order: LoopOrder | None = LoopOrder(state.parameters, ranks, state.stages)
+        self._order: LoopOrder | None = LoopOrder(state, ranks)
         self._giving = [True] * ranks.world_size  # by rank: whether it has a loss
 
     def note(self, loss: torch.Tensor | float | None, number: int) -> None:
@@ -132,7 +130,7 @@ class Measurer:
             self._learn_who_gives(is_giving=loss is not None)
             self._order.require_unchanged()
             if ranks.world_size > 1:
-                self._order.require_alike(self._square_of_plain())
+                self._order.require_alike()
         is_bad = (~torch.isfinite(value)) | (~torch.isfinite(square))
         own = torch.stack([self._share_of_mean(value, loss), square, is_bad.double()])
         gate_before = 0.0  # not compared between ranks
@@ -257,14 +255,6 @@ class Measurer:
             )
         return torch.stack(shares).sum()
 
-    def _square_of_plain(self) -> float:
-        grads = [
-            _values(parameter)
-            for parameter, _ in self._parameters()
-            if parameter.grad is not None and not isinstance(parameter.grad, DTensor)
-        ]
-        return float(get_total_norm(grads)) ** 2 if grads else 0.0
-
     def clip(self, grad_norm: torch.Tensor) -> None:
         """Clip the gradients that were measured last, as torch does."""
         if self._clip is None:
@@ -387,14 +377,12 @@ class LoopOrder:
     compared, later torch's version counters of in-place changes.
 
     Args:
-        parameters: of the models and optimizers, by name.
+        state: whose parameters are watched.
     """
 
-    def __init__(
-        self, parameters: Mapping[str, torch.Tensor], ranks: Ranks, stages: Stages
-    ) -> None:
-        self._parameters = parameters
-        self._ranks, self._stages = ranks, stages
+    def __init__(self, state: LoopState, ranks: Ranks) -> None:
+        self._state, self._parameters = state, state.parameters
+        self._ranks = ranks
         self._num_begun = 0
         self._versions: list[int] = []
         self._values: list[float | None] = []  # in the first steps
@@ -430,34 +418,38 @@ class LoopOrder:
                 "in forward (update it under `if guard.ok(loss)`)"
             )
 
-    def require_alike(self, square: float) -> None:
-        """Plain weights and their gradients are the same on all ranks of a stage. Collective.
-
-        Args:
-            square: of the norm of this rank's gradients of plain tensors.
+    def require_alike(self) -> None:
+        """What several ranks hold is the same on each of them, so far as norms say. Collective.
 
         Raises:
-            ConfigError: they differ, so that the ranks train different models.
+            ConfigError: weights or their gradients differ, so that the ranks train other models.
         """
-        plain = [
-            value
-            for value, p in zip(self._values, self._parameters.values(), strict=False)
-            if not isinstance(p, DTensor)
-        ]
-        weights = None if None in plain else math.fsum(value for value in plain if value)
-        by_rank = self._ranks.gather([weights, _finite(square)])
-        for members, (at, what) in product(
-            self._stages.members, enumerate(("weights", "gradients"))
-        ):
-            numbers = [by_rank[rank][at] for rank in members]
-            known = [number for number in numbers if number is not None]
-            if len(known) == len(numbers) and max(known) - min(known) > _TOLERANCE * max(known):
-                raise ConfigError(
-                    f"guard.ok: the ranks' {what} differ (their norms: "
-                    f"{', '.join(f'{number:.6g}' for number in known[:8])}): wrap the model in "
-                    "DistributedDataParallel or fully_shard, and let gradients be reduced before "
-                    "guard.ok is called"
-                )
+        trained = {id(parameter) for parameter in self._state.trained()}
+        norms: dict[tuple[int, ...], list[float]] = defaultdict(lambda: [0.0] * 3)
+        for value, parameter in zip(self._values, self._parameters.values(), strict=True):
+            of = norms[self._state.holders_of(parameter)]
+            of[0] += math.nan if value is None else value
+            if parameter.grad is not None and id(parameter) in trained:
+                grad = float(_checksum(_values(parameter))) ** 2
+                of[_LAID_OUT if isinstance(parameter, DTensor) else _PLAIN] += grad
+        # Told by what they hold, not by all their numbers: these are as many as ranks.
+        own = {str(hash(ranks)): [_finite(norm) for norm in of] for ranks, of in norms.items()}
+        by_rank = self._ranks.gather(own)
+        for key in sorted({key for of in by_rank for key in of}):
+            held = [of[key] for of in by_rank if key in of]
+            for (what, tolerance), numbers in zip(
+                _COMPARED_NORMS, zip(*held, strict=True), strict=True
+            ):
+                known = [number for number in numbers if number is not None]
+                if len(known) == len(numbers) and max(known) - min(known) > tolerance * max(known):
+                    raise ConfigError(
+                        f"guard.ok: the ranks' {what} differ (their norms: "
+                        f"{', '.join(f'{number:.6g}' for number in known[:8])}): wrap the model in "
+                        "DistributedDataParallel or fully_shard, and let gradients be reduced "
+                        "before guard.ok is called. Experts of which each rank has its own are "
+                        "DTensors on a mesh of all ranks: DTensor.from_local(experts, mesh, "
+                        "[Shard(0)]), and to_local() in forward"
+                    )
 
     def _current_versions(self) -> list[int]:
         return [parameter._version for parameter in self._parameters.values()]

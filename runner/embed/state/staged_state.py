@@ -199,6 +199,11 @@ class StagedState:
         """The geometry of this rank's part of a live tensor, sharded like parameter ``like``."""
         return geometry(tensor, name, self._ranks.rank, self.stages.own, self._meshes)
 
+    def holders_of(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """The ranks that hold the same part of a live tensor as this one."""
+        holders = self._meshes.holders(tensor) if isinstance(tensor, DTensor) else None
+        return (holders or self.stages.own).ranks
+
     # -- saving ---------------------------------------------------------------------------
 
     def _take(
