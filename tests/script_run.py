@@ -15,17 +15,27 @@ from tests import warm
 ROOT = Path(__file__).parents[1]
 RANKS = 2
 
+ACCELERATE_LAUNCH = ("-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu")
+ACCELERATE_LAUNCH += ("--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no")
+
 
 def ends_of(
-    script: str, out: Path, *arguments: str, restarts: int = 0, zero: bool = False, **env: str
+    script: str,
+    out: Path,
+    *arguments: str,
+    restarts: int = 0,
+    accelerate: bool = False,
+    zero: bool = False,
+    **env: str,
 ) -> list[dict[str, Any]]:
     """Run the script; returns what each rank wrote to ``out/rankN.json``.
 
     Args:
         script: under tests/.
+        accelerate: by `accelerate launch`.
         zero: it imports DeepSpeed.
     """
-    finished(script, out, *arguments, restarts=restarts, zero=zero, **env)
+    finished(script, out, *arguments, restarts=restarts, accelerate=accelerate, zero=zero, **env)
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
 
 
@@ -37,11 +47,14 @@ def finished(
     restarts: int = 0,
     rendezvous: Sequence[str] = ("--standalone",),
     zero: bool = False,
+    accelerate: bool = False,
     **env: str,
 ) -> None:
     """Run the script to its end; ``ranks=0`` is without torchrun."""
     launcher = ["-m", "torch.distributed.run", *rendezvous, f"--nproc-per-node={ranks}"]
     launcher += [f"--max-restarts={restarts}"]
+    if accelerate:  # with --cpu it would start one process
+        launcher = [*ACCELERATE_LAUNCH, f"--num_processes={ranks}", f"--max_restarts={restarts}"]
     command = [sys.executable, *(launcher if ranks else []), str(ROOT / "tests" / script)]
     command += arguments
     memory = out / "memory"

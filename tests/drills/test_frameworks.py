@@ -14,18 +14,23 @@ from tests.script_run import ends_of
 
 
 @pytest.mark.parametrize(
-    ("name", "fp16"),
+    ("name", "fp16", "launched"),
     [
-        ("accelerate", ""),
-        *(full(name, "") for name in ("fabric", "lightning", "hf", "sft", "qlora")),
-        *(full(name, "1") for name in ("lightning", "accelerate", "hf")),
+        ("accelerate", "", False),
+        full("accelerate", "", True, id="accelerate launch"),
+        *(full(name, "", False) for name in ("fabric", "lightning", "hf", "sft", "qlora")),
+        *(full(name, "1", False) for name in ("lightning", "accelerate", "hf")),
     ],
 )
-def test_poisoned_killed_and_resumed_is_told_to_skip(tmp_path: Path, name: str, fp16: str) -> None:
+def test_poisoned_killed_and_resumed_is_told_to_skip(
+    tmp_path: Path, name: str, fp16: str, launched: bool
+) -> None:
+    """``launched``: by ``accelerate launch``, all else by torchrun."""
     if importlib.util.find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed")
     words = (name, str(tmp_path), "poison", "told")
-    ends = ends_of("frameworks.py", tmp_path, *words, restarts=1, KILL_AT="47", FP16=fp16)
+    how = {"accelerate": launched, "KILL_AT": "47", "FP16": fp16}
+    ends = ends_of("frameworks.py", tmp_path, *words, restarts=1, **how)
     for end in ends:
         assert end["poison"] == end["told"]
         assert end["poison"]["skipped"] == ends[0]["poison"]["skipped"] != []
