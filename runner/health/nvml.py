@@ -93,6 +93,8 @@ def _ask(nvml: Any, read: Callable[[], Any]) -> Any:
     """The answer; None where this GPU does not support the question. Raises if it is lost."""
     try:
         return read()
+    except AttributeError:  # an older binding has no such function
+        return None
     except nvml.NVMLError as error:
         if isinstance(error, nvml.NVMLError_GpuIsLost):
             raise

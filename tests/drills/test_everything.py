@@ -71,9 +71,9 @@ class Nvml(ModuleType):
 sys.modules["pynvml"] = Nvml("pynvml")
 checks.device_name, checks.gpu_health = lambda device: "GPU-0", lambda uuid: None
 
-from runner.__main__ import main
+from runner.__main__ import run
 
-sys.exit(main())
+run()  # as a rank ends: gloo's threads outlive a finalized interpreter
 """
 BAD, TRANSIENT, KILL = "poison@samples=700-701", "flip_grad@step=30,rank=1", "kill@step=38,rank=0"
 

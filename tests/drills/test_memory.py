@@ -126,11 +126,11 @@ def test_with_zero(tmp_path: Path, shared: Path, clean_bf16: Result) -> None:
 
 NODES_APART = """
 import os, sys
-from runner.__main__ import main
+from runner.__main__ import run
 rank = os.environ["RANK"]
 os.environ["HOLDFAST_MEMORY_DIR"] = os.path.join(os.environ["NODES"], rank)
 os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-sys.exit(main(sys.argv[1:]))
+run()
 """
 
 

@@ -157,6 +157,14 @@ def test_a_gpu_that_does_not_answer_holds_nothing_up(monkeypatch: pytest.MonkeyP
     assert absent.read() == GpuMeter("").read() == []
 
 
+def test_an_older_binding_lacks_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = library(nvmlDeviceGetRemappedRows=(0, 0, 1, 0))
+    del old.nvmlDeviceGetCurrentClocksEventReasons
+    monkeypatch.setitem(sys.modules, "pynvml", old)
+    told = gpu_health("0000")
+    assert told == GpuHealth(warnings=("memory rows wait to be remapped: reset the GPU",))
+
+
 def test_worn_out_memory_is_the_hardwares(monkeypatch: pytest.MonkeyPatch) -> None:
     worn = library(nvmlDeviceGetRemappedRows=(0, 9, 0, 1))
     monkeypatch.setitem(sys.modules, "pynvml", worn)
