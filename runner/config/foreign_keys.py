@@ -92,6 +92,12 @@ NAMES: Final = (
         "eval.every, in steps",
         "eval_steps eval_interval val_check_interval eval_every validation_interval eval_freq",
     ),
+    (
+        "eval.stop_after, in evaluations",
+        "early_stopping_patience early_stopping patience early_stopping_rounds",
+    ),
+    ("eval.metric, with eval.goal=lowest or highest", "metric_for_best_model monitor"),
+    ("eval.goal=lowest or highest", "greater_is_better"),
     ("eval.samples", "eval_iters limit_val_batches eval_batches"),
     (
         "data.seq_len, in tokens",

@@ -113,6 +113,11 @@ class Offload(Enum):
     cpu = "cpu"
 
 
+class Goal(Enum):
+    lowest = "lowest"
+    highest = "highest"
+
+
 class LogKind(Enum):
     text = "text"
     json = "json"
@@ -500,7 +505,7 @@ class CheckpointConfig:
         0, "also keep the checkpoint of every so many steps for good; 0: none", ge=0
     )
     keep_best: bool = key(
-        False, "also save and keep the checkpoint with the best held-out loss (eval.every)"
+        False, "also save and keep the checkpoint with the best eval.metric (eval.every)"
     )
     background: bool = key(True, "write in the background during training")
     write_mib_per_second: float = key(
@@ -536,6 +541,18 @@ class EvalConfig:
 
     every: int = key(100, "steps between evaluations; 0: never", ge=0)
     samples: int = key(64, "held-out sequences", ge=1)
+    metric: str = key(
+        "eval_loss",
+        "the held-out number that stop_after and checkpoint.keep_best go by: a column of "
+        "metrics.jsonl, such as eval_loss/NAME of a set, or eval_accuracy",
+    )
+    goal: Goal = key(Goal.lowest, "which value of metric is the best")
+    stop_after: int = key(
+        0,
+        "the run ends after so many evaluations in a row that are no better than the best one "
+        "before; 0: never",
+        ge=0,
+    )
 
 
 @dataclass(slots=True, kw_only=True)

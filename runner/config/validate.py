@@ -226,6 +226,14 @@ def _rules(config: RunConfig, world_size: int) -> list[tuple[bool, str]]:
             config.epochs is not None and config.data.sources is not None,
             f"epochs={config.epochs}: the sources of a mixture have no common end; give steps",
         ),
+        (
+            config.eval.every == 0 and (config.eval.stop_after > 0 or config.checkpoint.keep_best),
+            "eval.every=0: eval.stop_after and checkpoint.keep_best need evaluations",
+        ),
+        (
+            not config.eval.metric.startswith("eval_"),
+            f"eval.metric={config.eval.metric}: must be a held-out number, such as eval_loss",
+        ),
         (not config.out.strip(), "out=: must name a directory"),
     ]
 

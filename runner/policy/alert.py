@@ -25,13 +25,14 @@ BAD_STEPS = frozenset({"discard", "redo", "rollback", "rebaseline", "halt"})
 TROUBLE = BAD_STEPS | {"unreadable", "out_of_memory", "evaluation"}
 _DOWN = frozenset({"crash", "gave_up", SILENT, FAILED, PREEMPTED, UNREACHABLE})
 _TRAINING, _RUN = "training", "run"
+EARLY_STOP = "early_stop"
 # Kinds of incidents with these levels; all others are warnings.
 _GRAVE = frozenset(
     {"halt", "crash", "gave_up", SILENT, FAILED, "unproven", "replica_mismatch"}
     | {"checkpoint_damaged"}
 )
 _CALM = frozenset(
-    {"start", "setting_changed", "restored", "episode", "interval", "throughput", DONE}
+    {"start", "setting_changed", "restored", "episode", "interval", "throughput", EARLY_STOP, DONE}
 )
 _LAST = frozenset({"halt", "gave_up", SILENT})  # nobody but a person starts it again
 _MOST_KINDS = 30

@@ -142,6 +142,17 @@ class Evaluator:
             self._report_problem(evaluated, is_counted=loss is not None)
         return loss
 
+    def columns(self, loss: float | None) -> dict[str, float | None]:
+        """All numbers of the last evaluation by their columns; None: nothing counted."""
+        groups, names = self._samples.names, self._names.names
+        known: dict[str, float | None] = {
+            **{f"eval_loss/{name}": None for name in groups},
+            **{f"{EVALUATED}{name}": None for name in names},
+        }
+        own = {f"{EVALUATED}{name}": value for name, value in self.own.items()}
+        by_group = {f"eval_loss/{name}": value for name, value in self.by_group.items()}
+        return {**known, **own, **by_group, "eval_loss": loss}
+
     def _own_groups(self, evaluated: Evaluated) -> list[float]:
         """The summed loss and the token count of each group, on this rank."""
         sums = [0.0] * (2 * len(self._samples.names))

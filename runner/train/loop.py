@@ -5,6 +5,7 @@ The loop calls the actors by name; the other modules of this package implement t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -31,6 +32,7 @@ class Loop:
 
     Args:
         until: the number of applied updates at which the run is done.
+        ended_early: why the run is done after so many updates already; empty to go on.
     """
 
     state: TrainState
@@ -40,6 +42,7 @@ class Loop:
     checkpoints: Checkpoints
     periodic: Periodic
     reporter: Reporter
+    ended_early: Callable[[int], str] = lambda updates: ""
 
     def run(self) -> str:
         """Train to the last update; returns a sentence that says how the run ended.
@@ -55,14 +58,16 @@ class Loop:
             SaveError: every step is applied, but the end state is not on disk.
         """
         self.begin()
-        while self.state.updates < self.until:
+        while not (early := self.ended_early(self.state.updates)) and (
+            self.state.updates < self.until
+        ):
             self.step()
         with self._saved_at_a_stop():
             fault = self.checkpoints.finish(
                 self.state, lambda: self.periodic.held_out_loss(self.state.updates)
             )
         but = f", but the last checkpoint is not clean: {fault}" if fault else ""
-        return f"all steps applied{but}"
+        return f"{early or 'all steps applied'}{but}"
 
     def begin(self) -> None:
         """Save a first checkpoint to go back to; report the update that a stop left unreported."""

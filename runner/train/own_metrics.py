@@ -88,6 +88,9 @@ class MetricNames:
         where: who gives the metrics, for messages.
         are_evaluated: whether ``eval_`` and a name is kept for the metric in an evaluation.
         groups: of samples, whose metrics are called ``NAME/GROUP``.
+
+    Attributes:
+        names: those agreed on.
     """
 
     def __init__(
@@ -97,11 +100,11 @@ class MetricNames:
         self._where = where
         self._are_evaluated = are_evaluated
         self._groups = groups
-        self._names: tuple[str, ...] = ()
+        self.names: tuple[str, ...] = ()
 
     def pack(self, own: Sums, device: torch.device) -> PackedMetrics:
         """Pack this rank's metrics. Waits for nothing."""
-        names = self._names
+        names = self.names
         flags = (float(bool(own.keys() - set(names))), *(float(name in own) for name in names))
         sums = torch.zeros(0, dtype=torch.float64, device=device)
         if names:
@@ -132,7 +135,7 @@ class MetricNames:
                     "not, in the same step; give the same names on all ranks, one that has "
                     "nothing to count as (0, 0)"
                 )
-        names = sorted({*self._names, *first})
+        names = sorted({*self.names, *first})
         by_group = {f"{name}/{group}" for name in names for group in self._groups}
         for name in sorted(first.keys() - by_group):
             check_name(name, self._where, is_evaluated=self._are_evaluated)
@@ -141,7 +144,7 @@ class MetricNames:
                 f"{self._where}: {len(names)} metrics by different names, such as {names[-1]!r}; "
                 f"at most {_MOST_NAMES}; leave numbers of steps and samples out of names"
             )
-        self._names = tuple(names)
+        self.names = tuple(names)
         sums = (
             (name, *(sum(of_rank[name][at] for of_rank in by_rank) for at in (0, 1)))
             for name in sorted(first)

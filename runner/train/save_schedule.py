@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from runner.config.schema import CheckpointConfig
 from runner.policy.decision.history import History, Incident
@@ -23,10 +21,9 @@ from runner.policy.retention.interval import (
     why,
     why_snapshots,
 )
-from runner.policy.retention.records import Record, State, on_disk
 from runner.policy.retention.retire import memory_every
-from runner.system.json_lines import iter_lines, step_of
-from runner.train.run import EngineRun, Run
+from runner.train.held_out import HeldOut
+from runner.train.run import Run
 
 _FIRST_LOOK = 4  # first look after so many snapshots, then at each doubling: it is collective
 
@@ -170,73 +167,17 @@ def num_failures(history: History) -> int:
     return len(crashed) + len(history.rollbacks)
 
 
-class BestCheckpoint:
-    """The held-out losses of the run so far, by update.
-
-    Args:
-        losses: losses before this start; see :func:`held_out_losses`. The same on all ranks.
-    """
-
-    def __init__(self, losses: Iterable[tuple[int, float]]) -> None:
-        self._losses = dict(losses)
-        self._best_at = -1
-
-    @classmethod
-    def of(cls, run: EngineRun) -> BestCheckpoint:
-        """With what the metrics have. Collective."""
-        path, length = run.group.run_dir.metrics, run.resumed.metrics_bytes
-        lowest = run.ranks.of_first(
-            "reading the metrics", lambda: held_out_losses(iter_lines(path, stop=length))
-        )
-        best = cls((int(step), float(loss)) for step, loss in lowest)
-        run.ring.also_keep(lambda: best.serials(run.ring.records))
-        return best
-
-    def evaluated(self, updates: int, loss: float | None) -> None:
-        """Record the held-out loss of the current state."""
-        # After a rollback, later losses no longer count.
-        self._losses = {step: one for step, one in self._losses.items() if step < updates}
-        if loss is None or not math.isfinite(loss):
-            return
-        if loss < min(self._losses.values(), default=math.inf):
-            self._best_at = updates
-        self._losses[updates] = loss
-
-    def is_new(self, updates: int) -> bool:
-        """Whether the state after ``updates`` updates is the best so far, and so must be saved."""
-        return self._best_at == updates
-
-    def serials(self, records: Iterable[Record]) -> set[int]:
-        """Serial of the best checkpoint on disk with a known loss; empty without one."""
-        known = [
-            (self._losses[record.step], -record.serial)
-            for record in on_disk(records)
-            if record.step in self._losses and record.state is not State.tainted
-        ]
-        return {-min(known)[1]} if known else set()
-
-
-def held_out_losses(lines: Iterable[Mapping[str, Any]]) -> list[tuple[int, float]]:
-    """Update and loss of each evaluation in the metrics; the last one of an update counts."""
-    by_update = {}
-    for line in lines:
-        loss = line.get("eval_loss")
-        if line.get("action") == "apply" and isinstance(loss, float) and math.isfinite(loss):
-            by_update[step_of(dict(line))] = loss
-    return sorted(by_update.items())
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveSchedule:
     """When saves are due: to ``disk``, and to ``memory`` (None: no separate snapshots).
 
-    ``best``: the state with the best held-out loss is saved as well; ``advised``: so are the states
-    after these updates, because a machine may soon be taken back.
+    ``best``: the state with the best held-out number is saved as well; ``advised``: so are the
+    states after these updates, because a machine may soon be taken back.
     """
 
     disk: FixedInterval
     memory: FixedInterval | None
-    best: BestCheckpoint | None = None
+    best: HeldOut | None = None
     advised: set[int] = field(default_factory=set)
 
     def is_due(self, updates: int) -> bool:
@@ -259,7 +200,7 @@ class SaveSchedule:
         settings: CheckpointConfig,
         *,
         in_memory: bool,
-        best: BestCheckpoint | None = None,
+        best: HeldOut | None = None,
     ) -> SaveSchedule:
         """
         Args:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from runner.config.schema import EvalConfig, Goal
 from runner.policy.retention.records import Record, State
-from runner.train.save_schedule import BestCheckpoint, held_out_losses
+from runner.train.held_out import HeldOut, evaluations
 from tests.run import Result, train
 
 # A rate that first learns and then destroys.
@@ -40,20 +41,20 @@ def record(serial: int, step: int, state: State = State.clean) -> Record:
 
 
 def test_the_best_of_those_on_disk_is_kept() -> None:
-    best = BestCheckpoint([(10, 3.0), (20, 2.0), (30, 2.5)])
+    best = HeldOut(EvalConfig(), [(10, 3.0), (20, 2.0), (30, 2.5)])
     records = [record(1, 10), record(2, 20), record(3, 30)]
     assert best.serials(records) == {2}
     assert best.serials([record(1, 10), record(2, 20, State.tainted), record(3, 30)]) == {3}
     assert best.serials([record(7, 15)]) == set()
-    best.evaluated(40, 2.1)
+    best.note(40, 2.1)
     assert not best.is_new(40)
-    best.evaluated(50, 1.9)
+    best.note(50, 1.9)
     assert best.is_new(50) and not best.is_new(40)
 
 
 def test_what_a_rollback_undid_is_no_best() -> None:
-    best = BestCheckpoint([(10, 3.0), (20, 1.0)])
-    best.evaluated(15, 2.0)
+    best = HeldOut(EvalConfig(), [(10, 3.0), (20, 1.0)])
+    best.note(15, 2.0)
     assert best.is_new(15)
     assert best.serials([record(1, 15), record(2, 20)]) == {1}
 
@@ -65,4 +66,52 @@ def test_only_finite_losses_of_applied_steps_count() -> None:
         {"step": 3, "action": "discard", "eval_loss": 1.0},
         {"step": 1, "action": "apply", "eval_loss": 2.5},
     ]
-    assert held_out_losses(lines) == [(1, 2.5)]
+    assert evaluations(lines, "eval_loss") == [(1, 2.5)]
+
+
+def test_a_rollback_undoes_later_evaluations() -> None:
+    lines = [{"step": n, "action": "apply", "eval_accuracy": n / 10} for n in (1, 2, 3)]
+    lines += [{"step": 2, "action": "apply"}]
+    assert evaluations(lines, "eval_accuracy") == [(1, 0.1)]
+
+
+def test_the_run_ends_when_evaluations_get_no_better() -> None:
+    lowest = HeldOut(EvalConfig(stop_after=2), [(10, 3.0), (20, 2.0), (30, 2.0)])
+    assert lowest.ending(30) == ""
+    lowest.note(40, 2.5)
+    assert "eval_loss 2 of step 20 is the lowest" in lowest.ending(40)
+    assert lowest.ending(30) == "", "what a rollback has undone does not count"
+    lowest.note(30, 1.9)
+    assert lowest.ending(30) == lowest.ending(40) == ""
+    accuracy = EvalConfig(metric="eval_accuracy", goal=Goal.highest, stop_after=1)
+    highest = HeldOut(accuracy, [(10, 0.5), (20, 0.7)])
+    assert highest.ending(20) == "" and highest.is_new(20) is False
+    highest.note(30, 0.6)
+    assert "0.7 of step 20 is the highest" in highest.ending(30)
+    highest.note(40, float("nan"))
+    assert highest.ending(40) == highest.ending(30), "no loss is no evaluation"
+    assert HeldOut(EvalConfig(), [(10, 1.0), (20, 2.0)]).ending(20) == ""
+
+
+EARLY = (*SETTINGS, "eval.every=4", "eval.stop_after=3", "checkpoint.every=8")
+
+
+def test_an_early_stop_is_exact_over_rollback_crash_and_resume(tmp_path: Path) -> None:
+    plain = train(tmp_path / "plain", *EARLY, "eval.goal=highest", ranks=1)
+    assert plain.code == 0, plain.tail
+    end = plain.summary
+    assert end["status"] == "done" and end["steps"] < 48, plain.tail
+    assert end["reason"].startswith("stopped early: eval_loss ") and "highest" in end["reason"]
+    [line] = plain.journal("early_stop")
+    assert (line["step"], line["reason"]) == (end["steps"], end["reason"])
+
+    hurt = ("faults=[kill@step=11,rank=0]", "eval.goal=highest")
+    killed = train(tmp_path / "killed", *EARLY, *hurt, ranks=1, restarts=1)
+    assert killed.code == 0, killed.tail
+    assert (killed.summary["reason"], killed.digest) == (end["reason"], plain.digest)
+    again = train(tmp_path / "plain", *EARLY, "eval.goal=highest", ranks=1)
+    assert (
+        again.code == 0 and again.digest == plain.digest and len(again.journal("early_stop")) == 1
+    )
+    longer = train(tmp_path / "plain", *EARLY, "eval.goal=lowest", "eval.stop_after=0", ranks=1)
+    assert longer.code == 0 and longer.summary["steps"] == 48, "another patience goes on"

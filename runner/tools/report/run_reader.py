@@ -405,7 +405,8 @@ class RunStatus:
         if self.status == "silent":
             silent = "" if self.silent_seconds is None else f" for {duration(self.silent_seconds)}"
             return f"No heartbeat{silent}: {at}"
-        reason = f" ({self.reason})" if self.reason and self.status != "done" else ""
+        is_usual = self.status == "done" and self.reason.startswith("all steps applied")
+        reason = f" ({self.reason})" if self.reason and not is_usual else ""
         return f"{self.status.capitalize()}{reason}: {at}"
 
     def safety(self) -> str:
