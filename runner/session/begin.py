@@ -33,7 +33,6 @@ from runner.health.checks import PaceInspector, ReplicaInspector, check_devices
 from runner.model.blueprint import GuestBlueprint
 from runner.observe.page_writer import PageWriter
 from runner.observe.side_lines import RankTimes, SideLines
-from runner.policy.alert import EARLY_STOP
 from runner.policy.decision.history import Incident
 from runner.policy.decision.ladder import RemedyRules
 from runner.policy.outlier_ranks import RankPace, Stragglers
@@ -64,11 +63,11 @@ from runner.startup.resume_check import ResumeCheck, recomputed, tested_before
 from runner.startup.shared_memory import open_memory
 from runner.system.error import CheckpointError, ConfigError, RankError
 from runner.system.generators import kept_generators
+from runner.train.best_evaluation import BestEvaluation
 from runner.train.checkpoints import Checkpoints, LastProof
 from runner.train.corpus_check import CorpusCheck, known_digest
 from runner.train.evaluate import Evaluator, Inspection, Periodic, falls_due, source_columns
 from runner.train.guard import Guard
-from runner.train.held_out import HeldOut
 from runner.train.loop import Loop
 from runner.train.recovery import Recovery
 from runner.train.report import Reporter
@@ -525,11 +524,9 @@ def _stepper(run: FaultyRun, config: RunConfig) -> Stepper:
 
 def _loop(run: FaultyRun, config: RunConfig, corpus_check: CorpusCheck) -> Loop:
     group, state = run.group, run.state
-    held_out = HeldOut.of(run, config.eval)
-    keeps_best, in_memory = config.checkpoint.keep_best, run.memory.memory is not None
-    if keeps_best:
-        run.ring.also_keep(lambda: held_out.serials(run.ring.records))
-    best = held_out if keeps_best else None
+    best_evaluation = BestEvaluation.of(run, config.eval)
+    best = best_evaluation.kept(run) if config.checkpoint.keep_best else None
+    in_memory = run.memory.memory is not None
     saves = SaveSchedule.of(run, config.checkpoint, in_memory=in_memory, best=best)
     inspections = _inspections(run, config, saves)
     evaluator = Evaluator.of(run, config.eval, partial(_feed, run, config))
@@ -537,16 +534,8 @@ def _loop(run: FaultyRun, config: RunConfig, corpus_check: CorpusCheck) -> Loop:
 
     def evaluate() -> float | None:
         loss = evaluator.loss()
-        held_out.evaluated(state.updates, evaluator, loss)
+        best_evaluation.evaluated(state.updates, evaluator, loss)
         return loss
-
-    def ended_early(updates: int) -> str:
-        reason = held_out.ending(updates)
-        if reason:
-            run.written.report_once(
-                Incident(kind=EARLY_STOP, step=updates, decision="end", reason=reason)
-            )
-        return reason
 
     periodic = Periodic(
         run, evaluate=evaluate, evaluate_every=config.eval.every, inspections=inspections
@@ -596,7 +585,7 @@ def _loop(run: FaultyRun, config: RunConfig, corpus_check: CorpusCheck) -> Loop:
         checkpoints=checkpoints,
         periodic=periodic,
         reporter=run.reporter,
-        ended_early=ended_early,
+        ended_early=partial(best_evaluation.ended, run.written),
     )
 
 

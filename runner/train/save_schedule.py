@@ -22,7 +22,7 @@ from runner.policy.retention.interval import (
     why_snapshots,
 )
 from runner.policy.retention.retire import memory_every
-from runner.train.held_out import HeldOut
+from runner.train.best_evaluation import BestEvaluation
 from runner.train.run import Run
 
 _FIRST_LOOK = 4  # first look after so many snapshots, then at each doubling: it is collective
@@ -177,7 +177,7 @@ class SaveSchedule:
 
     disk: FixedInterval
     memory: FixedInterval | None
-    best: HeldOut | None = None
+    best: BestEvaluation | None = None
     advised: set[int] = field(default_factory=set)
 
     def is_due(self, updates: int) -> bool:
@@ -200,7 +200,7 @@ class SaveSchedule:
         settings: CheckpointConfig,
         *,
         in_memory: bool,
-        best: HeldOut | None = None,
+        best: BestEvaluation | None = None,
     ) -> SaveSchedule:
         """
         Args:

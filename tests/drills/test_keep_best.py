@@ -8,7 +8,7 @@ import pytest
 
 from runner.config.schema import EvalConfig, Goal
 from runner.policy.retention.records import Record, State
-from runner.train.held_out import HeldOut, evaluations
+from runner.train.best_evaluation import BestEvaluation, evaluations
 from tests.run import Result, train
 
 # A rate that first learns and then destroys.
@@ -41,7 +41,7 @@ def record(serial: int, step: int, state: State = State.clean) -> Record:
 
 
 def test_the_best_of_those_on_disk_is_kept() -> None:
-    best = HeldOut(EvalConfig(), [(10, 3.0), (20, 2.0), (30, 2.5)])
+    best = BestEvaluation(EvalConfig(), [(10, 3.0), (20, 2.0), (30, 2.5)])
     records = [record(1, 10), record(2, 20), record(3, 30)]
     assert best.serials(records) == {2}
     assert best.serials([record(1, 10), record(2, 20, State.tainted), record(3, 30)]) == {3}
@@ -53,7 +53,7 @@ def test_the_best_of_those_on_disk_is_kept() -> None:
 
 
 def test_what_a_rollback_undid_is_no_best() -> None:
-    best = HeldOut(EvalConfig(), [(10, 3.0), (20, 1.0)])
+    best = BestEvaluation(EvalConfig(), [(10, 3.0), (20, 1.0)])
     best.note(15, 2.0)
     assert best.is_new(15)
     assert best.serials([record(1, 15), record(2, 20)]) == {1}
@@ -76,7 +76,7 @@ def test_a_rollback_undoes_later_evaluations() -> None:
 
 
 def test_the_run_ends_when_evaluations_get_no_better() -> None:
-    lowest = HeldOut(EvalConfig(stop_after=2), [(10, 3.0), (20, 2.0), (30, 2.0)])
+    lowest = BestEvaluation(EvalConfig(stop_after=2), [(10, 3.0), (20, 2.0), (30, 2.0)])
     assert lowest.ending(30) == ""
     lowest.note(40, 2.5)
     assert "eval_loss 2 of step 20 is the lowest" in lowest.ending(40)
@@ -84,13 +84,13 @@ def test_the_run_ends_when_evaluations_get_no_better() -> None:
     lowest.note(30, 1.9)
     assert lowest.ending(30) == lowest.ending(40) == ""
     accuracy = EvalConfig(metric="eval_accuracy", goal=Goal.highest, stop_after=1)
-    highest = HeldOut(accuracy, [(10, 0.5), (20, 0.7)])
+    highest = BestEvaluation(accuracy, [(10, 0.5), (20, 0.7)])
     assert highest.ending(20) == "" and highest.is_new(20) is False
     highest.note(30, 0.6)
     assert "0.7 of step 20 is the highest" in highest.ending(30)
     highest.note(40, float("nan"))
     assert highest.ending(40) == highest.ending(30), "no loss is no evaluation"
-    assert HeldOut(EvalConfig(), [(10, 1.0), (20, 2.0)]).ending(20) == ""
+    assert BestEvaluation(EvalConfig(), [(10, 1.0), (20, 2.0)]).ending(20) == ""
 
 
 EARLY = (*SETTINGS, "eval.every=4", "eval.stop_after=3", "checkpoint.every=8")

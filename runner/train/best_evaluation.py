@@ -7,14 +7,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from runner.config.schema import EvalConfig, Goal
+from runner.policy.alert import EARLY_STOP
+from runner.policy.decision.history import Incident
 from runner.policy.retention.records import Record, State, on_disk
 from runner.system.error import ConfigError
 from runner.system.json_lines import iter_lines, step_of
 from runner.train.evaluate import Evaluator
-from runner.train.run import EngineRun
+from runner.train.run import EngineRun, RunJournal
 
 
-class HeldOut:
+class BestEvaluation:
     """The values of ``eval.metric`` by update. The same on all ranks.
 
     Evaluations after ``updates`` never count for the state after ``updates``: a rollback undid
@@ -31,7 +33,7 @@ class HeldOut:
         self._best_at = -1
 
     @classmethod
-    def of(cls, run: EngineRun, settings: EvalConfig) -> HeldOut:
+    def of(cls, run: EngineRun, settings: EvalConfig) -> BestEvaluation:
         """With what the metrics have. Collective."""
         path, length, step = run.group.run_dir.metrics, run.resumed.metrics_bytes, run.resumed.step
         before = run.ranks.of_first(
@@ -77,6 +79,20 @@ class HeldOut:
             if record.step in self._values and record.state is not State.tainted
         ]
         return {-min(known)[1]} if known else set()
+
+    def kept(self, run: EngineRun) -> BestEvaluation:
+        """Let the ring keep the best checkpoint."""
+        run.ring.also_keep(lambda: self.serials(run.ring.records))
+        return self
+
+    def ended(self, written: RunJournal, updates: int) -> str:
+        """:meth:`ending`, journalled once."""
+        reason = self.ending(updates)
+        if reason:
+            written.report_once(
+                Incident(kind=EARLY_STOP, step=updates, decision="end", reason=reason)
+            )
+        return reason
 
     def ending(self, updates: int) -> str:
         """Why the run ends after ``updates`` updates: eval.stop_after; empty to go on."""
