@@ -124,7 +124,7 @@ def test_uncommon_ones_are_as_safe(tmp_path: Path, name: str, engine: str) -> No
     how = [f"model._target_={MAKES}{guest.name}", *guest.settings, *SHORTER, f"parallel={engine}"]
     if (name, engine) == ("spectral norm", "zero1"):  # which is BF16 alone
         refused = train(tmp_path / "refused", *how)
-        assert refused.code == 2 and "must have the same dtype" in refused.text, refused.tail
+        assert refused.code and "must have the same dtype" in refused.text, refused.tail
         return
     assert_as_if_never_there(tmp_path, how, "faults=[poison@samples=120-140]")
     whole = assert_killed_is_as_not(tmp_path, how, at=14)

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -266,3 +267,10 @@ def test_heads() -> None:
 )
 def test_a_torchrun_command_is_known(words: str, is_torchrun: bool) -> None:
     assert torchrun.is_started_by(words.split()) is is_torchrun
+
+
+def test_a_supervisor_imports_no_torch() -> None:
+    """It would begin a second later, and hold 200 MB on every node."""
+    names = "runner.command.supervise, runner.command.cluster"
+    code = f"import sys, {names}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
