@@ -255,9 +255,11 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         if error.override.startswith("faults="):
             given = error.override.partition("=")[2]
             return f"{error.override}: faults are a list, in quotes: 'faults=[{given.strip('[]')}]'"
-        return (
-            f"cannot read the override {error.override!r}: {text.splitlines()[0]}. "
-            "Write key=value; quote values with spaces or '=' as key='\"...\"'"
+        name, equals, value = error.override.partition("=")
+        is_plain = equals and not set(value) & set("'\"[]{}")
+        usual = "key=value; quote values with spaces or '=' as key='\"...\"'"
+        return f"cannot read the override {error.override!r}: {text.splitlines()[0]}. Write " + (
+            f"'{name}=\"{value}\"'" if is_plain else usual
         )
     cause = error.__cause__ if isinstance(error, ConfigCompositionException) else None
     full = text if cause is None else f"{text}\n{cause}"

@@ -131,6 +131,9 @@ def network_problems(config: RunConfig) -> list[str]:
         return [f"model.kind={str(model.kind)[:50]}: must be decoder or hf"]
     problems = _misread(model)
     if not is_hf(model):
+        sizes = model.dim, model.heads, model.kv_heads or model.heads
+        heads = head_problem(*sizes) if min(sizes) > 0 else ""
+        problems += [heads] if heads else []
         return problems + [
             f"model.{name}={str(getattr(model, name))[:100]}: is for model=hf"
             for name in _set_in(model, _HF_KEYS)
@@ -146,6 +149,18 @@ def network_problems(config: RunConfig) -> list[str]:
         for name in _set_in(model, sorted(DECODER_KEYS - {"kind", *_HF_KEYS}))
     ]
     return problems
+
+
+def head_problem(dim: int, heads: int, kv_heads: int) -> str:
+    """Why these sizes make no attention; empty if they do."""
+    key, value, allowed = "model.heads", heads, ""
+    if dim % heads:
+        allowed = f"a divisor of model.dim={dim}"
+    elif dim // heads % 2:
+        allowed = f"one that leaves an even model.dim / model.heads; it is {dim // heads}"
+    elif heads % kv_heads:
+        key, value, allowed = "model.kv_heads", kv_heads, f"a divisor of model.heads={heads}"
+    return allowed and f"{key}={value} does not work: it must be {allowed}"
 
 
 def _quantize_problems(config: RunConfig) -> list[str]:

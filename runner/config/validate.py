@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,10 +25,17 @@ from runner.config.schema import (
     former_key,
 )
 from runner.config.sources import EMPTY_PATH, is_source_name, sources_of
-from runner.system.error import ConfigError, MissingPackage, is_installed, lacking
+from runner.system.error import (
+    ConfigError,
+    MissingPackage,
+    has_package,
+    is_installed,
+    lacking,
+)
 
 _LAST_SAMPLE = 1 << 60  # positions are 64-bit numbers
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(?<!\.json)")
 _RULE_KEYS = {"match", "rate", "weight_decay"}
 _HOLDS: dict[str, tuple[str, Callable[[Any, float], bool]]] = {
     "ge": ("at least", lambda value, bound: value >= bound),
@@ -370,6 +378,14 @@ def odd_settings(config: RunConfig) -> list[str]:
             "there is no surprise",
         ),
         (
+            schedule._target_ is None
+            and schedule.total is None
+            and schedule.warmup > 20
+            and schedule.warmup >= config.steps,
+            f"schedule.warmup={schedule.warmup}: is no shorter than the run (steps="
+            f"{config.steps}), whose rate never reaches optim.lr={optim.lr:g}",
+        ),
+        (
             optim.clip == 0,
             "optim.clip=0: one large gradient that the gate lets pass is applied in full",
         ),
@@ -400,7 +416,6 @@ def check_extras(config: RunConfig) -> None:
         (track.wandb, "track=wandb", "wandb"),
         (track.mlflow, "track=mlflow", "mlflow"),
         (is_tokenized, f"data.tokenizer={data.tokenizer}", "text"),
-        (is_hf(config.model), "model=hf", "hf"),
         (config.model.quantize is not None, f"model.quantize={config.model.quantize}", "quantised"),
         (data._target_ is None and data.kind is DataKind.hf, "data=hf", "hf"),
         (is_s3, "checkpoint.remote=s3://...", "remote"),
@@ -408,5 +423,36 @@ def check_extras(config: RunConfig) -> None:
     problems = [
         lacking(what, extra) for is_set, what, extra in needs if is_set and not is_installed(extra)
     ]
+    of_model = ("transformers", *(["peft"] if config.model.lora is not None else []))
+    problems += [
+        lacking("model=hf", "hf", package)
+        for package in of_model
+        if is_hf(config.model) and not has_package(package)
+    ]
     if problems:
         raise MissingPackage("\n".join(problems))
+    _refuse_hub_names(config)
+
+
+def _refuse_hub_names(config: RunConfig) -> None:
+    """
+    Raises:
+        ConfigError: a path is no path here, and looks like a name on the Hugging Face Hub.
+    """
+    if Path(config.out, "config.yaml").exists():  # a run that has begun has its own copies
+        return
+    paths = [("data.path", path) for path in config.data.path if config.data._target_ is None]
+    if config.data.tokenizer is not None:
+        paths.insert(0, ("data.tokenizer", config.data.tokenizer))
+    if is_hf(config.model):
+        paths.insert(0, ("model.path", config.model.path))
+    for key, path in paths:
+        is_name = key == "data.tokenizer" or "/" in path
+        is_here = Path(path).exists() or (Path(path).parts[:-1] and Path(path).parent.exists())
+        if is_name and _HUB_NAME.fullmatch(path) and not is_here:
+            kind = " --repo-type dataset" if key == "data.path" else ""
+            raise ConfigError(
+                f"{key}={path}: no such file or folder. Nothing is downloaded by a run; if it is a "
+                f"name on the Hugging Face Hub: `hf download {path}{kind} --local-dir DIR`, then "
+                f"{key}=DIR"
+            )

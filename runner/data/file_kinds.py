@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from runner.system.error import DataError
+from runner.system.error import DataError, imported
 
 HEAD_BYTES: Final = 8192
 _TEXT_BLOCK: Final = 1 << 20
@@ -136,15 +136,10 @@ def _zstd_frames(path: Path, raw: BinaryIO) -> Iterator[bytes]:
     """Reads consecutive Zstandard frames. The library's own reader accepts a torn one as whole.
 
     Raises:
-        DataError: the library is missing.
+        MissingPackage: the library is missing.
         Damaged: a frame is damaged, or the last one is torn.
     """
-    try:
-        import zstandard
-    except ImportError as error:
-        raise DataError(
-            f"{path}: needs the package zstandard: pip install zstandard, or decompress it"
-        ) from error
+    zstandard = imported("zstandard", str(path), "text")
     frame: Any = None
     block = b""
     while block := block or raw.read(_ZSTD_BLOCK):

@@ -32,7 +32,7 @@ from runner.system.environment import changeable
 from runner.system.error import DataError, imported
 
 _READERS: Final = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
-_PLAIN: Final = (".gz", ".zst")
+_PLAIN: Final = (".gz", ".zst", ".xz", ".bz2")
 _SHOWN: Final = 12  # columns named in a message
 
 

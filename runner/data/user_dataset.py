@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from runner.data.dataset import (
     NOT_COUNTED,
@@ -36,6 +37,7 @@ Fields = dict[str, torch.Tensor]
 TOKEN_FIELDS: Final = frozenset({"input_ids", "labels", "attention_mask"})
 _TRIED: Final = 8  # samples tried at the opening, to find a readable one
 _REPEAT_SECONDS: Final = 5.0  # for reading samples twice at the opening
+_MOST_LISTED, _MOST_LISTED_BYTES = 1 << 20, 2 << 30  # samples of an iterable that are kept
 _SHOWN: Final = 300  # characters of a data set's error
 
 
@@ -48,7 +50,7 @@ class MapStyle(Protocol):
 
 
 def adapt(
-    dataset: MapStyle,
+    dataset: Any,
     *,
     vocab_size: int | None,
     seq_len: int,
@@ -70,6 +72,9 @@ def adapt(
     The object's own ``describe(index)``, ``fingerprint()`` and ``vocab_size`` are used where it has
     them; the default fingerprint covers the length and up to 64 samples, first and last among them.
 
+    A tuple is a mapping by place ("0", "1", ...). An iterable is read once, to its end, and kept; a
+    DataLoader gives its data set and its ``collate_fn``.
+
     Args:
         may_draw: whether samples may draw from torch's, NumPy's and Python's generators.
         retry_seconds: how long a sample that the system refuses is asked for again.
@@ -78,15 +83,16 @@ def adapt(
         DataError: the object is empty or not a map-style data set, none of its first samples can be
             read, or a sample differs when it is read again.
     """
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise DataError(
-            f"{name} gives {type(dataset).__name__}, which lacks len() or [i]; a run reads samples "
-            "by number, so that it can skip and repeat them: give a map-style data set"
-        )
+    collate: Callable[[list[Any]], Any] | None = getattr(dataset, "collate", None)
+    if isinstance(dataset, DataLoader):  # its order and batch size are the run's affair
+        collate = None if dataset.collate_fn is default_collate else dataset.collate_fn
+        dataset = dataset.dataset
+    is_stream = isinstance(dataset, IterableDataset)
+    if is_stream or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        dataset = _listed(dataset, name)
     own = _Own(dataset, name, may_draw=may_draw, retry_seconds=retry_seconds)
     with kept_while_drawing():
         item = own.first_readable()
-        collate: Callable[[list[Any]], Any] | None = getattr(dataset, "collate", None)
         sample = item if collate is None else _only(collate([item]))
         if not _is_tokens(sample):
             size = vocab_size or int(getattr(dataset, "vocab_size", 0) or 0)
@@ -99,6 +105,40 @@ def adapt(
         seq_len=seq_len,
         each=None if collate is None else lambda sample: _only(collate([sample])),
     )
+
+
+def _listed(stream: Any, name: str) -> list[Any]:
+    """The samples of an iterable, read once to its end: from then on they have numbers.
+
+    Raises:
+        DataError: it is none, or too long to be kept in memory.
+    """
+    loop = (
+        "or put runner.Guard into a loop of your own, where `for batch in guard.over(loader):` "
+        "takes any iterable (docs/loop.md)"
+    )
+    if not isinstance(stream, Iterable):
+        raise DataError(
+            f"{name} gives {type(stream).__name__}, which lacks len() or [i], and cannot be "
+            f"iterated either; a run reads samples by number: give a map-style data set, {loop}"
+        )
+    samples: list[Any] = []
+    num_bytes = 0
+    with kept_while_drawing():
+        seed_by_index(0)
+        for sample in stream:
+            samples.append(sample)
+            parts = sample.values() if isinstance(sample, Mapping) else sample
+            if hasattr(parts, "nbytes") or not isinstance(parts, Iterable):
+                parts = [parts]
+            num_bytes += sum(getattr(part, "nbytes", 64) for part in parts)
+            if len(samples) > _MOST_LISTED or num_bytes > _MOST_LISTED_BYTES:
+                raise DataError(
+                    f"{name} gives an iterable of more than {len(samples) - 1:,} samples or "
+                    f"{_MOST_LISTED_BYTES >> 30} GiB: too many to be kept, and a run reads samples "
+                    f"by number, so that it can skip and repeat them. Give len() and [i], {loop}"
+                )
+    return samples
 
 
 class _Own:
@@ -287,7 +327,7 @@ class AdaptedRecords:
             rows = [_tensors(item, self._own.name) for item in items]
             return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         batch = self._collate(items)
-        if not isinstance(batch, Mapping):
+        if not isinstance(batch, Mapping | tuple | list):
             raise DataError(
                 f"{self._own.name}: collate gives {type(batch).__name__}; it must give a mapping "
                 "of tensors by name"
@@ -399,10 +439,13 @@ def _tensors(item: Any, place: str) -> Fields:
     Raises:
         DataError: it is not a mapping of numbers, arrays and tensors.
     """
+    if isinstance(item, tuple | list):
+        item = {str(number): part for number, part in enumerate(item)}
     if not isinstance(item, Mapping):
         raise DataError(
             f"{place} is {type(item).__name__}; a sample is a mapping of tensors or arrays by "
-            "name, or token ids, or anything that the data set's own collate takes"
+            "name, or a tuple of them, or token ids, or anything that the data set's own collate "
+            "takes"
         )
     fields = {}
     for name, value in item.items():

@@ -18,11 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from runner.embed.loop.guard import Guard
 from runner.integrations.batches import carried, unscale
-from runner.system.error import ConfigError
+from runner.system.error import ConfigError, lacking
+
+try:
+    from accelerate import Accelerator
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(lacking("runner.integrations.accelerate", "accelerate")) from error
 
 _SUPPORTED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 

@@ -17,11 +17,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback
 
 from runner.embed.loop.guard import Guard
 from runner.integrations.batches import GuardedBatches, HasBatches, carried
-from runner.system.error import ConfigError
+from runner.system.error import ConfigError, lacking
+
+try:
+    from transformers import Trainer, TrainerCallback
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(lacking("runner.integrations.hf", "hf", "transformers")) from error
 
 _UNSUPPORTED = {
     "deepspeed": "its engine applies the update itself; use python -m runner parallel=zero3",

@@ -13,14 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch.distributed.tensor import DTensor
 
 from runner.embed.loop.device_gate import HostSide
 from runner.embed.loop.guard import Guard
 from runner.integrations.batches import GuardedBatches, HasBatches, carried
-from runner.system.error import ConfigError
+from runner.system.error import ConfigError, lacking
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import (
+        DDPStrategy,
+        ModelParallelStrategy,
+        SingleDeviceStrategy,
+    )
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(lacking("runner.integrations.lightning", "lightning")) from error
 
 
 class GuardCallback(HasBatches, Callback):  # type: ignore[misc]

@@ -17,12 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from runner.config.network import head_problem
 from runner.model.documents import Documents, attend, document_attention, documents_of
 from runner.model.loss import HeadLosses, TokenTap
 from runner.model.recompute import NONE, SELECTIVE, recomputed
 from runner.system.error import ConfigError
 
 _FFN_MULTIPLE = 64
+
+
+def _require(holds: bool, key: str, value: float, allowed: str) -> None:
+    if not holds:
+        raise ConfigError(f"{key}={value} does not work: it must be {allowed}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,23 +88,13 @@ class DecoderShape:
 
     def __post_init__(self) -> None:
         # What a setting alone must be, the schema says.
-        heads, kv_heads = self.heads, self.kv_heads
-        whole = f"a divisor of model.dim={self.dim}"
-        _require(self.dim % heads == 0, "model.heads", heads, whole)
-        even = f"one that leaves an even model.dim / model.heads; it is {self.head_dim}"
-        _require(self.head_dim % 2 == 0, "model.heads", heads, even)
-        shared = f"a divisor of model.heads={heads}"
-        _require(heads % kv_heads == 0, "model.kv_heads", kv_heads, shared)
+        if problem := head_problem(self.dim, self.heads, self.kv_heads):
+            raise ConfigError(problem)
 
     @property
     def head_dim(self) -> int:
         """Width of one attention head."""
         return self.dim // self.heads
-
-
-def _require(holds: bool, key: str, value: float, allowed: str) -> None:
-    if not holds:
-        raise ConfigError(f"{key}={value} does not work: it must be {allowed}")
 
 
 def default_ffn_dim(dim: int) -> int:

@@ -54,7 +54,7 @@ class DataError(ConfigError):
     """The corpus cannot be trained on. The message names the file and what to do."""
 
 
-class MissingPackage(ConfigError):
+class MissingPackage(ConfigError, ImportError):
     """A setting needs an optional package. Another node may have it, so each node says it."""
 
 
@@ -141,6 +141,8 @@ PACKAGES: Final = {
     "wandb": "wandb",
     "mlflow": "mlflow",
     "text": "tokenizers",
+    "lightning": "lightning",
+    "accelerate": "accelerate",
     "plot": "matplotlib",
     "remote": "s3fs",
     "hf": "datasets",
@@ -189,4 +191,9 @@ def imported(package: str, what: str, extra: str) -> Any:
 
 def is_installed(extra: str) -> bool:
     """Whether the extra's package can be found, without importing it."""
-    return importlib.util.find_spec(PACKAGES[extra]) is not None
+    return has_package(PACKAGES[extra])
+
+
+def has_package(name: str) -> bool:
+    """Whether a package can be found, without importing it."""
+    return importlib.util.find_spec(name) is not None

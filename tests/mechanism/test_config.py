@@ -27,7 +27,7 @@ from runner.config.compose import (
     value_of,
 )
 from runner.config.schema import ParallelKind, RunConfig
-from runner.config.validate import check
+from runner.config.validate import check, check_extras
 from runner.fault.spec import parse_faults
 from runner.system.error import ConfigError
 from scripts import gpu_check, screenshot, soak
@@ -400,3 +400,24 @@ def test_train_is_the_command_without_a_name(capsys: pytest.CaptureFixture[str])
     named = capsys.readouterr().out
     assert main(["--cfg", "job"]) == 0
     assert capsys.readouterr().out == named
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.end_token=<stop>"], "'data.end_token=\"<stop>\"'"),
+        (["model.dim=130"], "model.heads=4 does not work"),
+        (["model=hf", "model.path=meta-llama/L-1B", "data=hf"], "hf download meta"),
+        (["data.tokenizer=gpt2"], "`hf download gpt2 --local-dir DIR`, then data.tokenizer=DIR"),
+        (["data.path=someone/texts"], "hf download someone/texts --repo-type dataset"),
+    ],
+)  # fmt: skip
+def test_what_newcomers_type_is_answered_with_what_to_type(
+    overrides: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        config = compose(overrides)
+        check(config, world_size=1)
+        check_extras(config)
+    assert words in str(refused.value)

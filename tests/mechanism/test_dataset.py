@@ -31,7 +31,7 @@ from runner.data.synthetic import SyntheticLanguage
 from runner.data.text import prepare_text
 from runner.data.tokens import open_tokens
 from runner.session.corpus import data_words, open_dataset
-from runner.system.error import DataError
+from runner.system.error import DataError, MissingPackage
 from runner.system.units import format_bytes
 from tests.stored import open_text
 
@@ -666,7 +666,8 @@ class TestJsonLines:
         monkeypatch.setitem(sys.modules, "zstandard", None)
         path = tmp_path / "a.jsonl.zst"
         path.write_bytes(b"x")
-        refused(lambda: text(tmp_path, path), str(path), "pip install zstandard")
+        with pytest.raises(MissingPackage, match="needs the package zstandard"):
+            text(tmp_path, path)
 
     @pytest.mark.parametrize(
         ("line", "words"),

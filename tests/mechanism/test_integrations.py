@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
+import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -184,3 +186,18 @@ def test_what_the_hf_trainer_cannot_have_guarded_is_refused(tmp_path: Path) -> N
     trainer: Any = SimpleNamespace(args=SimpleNamespace(deepspeed="zero3.json"))
     with pytest.raises(ConfigError, match=r"guard_trainer: deepspeed='zero3.json': .*; use "):
         guard_trainer(trainer, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("hf", "transformers"), ("lightning", "lightning"), ("accelerate", "accelerate")],
+)
+def test_a_missing_framework_is_told_with_what_installs_it(
+    name: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, f"runner.integrations.{name}", raising=False)
+    for known in [one for one in sys.modules if one.partition(".")[0] == package]:
+        monkeypatch.setitem(sys.modules, known, None)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ModuleNotFoundError, match=f"needs the package {package}.*pip install"):
+        importlib.import_module(f"runner.integrations.{name}")

@@ -23,6 +23,7 @@ from tests.run import finish
         (["optim.beta2=0.99", "steps=1001"], ["schedule.warmup=20"]),
         (["optim.beta2=0.99", "steps=1001", "schedule.warmup=100"], []),
         (["optim.clip=0", "optim.lr=0.1"], ["optim.clip=0", "optim.lr=0.1"]),
+        (["schedule.warmup=500", "steps=60"], ["schedule.warmup=500"]),
         (["guard=off"], ["guard.enabled=false"]),
     ],
 )

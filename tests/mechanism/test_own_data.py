@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,11 +246,11 @@ class Noise(list[Any]):
     ("rows", "words"),
     [
         ([], ["0 samples"]),
-        (iter([1, 2]), ["list_iterator", "map-style"]),
-        ([("image", 3)], ["is tuple", "collate"]),
+        (iter([1, 2]), ["is int"]),
+        ([("image", 3)], ["'0' is str", "collate"]),
         ([{"text": object()}], ["'text' is object", "collate"]),
         ([{"x": [1]}, {"x": [1, 2]}], ["sample 1 holds x int64[2], the first sample x int64[1]"]),
-        (with_collate(lambda rows: rows), ["collate gives list"]),
+        (with_collate(lambda rows: rows), ["'0' is dict", "collate"]),
         (with_collate(lambda rows: {"x": torch.zeros(5)}), ["[5]", "number of samples"]),
         (Noise([0]), ["sample 0 differs when it is read again", "self.rng"]),
         ([[1, 2, 3]], ["data.vocab_size is not set"]),
@@ -263,6 +264,39 @@ def test_what_cannot_be_trained_on_is_told_why(rows: Any, words: list[str]) -> N
             dataset[index]
 
     refused(read_all, *words)
+
+
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        for label in range(6):
+            yield torch.rand(2), label
+
+
+def test_streams_tuples_and_loaders_are_taken_and_read_by_number() -> None:
+    loader = torch.utils.data.DataLoader(Stream(), batch_size=3)
+    read = [adapt(one, vocab_size=None, seq_len=4) for one in (Stream(), loader, iter(Stream()))]
+    assert len({one.fingerprint() for one in read[:2]}) == 1, "what it draws is seeded"
+    [batch, *_] = batches(read[0])
+    assert batch.fields is not None and set(batch.fields["1"].tolist()) < set(range(6))
+    assert batch.fields["0"].shape == (4, 2)
+
+    def joined(rows: list[Any]) -> list[torch.Tensor]:
+        return [torch.stack([x for x, _ in rows]), torch.tensor([y for _, y in rows])]
+
+    pairs: Any = [(torch.ones(2), 5)] * 4
+    loader = torch.utils.data.DataLoader(pairs, collate_fn=joined)
+    [collated, *_] = batches(adapt(loader, vocab_size=None, seq_len=4))
+    assert collated.fields is not None and collated.fields["1"].tolist() == [5, 5, 5, 5]
+
+
+def test_a_stream_without_an_end_is_told_where_it_can_be_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("runner.data.user_dataset._MOST_LISTED", 9)
+    endless = itertools.cycle([(torch.ones(1), 0)])
+    words = ("more than 9 samples", "runner.Guard", "guard.over(loader)", "docs/loop.md")
+    refused(lambda: adapt(endless, vocab_size=None, seq_len=4), *words)
+    refused(lambda: adapt(object(), vocab_size=None, seq_len=4), "runner.Guard", "map-style")
 
 
 def test_when_nothing_can_be_read_the_first_reason_is_told() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +74,17 @@ def test_it_has_a_page_of_its_own(name: str) -> None:
 def test_a_name_that_is_not_there() -> None:
     with pytest.raises(AttributeError, match="Gard"):
         _ = runner.Gard
+
+
+def test_the_second_name_is_the_same_package_beside_a_file_that_hides_it(tmp_path: Path) -> None:
+    (tmp_path / "runner.py").write_text("print('mine')\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import holdfast_train, holdfast_train.embed.ring as ring\n"
+        "from holdfast_train import Guard\n"
+        "import runner, runner.embed.ring\n"
+        "assert holdfast_train is runner and Guard is runner.Guard and ring is runner.embed.ring\n"
+        "assert ring.__spec__.name == ring.__name__ == 'runner.embed.ring'\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
