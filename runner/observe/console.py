@@ -31,9 +31,10 @@ _WARNING = "warning: "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The live line's numbers. Losses are nats per token.
+    """The live line's numbers. Losses are nats per token, if there are tokens.
 
-    ``total`` is 0 if unknown, ``tokens_per_second`` if there are no tokens.
+    ``total`` is 0 if unknown, ``tokens_per_second`` if there are no tokens, and
+    ``samples_per_second`` if there are.
     ``goodput`` is the share of wall time, down time included, that counts in the result.
     ``eval_loss`` is the newest held-out loss, ``is_evaluated`` whether it is of this step.
     """
@@ -52,6 +53,7 @@ class Progress:
     goodput: float
     eval_loss: float | None
     is_evaluated: bool
+    samples_per_second: float = 0.0
 
     def text(self, most: int | None = None) -> str:
         """The numbers that are not 0.
@@ -59,12 +61,15 @@ class Progress:
         Args:
             most: characters; what a person misses least is left out first.
         """
+        speed = f"{self.tokens_per_second:,.0f} tok/s" if self.tokens_per_second else ""
+        if self.samples_per_second:
+            speed = f"{self.samples_per_second:,.0f} samples/s"
         parts = {
             "step": f"step {self.step}/{self.total}" if self.total else f"step {self.step}",
             "loss": f"loss {self.loss:.4f}",
             "grad": f"grad {self.grad_norm:.3f}",
             "lr": f"lr {self.lr:.2e}",
-            "speed": f"{self.tokens_per_second:,.0f} tok/s" if self.tokens_per_second else "",
+            "speed": speed,
             "mfu": f"MFU {self.mfu:.1%}" if self.mfu is not None else "",
             "eta": f"ETA {duration(self.eta_seconds)}" if self.total else "",
             "clean": f"clean {self.num_clean}" if self.num_clean else "",

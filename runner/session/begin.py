@@ -351,13 +351,14 @@ def _feed(run: EngineRun, config: RunConfig, dataset: Dataset) -> Feed:
 
 def _open_reporter(run: EngineRun, config: RunConfig, spent: Past) -> None:
     """Make the reporter, and what adds to its lines. Collective."""
-    group, track = run.group, config.track
+    group, track, corpus = run.group, config.track, run.corpus
     throughput = parts.throughput(track, run.corpus.network, group.place, group.device)
     run.reporter = group.ranks.all_or_none(
         "opening the metrics",
         lambda: Reporter(
             run,
             total_steps=config.steps,
+            records_a_step=0 if corpus.has_tokens else config.batch.global_size,
             past=spent,
             throughput=throughput,
             alone=run.observers.alone,
@@ -421,8 +422,9 @@ def _greet(run: EngineRun, config: RunConfig, repeats: bool | None) -> None:
     say = group.console.say
     say(
         f"holdfast: {corpus.network.num_parameters():,} parameters, "
-        f"{len(corpus.dataset):,} samples of "
-        f"{config.data.seq_len} tokens from {corpus.words}, "
+        f"{len(corpus.dataset):,} samples "
+        + (f"of {config.data.seq_len} tokens " if corpus.has_tokens else "")
+        + f"from {corpus.words}, "
         f"{config.parallel.kind.value} on "
         f"{group.place.world_size} x {group.device.type}, {config.compute.precision.value}, "
         + ("" if repeats is None else f"this machine repeats bits: {_YES_NO[repeats]}, ")

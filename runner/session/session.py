@@ -121,9 +121,15 @@ def close(run: EngineRun, end: RunEnd) -> int:
 
     clock = at_a_stop(is_late) if end.status == "preempted" else is_late
     digest = collect_digest(run.engine, group.ranks, clock) if end.in_time else None
-    size, words = run.corpus.stream.global_size, run.corpus.words
-    has_page = run.pages is not None
-    summary = sum_up(run, end, global_size=size, digest=digest, data=words, has_page=has_page)
+    summary = sum_up(
+        run,
+        end,
+        global_size=run.corpus.stream.global_size,
+        digest=digest,
+        data=run.corpus.words,
+        unit="nats/token" if run.corpus.has_tokens else "",
+        has_page=run.pages is not None,
+    )
     if summary is not None:
         for tracker in run.written.trackers:
             left = max(0.0, group.stop.left_seconds - _PAGE_SECONDS_ASKED)

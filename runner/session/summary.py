@@ -82,6 +82,7 @@ def sum_up(
     global_size: int,
     digest: str | None,
     data: str = "",
+    unit: str = "",
     has_page: bool = False,
 ) -> Summary | None:
     """Write the summary and print it on rank 0, which returns it.
@@ -89,6 +90,7 @@ def sum_up(
     Args:
         global_size: samples of a step.
         data: where samples came from; empty where the user's loop reads them.
+        unit: of the loss, for a person.
         has_page: whether the report page is written after this.
     """
     group, state, history = run.group, run.state, run.history
@@ -127,14 +129,16 @@ def sum_up(
     except OSError as error:  # the run is over, and its exit code still says how it ended
         group.console.say(f"warning: no summary was written: {error}")
     on = "; the same command resumes it" if end.status == "preempted" else ""
-    group.console.table(f"{end.status}: {end.reason}{on}", _rows(summary, wall, run_dir, has_page))
+    group.console.table(
+        f"{end.status}: {end.reason}{on}", _rows(summary, unit, wall, run_dir, has_page)
+    )
     return summary
 
 
 def _rows(
-    summary: Summary, wall_seconds: float, run_dir: RunDir, has_page: bool
+    summary: Summary, unit: str, wall_seconds: float, run_dir: RunDir, has_page: bool
 ) -> list[tuple[str, str]]:
-    loss = "-" if summary.final_loss is None else f"{summary.final_loss:.4f} nats/token"
+    loss = "-" if summary.final_loss is None else f"{summary.final_loss:.4f} {unit}".rstrip()
     held_out = "" if summary.eval_loss is None else f" (held-out {summary.eval_loss:.4f})"
     skipped = ", ".join(f"{start}-{stop - 1}" for start, stop in summary.skipped)
     return [

@@ -29,6 +29,9 @@ _GRADIENT_BYTES = 4  # FP32 on every engine
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 
 
+_FAR = 10_000
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
     """How an engine lays a model over ranks.
@@ -90,7 +93,9 @@ class MemoryNeed:
         listed = ", ".join(f"{name} {format_bytes(amount)}" for name, amount in amounts)
         total = self.fixed + (self.activations or 0)
         fitting = self.fitting(room)
-        fits = "" if fitting is None else f", which would hold micro-batches of {fitting:,}"
+        # So far from what was measured nothing is known.
+        is_known = fitting is not None and fitting <= _FAR * self.samples
+        fits = "" if not is_known else f", which would hold micro-batches of {fitting:,}"
         snapshots = f"; snapshots {format_bytes(self.snapshots)}" if self.snapshots else ""
         return (
             f"memory of a rank: {listed}: {format_bytes(total)} of {format_bytes(room)}"

@@ -42,6 +42,7 @@ class Reporter:
 
     Args:
         past: seconds by kind before this start.
+        records_a_step: samples of a step that are no tokens; 0 for tokens.
         alone: calls what only looks; see :meth:`runner.distributed.observers.Observers.alone`.
             By default what fails is logged and left out on this rank.
         clock: seconds since the epoch; only rank 0's is used.
@@ -54,6 +55,7 @@ class Reporter:
         total_steps: int,
         past: Past,
         throughput: Throughput,
+        records_a_step: int = 0,
         alone: Alone | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -79,6 +81,7 @@ class Reporter:
         self._history = journal.history
         self._ring = ring
         self._total_steps = total_steps
+        self._records_a_step = records_a_step
         self._eval_loss: float | None = None
         self._account = past.account
         self._last_life = past.last_life
@@ -242,7 +245,8 @@ class Reporter:
             loss=line.loss,
             grad_norm=line.grad_norm,
             lr=line.lr,
-            tokens_per_second=pace.tokens_per_second,
+            tokens_per_second=0.0 if self._records_a_step else pace.tokens_per_second,
+            samples_per_second=self._records_a_step / (pace.seconds_per_step or 1.0),
             mfu=pace.mfu,
             eta_seconds=(self._total_steps - state.updates) * pace.seconds_per_step,
             num_clean=len({r.serial for r in self._ring.records if r.state is State.clean}),

@@ -18,7 +18,7 @@ from runner.checkpoint.memory.tier import MemoryParts
 from runner.checkpoint.protocol import Identity
 from runner.checkpoint.ring import CheckpointRing
 from runner.data.cursor import SampleStream
-from runner.data.dataset import Dataset
+from runner.data.dataset import Dataset, RecordDataset
 from runner.data.feed import Feed
 from runner.data.mixture import MixtureOrder
 from runner.distributed.agreement import Ranks
@@ -138,6 +138,11 @@ class Corpus:
     validation: Dataset | None
     network: Blueprint
     words: str
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether samples are token ids, so that losses are in nats per token."""
+        return not isinstance(self.dataset, RecordDataset)
 
     @property
     def mixture(self) -> MixtureOrder | None:

@@ -86,3 +86,5 @@ def test_the_example_with_pictures(tmp_path: Path) -> None:
     assert int(steps) == len(lines) == -(-int(samples) * 3 // 64)
     assert lines[-1]["accuracy"] > 0.9
     assert "report.html" in text
+    assert "samples/s" in text and "tok/s" not in text and "nats" not in text
+    assert "samples from " in text, "no tokens are spoken of"

@@ -37,11 +37,10 @@ def declared() -> dict[str, importlib.metadata.Distribution]:
 
 
 def of_extra(extra: str) -> str:
-    """The one package that pyproject.toml has in an extra, as pip takes it."""
+    """The packages that pyproject.toml has in an extra, as pip takes them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    [package] = project["optional-dependencies"][extra]
-    name = Requirement(package).name
-    return f"{name}{Requirement(package).specifier}"
+    needed = map(Requirement, project["optional-dependencies"][extra])
+    return "' '".join(f"{one.name}{one.specifier}" for one in needed)
 
 
 def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -96,6 +95,10 @@ def test_the_environment_holds_no_extra_and_not_the_checkout(
     place, extras = done.stdout.splitlines()
     assert Path(place).is_relative_to(bin_folder.parent), "the checkout was imported"
     assert extras == "[]", done.stdout + done.stderr
+    (tmp_path / "runner.py").write_text("raise SystemExit('mine')")
+    (tmp_path / "beside.py").write_text("from holdfast_train import Guard, Ring; print(Ring)")
+    done = run(str(bin_folder / "python"), "beside.py", cwd=tmp_path)
+    assert "runner.embed.ring.Ring" in done.stdout, done.stderr
 
 
 def test_the_command_trains_without_extras_and_with_own_presets(
@@ -182,4 +185,7 @@ def test_the_wheel_holds_the_package_and_its_presets_only(bin_folder: Path) -> N
     [wheel] = (bin_folder.parent.parent / "built").glob("*.whl")
     assert "runner/docs/loop.md" in zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"runner"}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {
+        "runner",
+        "holdfast_train.py",
+    }
