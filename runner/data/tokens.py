@@ -85,7 +85,7 @@ def open_tokens(data: DataConfig, *, scan_all_bytes: int = SCAN_ALL_BYTES) -> Da
     end_id = _end_id(data.end_token, known_size)
     for part in parts:
         for start, block in _blocks(part.tokens, whole):
-            _require_ids(part, data, block, start, known_size)
+            require_ids(block, known_size, str(part.tokens.path), start)
     width = _width(parts, data.seq_len)
     stream = TokenStream([part.tokens for part in parts])
     names = [part.tokens.path.name for part in parts]
@@ -189,33 +189,6 @@ def _width(parts: Sequence[_Part], seq_len: int) -> int | None:
     if width is not None and not any(part.tokens.num_tokens for part in parts):
         raise DataError(f"{path}: holds no rows; give more data in data.path")
     return width
-
-
-def _require_ids(
-    part: _Part, data: DataConfig, block: npt.NDArray[Any], start: int, vocab_size: int
-) -> None:
-    """
-    Raises:
-        DataError: an id is outside; names another data.token_dtype in which none is.
-    """
-    try:
-        require_ids(block, vocab_size, str(part.tokens.path), start)
-    except DataError as error:
-        wrong = np.dtype(part.tokens.dtype)
-        kinds = (TokenDtype.uint16, TokenDtype.uint32, TokenDtype.int32, TokenDtype.uint64)
-        others = (np.dtype(kind.value) for kind in kinds)
-        raw = np.ascontiguousarray(block.astype(wrong)).tobytes()
-        raw = raw[: len(raw) // 8 * 8]
-        fitting = [
-            other.name
-            for other in others
-            if other != wrong and first_outside(np.frombuffer(raw, other), vocab_size) is None
-        ]
-        if not part.is_raw or not raw or not fitting:
-            raise
-        raise DataError(
-            f"{error}; or is it data.token_dtype={fitting[-1]}? So read, no id is outside"
-        ) from None
 
 
 def _megatron_index(path: Path) -> Path | None:

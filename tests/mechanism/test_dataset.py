@@ -1185,12 +1185,3 @@ class TestTables:
         assert dataset[9].tokens.tolist() == [36, 37, 38, 39, 40]
         np.array([1, 2, 200, 3, 4]).astype(dtype).tofile(tmp_path / "bad.bin")
         refused(lambda: tokens(tmp_path / "bad.bin", token_dtype=dtype), "bad.bin: token 2")
-
-
-def test_a_wrong_width_of_tokens_is_told_by_the_one_that_fits(tmp_path: Path) -> None:
-    path = tmp_path / "ids.bin"
-    np.arange(600, dtype="<u2").tofile(path)
-    refused(
-        lambda: tokens(path, token_dtype="uint32", vocab_size=600),
-        "is it data.token_dtype=uint16?",
-    )
