@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import secrets
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.live import Live
+from rich.console import Console, RenderableType
 
 from runner.command.arguments import Parser, at_least
 from runner.command.bar import Bar
 from runner.observe.page_writer import NAME
-from runner.system.error import ConfigError
+from runner.system.error import ConfigError, is_installed, lacking
 from runner.system.files import open_regular, write_durably
 from runner.system.process import add_options, stay_beside
 from runner.tools.report.live_server import ADDRESS, server
 from runner.tools.report.page import page, read_runs
 from runner.tools.report.run_reader import RunReader
-from runner.tools.report.terminal import frame
+from runner.tools.report.terminal import drawn_runs, frame
+from runner.tools.report.vitals import Glance, Runs, is_run
 
 _COMPARISON = "comparison.html"
 _HEAD_BYTES = 1 << 16  # the title comes before the style
@@ -85,36 +85,40 @@ def _refuse_to_replace(target: Path) -> None:
 
 
 def top_command(arguments: Sequence[str]) -> int:
-    """``holdfast top OUT``: shows a run in the terminal, for machines without a browser.
+    """``holdfast top OUT``: shows a run, or a folder of runs, in the terminal; ``?``: keys.
 
-    Follows the files in OUT until Ctrl-C; only reads. With --once, or if the output is no terminal,
-    it prints one screen and ends.
+    Only reads. With --once, or if the output is no terminal, it prints one screen and ends.
     """
     parser = Parser("top", top_command.__doc__)
-    parser.add_argument("out", help="the run's directory (out)")
+    parser.add_argument("out", help="a run's directory (out), or a folder of runs")
     parser.flag("--once", "one screen, then end")
     parser.option("--seconds", 2.0, "between updates")
     options = parser.parse_args(arguments)
     at_least(0.05, seconds=options.seconds)
-    console = Console(highlight=False)
-    run = RunReader(Path(options.out), columns=256)
+    out, console = Path(options.out), Console(highlight=False)
     try:
-        run.update()
-        shown = frame(run, width=console.width)
+        runs = Runs(out).update() if out.is_dir() and not is_run(out) else []
         if options.once or not console.is_terminal:
-            console.print(shown)
+            console.print(_once(out, runs, console.width))
             return 0
-        with (
-            contextlib.suppress(KeyboardInterrupt),
-            Live(shown, console=console, screen=True, auto_refresh=False) as live,
-        ):
-            while True:
-                time.sleep(options.seconds)
-                run.update()
-                live.update(frame(run, width=console.width), refresh=True)
+        if not runs:
+            RunReader(out)  # or a sentence, before the screen is taken
+        if not is_installed("top"):
+            raise ConfigError(f"{lacking('top', 'top')}; or give --once, which needs none")
+        # Textual is an extra, and takes longer to import than one screen to print.
+        screen = importlib.import_module("runner.tools.report.screen")
+        screen.Top(out, options.seconds).run()
     except OSError as error:
         raise ConfigError(f"top: {error}") from None
     return 0
+
+
+def _once(out: Path, runs: Sequence[Glance], width: int) -> RenderableType:
+    if runs:
+        return drawn_runs(runs, width)
+    run = RunReader(out, columns=256)
+    run.update()
+    return frame(run, width=width)
 
 
 def live_command(arguments: Sequence[str]) -> int:

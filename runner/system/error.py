@@ -149,6 +149,7 @@ PACKAGES: Final = {
     "quantised": "bitsandbytes",
     "nvml": "pynvml",
     "watch": "apprise",
+    "top": "textual",
 }
 
 

@@ -6,11 +6,8 @@ import html
 import json
 import math
 import os
-import pty
 import re
 import shutil
-import signal
-import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -597,58 +594,3 @@ def test_very_many_incidents_are_a_page_of_bounded_size(tmp_path: Path) -> None:
     text = page_of(out)
     assert len(text) < 2_000_000, len(text)
     assert re.search(r"Incidents \(2,\d\d\d\)", text) and "are left out" in text
-
-
-# -- in a terminal -------------------------------------------------------------------------------
-
-
-def test_top_shows_one_screen(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-    made = Made(
-        steps=300, bad_at=(100, 101), reason="loss nan \x1b[2J[bold]x[/bold]", status=None,
-        redo_at=(200,), slow_rank=1, reading="a longer warm-up",
-    )  # fmt: skip
-    out = made.write(tmp_path / "run")
-    assert main(["top", str(out), "--once"]) == 0
-    shown = capsys.readouterr().out
-    assert "No heartbeat" in shown and "step 300 of 300" in shown
-    assert "discard" in shown and "productive" in shown and "clean" in shown
-    assert "plateau" in shown and "data: 1 sample" in shown and "Slowest: rank 1" in shown
-    assert "\x1b" not in shown and "\\x1b[2J[bold]x" in shown
-    assert "█" in shown
-
-
-def test_top_of_a_run_that_has_not_begun(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["top", str(journalled(tmp_path, [incident("start", 0)]))]) == 0
-    assert "step 0" in capsys.readouterr().out
-
-
-def test_top_follows_on_a_terminal(tmp_path: Path) -> None:
-    out = Made(steps=50, status=None).write(tmp_path / "run")
-    lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (out / "metrics.jsonl").write_text("".join(lines[:20]))
-    pid, terminal = pty.fork()
-    if pid == 0:
-        # Where the tests run in the background of a script, it would be ignored.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        words = [sys.executable, "-m", "runner", "top", str(out), "--seconds", "0.05"]
-        os.execve(sys.executable, words, os.environ | {"TERM": "xterm", "COLUMNS": "100"})
-    seen = b""
-
-    def shows(words: bytes) -> bool:
-        nonlocal seen
-        seen += os.read(terminal, 1 << 16)
-        return words in seen
-
-    until(lambda: shows(b"step 20 of 50"))
-    with (out / "metrics.jsonl").open("a") as file:
-        file.write("".join(lines[20:]))
-    until(lambda: shows(b"step 50 of 50"))
-    os.write(terminal, b"\x03")
-    _, status = os.waitpid(pid, 0)
-    os.close(terminal)
-    assert os.waitstatus_to_exitcode(status) == 0

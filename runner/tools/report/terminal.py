@@ -1,9 +1,11 @@
-"""One screen of a terminal about a run, from the same files as the page."""
+"""What a terminal shows of runs, from the same files as the page: one screen, and its parts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median_high
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -14,43 +16,78 @@ from rich.text import Text
 from runner.system.units import duration, format_bytes
 from runner.tools.report.attempts import AttemptRow
 from runner.tools.report.drawing import bounds, number
-from runner.tools.report.incident import REMARK_KINDS, group_incidents, notices, readings, verdicts
-from runner.tools.report.markup import plain, took
+from runner.tools.report.episode import Episode, episodes, rank_list
+from runner.tools.report.incident import INCIDENT_KINDS, notices, readings
+from runner.tools.report.markup import plain, took, when
 from runner.tools.report.run_reader import RunReader, RunStatus
 from runner.tools.report.sections import slowest
+from runner.tools.report.side_files import GPU_QUANTITIES
+from runner.tools.report.vitals import Glance
 
 _HEIGHT = 7  # lines of the chart
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
-_COLOURS = {"done": "green", "running": "cyan", "halted": "red", "failed": "red"}
+COLOURS = {"done": "green", "running": "cyan", "halted": "red", "failed": "red"}
 _MOST = 5  # incidents, checkpoints
+_MOST_ROWS = 500
+_NARROW = 8  # characters
 _IN_SENTENCE = ("loss", "held-out")
+RUN_HEADS = ("run", "status", "step", "loss", "last incident", "age")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A line of a table: ``detail`` is what there is to say of it, ``key`` stays as rows come."""
+
+    key: str
+    cells: tuple[str, ...]
+    detail: str = ""
+    is_red: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """A table: its columns and rows, the newest first."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: Sequence[Row]
 
 
 def frame(run: RunReader, *, width: int) -> Group:
-    """The screen for the run's current state.
+    """One screen for the run's current state.
 
     Args:
         width: of the terminal, in characters.
     """
+    tables = [incidents(run), checkpoints(run)]
+    return Group(*now_parts(run, width), *(_drawn(one, width) for one in tables if one.rows))
+
+
+def now_parts(run: RunReader, width: int) -> list[RenderableType]:
+    """State, numbers, loss, warnings, the slowest rank and the time, for so many characters."""
     now = RunStatus(run)
     parts: list[RenderableType] = [
         Panel(
             Text(plain(now.sentence())),
             title=Text(plain(run.run_dir.out.name or run.run_dir.out)),
             title_align="left",
-            border_style=_COLOURS.get(now.status, "yellow"),
+            border_style=COLOURS.get(now.status, "yellow"),
         ),
         _numbers(now),
     ]
+    found = episodes(run)
+    if found:
+        style = "red" if found[-1].clean_step is None else ""
+        parts.append(Text(plain(f"Incident {len(found):,}: {found[-1].sentence()}"), style=style))
     rows = [row for row in run.fold.thinned.rows() if math.isfinite(row.loss) or not row.is_applied]
     if any(row.is_applied for row in rows):
         parts.append(_chart(rows, max(20, width - 14)))
-    parts += _incidents(run, width)
+    for line in [*notices(run.fold.lines), *readings(run.fold.lines)][-2:]:
+        words = f"step {line.step:,}, {line.kind.replace('_', ' ')}: {line.reason}"
+        parts.append(Text(plain(words), style="yellow"))
     if len(run.fold.ranks.own.names) > 1:
         parts.append(Text(slowest(run.fold.ranks.own)))
-    parts.append(_time(run))
-    parts += _ring(run)
-    return Group(*parts)
+    return [*parts, _drawn(_time(run), width)]
 
 
 def _numbers(now: RunStatus) -> Text:
@@ -96,59 +133,148 @@ def _cell(value: float | None, low: float, high: float, line: int) -> str:
     return _EIGHTHS[int(min(1.0, max(0.0, filled)) * 8)]
 
 
-def _incidents(run: RunReader, width: int) -> list[RenderableType]:
-    incidents = group_incidents(run.fold.lines)
-    warnings = [*notices(run.fold.lines), *readings(run.fold.lines)]
-    if not incidents and not warnings:
-        return []
-    table = _table(f"incidents ({len(incidents):,})", "step", "what", "ranks", "why", "done")
-    width_left = max(20, width - 42)
-    for group in incidents[-_MOST:]:
-        line = next(line for line in reversed(group) if line.kind not in REMARK_KINDS)
-        verdict = next(iter(verdicts(group)), None)
-        why = line.reason if verdict is None else f"{verdict['cause']}: {verdict.get('why')}"
-        ranks = ",".join(map(str, line.ranks[:8]))
-        cells = _cut(why, 0.6 * width_left), _cut(line.decision, 0.4 * width_left)
-        _add(table, f"{group[0].step:,}", line.kind, ranks, *cells)
-    for line in warnings[-2:]:
-        cells = _cut(line.reason, 0.6 * width_left), _cut(line.decision, 0.4 * width_left)
-        _add(table, f"{line.step:,}", line.kind, "", *cells)
-    return [table]
+def incidents(run: RunReader) -> Listing:
+    """The incidents; opened, all that their journal lines say."""
+    rows = [
+        Row(
+            key=str(one.number),
+            cells=(
+                str(one.number), when(one.group[0].time)[11:], f"{one.group[0].step:,}", one.deeds,
+                one.verdict, rank_list(one.ranks()[:8]), one.cost(), one.recovered,
+            ),
+            detail=_card(one),
+            is_red=True,
+        )
+        for one in reversed(episodes(run)[-_MOST_ROWS:])
+    ]  # fmt: skip
+    heads = ("", "when", "step", "what was done", "verdict", "ranks", "cost", "recovered")
+    return Listing(title=f"incidents ({len(rows):,})", heads=heads, rows=rows)
 
 
-def _cut(text: str, most: float) -> str:
-    shown = plain(text)
-    return shown if len(shown) <= most else f"{shown[: int(most) - 1]}…"
+def _card(one: Episode) -> str:
+    lines = (
+        f"{when(line.time)} {line.kind}, step {line.step:,}: {line.reason}\n"
+        f"  {line.decision}{''.join(f'{chr(10)}  {name}' for name in line.sample_ids[:8])}"
+        for line in one.lines[:100]
+    )
+    why = (f"Not so if: {cause}" for line in one.lines if (cause := line.cause.get("refutation")))
+    return "\n\n".join([one.sentence(), *list(why)[:1], *lines])
 
 
-def _time(run: RunReader) -> Table:
-    whole, hour = run.time_spent(), run.last_hour()
-    table = _table("where the time went", "what", "in all", "share", "last hour")
+def ranks(run: RunReader) -> Listing:
+    """Each rank's median time of its own, its share of the others', and its GPU."""
+    fold = run.fold.ranks
+    cells = zip(fold.own.names, fold.own.cells(), strict=True)
+    own = {name: [value for value in row if value == value] for name, row in cells}
+    medians = {name: median_high(values) for name, values in own.items() if values}
+    gpu = {name: values for name in GPU_QUANTITIES if (values := fold.newest.get(name))}
+    rows = [
+        Row(
+            key=name,
+            cells=(
+                name, f"{number(medians[name])} s" if name in medians else "",
+                *(_known(values.get(name)) for values in gpu.values()),
+            ),
+        )
+        for name in dict.fromkeys([*fold.own.names, *(rank for of in gpu.values() for rank in of)])
+    ]  # fmt: skip
+    units = (f"{what}, {unit}" for what, unit in (GPU_QUANTITIES[name] for name in gpu))
+    return Listing(title="ranks", heads=("rank", "own time, median", *units), rows=rows)
+
+
+def _known(value: float | None) -> str:
+    return "" if value is None or value != value else number(value)
+
+
+def checkpoints(run: RunReader) -> Listing:
+    """The checkpoints on disk."""
+    rows = [
+        Row(
+            key=str(one.serial),
+            cells=(
+                f"{one.step:,}", one.state.value, format_bytes(one.num_bytes),
+                duration(max(0.0, run.clock() - one.time)),
+            ),
+        )
+        for one in reversed(run.checkpoints())
+    ]  # fmt: skip
+    return Listing(title="the ring on disk", heads=("step", "state", "size", "age"), rows=rows)
+
+
+def log(run: RunReader) -> Listing:
+    """The newest lines of the journal."""
+    first = max(0, len(run.fold.lines) - _MOST_ROWS)
+    rows = [
+        Row(
+            key=str(place),
+            cells=(when(one.time), f"{one.step:,}", one.kind, rank_list(one.ranks), one.reason),
+            detail=f"{when(one.time)} {one.kind}, step {one.step:,}\n\n{one.reason}\n\n"
+            f"{one.decision}",
+            is_red=one.kind in INCIDENT_KINDS,
+        )
+        for place, one in enumerate(run.fold.lines[first:], start=first)
+    ]
+    return Listing(title="log", heads=("when", "step", "what", "ranks", "why"), rows=rows[::-1])
+
+
+def _time(run: RunReader) -> Listing:
+    whole, hour = run.time_spent(), run.last_hour() or {}
     total = sum(whole.values()) or 1.0
-    for name, seconds in sorted(whole.items(), key=lambda one: -one[1])[:6]:
-        if seconds > 0:
-            late = took(hour.get(name, 0.0)) if hour else ""
-            _add(table, name.replace("_", " "), took(seconds), f"{seconds / total:.0%}", late)
+    rows = [
+        Row(
+            key=name,
+            cells=(
+                name.replace("_", " "), took(seconds), f"{seconds / total:.0%}",
+                took(hour[name]) if name in hour else "",
+            ),
+        )
+        for name, seconds in sorted(whole.items(), key=lambda one: -one[1])[:6]
+        if seconds > 0
+    ]  # fmt: skip
+    heads = ("what", "in all", "share", "last hour")
+    return Listing(title="where the time went", heads=heads, rows=rows)
+
+
+def runs(glances: Sequence[Glance]) -> Listing:
+    """A line for each run, as :data:`RUN_HEADS` names them; its key is the run's directory."""
+    return Listing(title="runs", heads=RUN_HEADS, rows=[_run(one) for one in glances])
+
+
+def _run(one: Glance) -> Row:
+    loss = f"{one.loss:.4f}" if one.loss == one.loss else ""
+    step = f"{one.step:,}" + (f" of {one.total:,}" if one.total is not None else "")
+    age = one.age()
+    cells = (
+        one.name, one.status, step, loss, one.last_incident(), "" if age is None else duration(age)
+    )  # fmt: skip
+    return Row(key=str(one.run_dir.out), cells=cells, is_red=one.status in ("halted", "failed"))
+
+
+def drawn_runs(glances: Sequence[Glance], width: int) -> Table:
+    """The table of runs, for ``--once``."""
+    return _drawn(runs(glances), width, most=len(glances))
+
+
+def _drawn(listing: Listing, width: int, most: int = _MOST + 1) -> Table:
+    """The newest rows of a listing; what is too wide is cut."""
+    table = Table(title=listing.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    rows = listing.rows[:most]
+    for place, head in enumerate(listing.heads):
+        longest = max(len(text) for text in [head, *(row.cells[place] for row in rows)])
+        # A column that may wrap is made narrower; its cells are cut instead.
+        table.add_column(
+            Text(head, no_wrap=True, overflow="ellipsis"),
+            overflow="ellipsis",
+            no_wrap=longest <= _NARROW,
+            max_width=max(20, width // 3),
+        )
+    for row in rows:
+        table.add_row(*cells_of(row))
     return table
 
 
-def _ring(run: RunReader) -> list[RenderableType]:
-    checkpoints = run.checkpoints()
-    if not checkpoints:
-        return []
-    table = _table("the ring on disk", "step", "state", "size", "age")
-    for one in reversed(checkpoints[-_MOST:]):
-        age = duration(max(0.0, run.clock() - one.time))
-        _add(table, f"{one.step:,}", one.state.value, format_bytes(one.num_bytes), age)
-    return [table]
-
-
-def _table(title: str, *heads: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for head in heads:
-        table.add_column(head, overflow="ellipsis", no_wrap=True)
-    return table
-
-
-def _add(table: Table, *cells: str) -> None:
-    table.add_row(*(Text(plain(cell).replace("\n", " ")) for cell in cells))
+def cells_of(row: Row) -> list[Text]:
+    """The cells, on one line each, without anything that would control the terminal."""
+    style = "red" if row.is_red else ""
+    texts = (plain(cell).replace("\n", " ") for cell in row.cells)
+    return [Text(text, style=style, no_wrap=True, overflow="ellipsis") for text in texts]

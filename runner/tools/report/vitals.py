@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from runner.run_dir.time_account import plausible_seconds
 from runner.system.error import ConfigError
 from runner.system.json_lines import last_line
 from runner.tools.report.follow import Follower, number, whole
+from runner.tools.report.incident import INCIDENT_KINDS, Line, line_of
 
 ALIVE_SECONDS = 60.0  # the owner beats about every second; a busy file system may show it late
 _DEEP = 3  # folders of runs within folders
@@ -110,6 +112,8 @@ class Glance:
         moved: when the last step was made, in seconds since the epoch; 0 without any.
         incarnation: of the newest start; None if unknown.
         reason: how the newest start ended; empty until it has.
+        name: of the run, in the folder where it was found.
+        incident: the newest line of trouble; None without any.
     """
 
     def __init__(
@@ -119,8 +123,11 @@ class Glance:
         clock: Callable[[], float] = time.time,
         alive_seconds: float = ALIVE_SECONDS,
         is_patient: bool = False,
+        name: str = "",
     ) -> None:
         self.run_dir = RunDir(out)
+        self.name = name or out.name or str(out)
+        self.incident: Line | None = None
         self.vitals = Vitals(
             self.run_dir, clock, alive_seconds=alive_seconds, is_patient=is_patient
         )
@@ -153,6 +160,16 @@ class Glance:
             return silent
         return max(0.0, self._clock() - max(self.moved, self._line_time, self._seen))
 
+    def age(self) -> float | None:
+        """Seconds since its newest line; None without any."""
+        newest = max(self.moved, self._line_time)
+        return max(0.0, self._clock() - newest) if newest else None
+
+    def last_incident(self) -> str:
+        """The newest trouble; empty for none."""
+        one = self.incident
+        return f"{one.kind.replace('_', ' ')}, step {one.step:,}" if one else ""
+
     def update(self) -> list[dict[str, Any]]:
         """Read how the run is; returns the journal lines that are new.
 
@@ -169,6 +186,7 @@ class Glance:
                 self.num_lines = 0 if self._began is not None else self.num_lines
                 self._began = line.get("time")
             self._line_time = plausible_seconds(line.get("time")) or self._line_time
+            self.incident = _trouble(line) or self.incident
             if place <= self.num_lines or type(line.get("step")) is not int or "kind" not in line:
                 continue
             fresh.append(line)
@@ -188,6 +206,38 @@ class Glance:
         if self.status == SILENT and self.silent_seconds() < self._alive_seconds:
             self.status = STARTING  # it has not beaten yet
         return fresh
+
+
+def _trouble(line: Mapping[str, Any]) -> Line | None:
+    return line_of(line) if line.get("kind") in INCIDENT_KINDS else None
+
+
+class Runs:
+    """The runs of a folder, or one run; those that come later as well. Only reads.
+
+    Args:
+        folder: in which runs are, or will be.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+        self._folder, self._clock = folder, clock
+        self._glances: dict[Path, Glance] = {}
+
+    def update(self) -> list[Glance]:
+        """The runs that are there now, by name; one that cannot be read stays as it was.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
+        known, self._glances = self._glances, {}
+        for out in find_runs(self._folder):
+            name = str(out.relative_to(self._folder)) if out != self._folder else ""
+            one = known.get(out) or Glance(out, clock=self._clock, name=name)
+            self._glances[out] = one
+            with suppress(OSError, ConfigError):
+                one.update()
+        return list(self._glances.values())
 
 
 def is_run(folder: Path) -> bool:
