@@ -19,10 +19,10 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! command -v strace >/
   { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y \
     --no-install-recommends strace; } >/dev/null 2>&1 || echo "no strace could be installed" >&2
 fi
-if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! command -v chromium >/dev/null; then
-  echo "installing chromium for the tests of pages (once)"
+if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v chromium && command -v tmux; } >/dev/null; then
+  echo "installing chromium and tmux for the tests of pages and of top (once)"
   { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y \
-    --no-install-recommends chromium tmux; } >/dev/null 2>&1 || echo "no chromium could be installed" >&2
+    --no-install-recommends chromium tmux; } >/dev/null 2>&1 || echo "chromium or tmux could not be installed" >&2
 fi
 for word in "$@"; do
   if [ -e "${word%%::*}" ]; then exec "$VENV/bin/python" -m pytest "$@"; fi
