@@ -55,7 +55,7 @@ NAMES: Final = (
     ),
     (
         "optim.clip",
-        "max_grad_norm gradient_clip_val grad_clip clip_grad_norm clip_grad max_norm "
+        "max_grad_norm gradient_clip_val gradient_clip grad_clip clip_grad_norm clip_grad max_norm "
         "gradient_clipping clipping_threshold",
     ),
     ("optim.beta1", "adam_beta1 beta_1"),

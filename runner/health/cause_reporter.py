@@ -339,7 +339,8 @@ class CauseReporter:
         if cause.kind == MEMORY:
             _log.info(
                 "out of memory: lower batch.micro_size (the next start halves it); in a loop of "
-                "your own, take smaller batches"
+                "your own, take smaller batches. If much is reserved and not allocated: "
+                "PYTORCH_ALLOC_CONF=expandable_segments:True"
             )
         _log.info("evidence of each rank: %s", folder)
         with contextlib.suppress(OSError):

@@ -196,7 +196,7 @@ class RunDir:
             f"{_shape(wanted.get(name))} here"
             + (f"\n{_told(blamed)}" if blamed else "")
             + "\nA run keeps its tensors, whatever resume.allow says: give the old values, or "
-            "another out"
+            "another out, which `holdfast export` and `holdfast import` begin with these weights"
         )
 
     def store_config(self, config: RunConfig) -> None:

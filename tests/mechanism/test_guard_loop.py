@@ -523,6 +523,10 @@ def test_a_stop_is_saved_and_has_its_exit_code(tmp_path: Path, is_in_evaluation:
         ({"cooldown_steps": 5}, "your schedule"),
         ({"accumulate": 0}, "accumulate=0"),
         ({"skip": [[3, 3]]}, "half-open"),
+        (
+            {"pipeline": object(), "scheduler": torch.amp.GradScaler("cpu")},
+            "sees overflows of its own stage alone",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:

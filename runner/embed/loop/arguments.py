@@ -24,7 +24,11 @@ _REFUSED_OPTIMIZERS = {
 
 
 def check_arguments(
-    models: Sequence[Any], optimizers: Sequence[Any], schedulers: Sequence[Any]
+    models: Sequence[Any],
+    optimizers: Sequence[Any],
+    schedulers: Sequence[Any],
+    *,
+    is_a_stage: bool,
 ) -> None:
     """
     Raises:
@@ -45,6 +49,11 @@ def check_arguments(
         if not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
             raise ConfigError(
                 f"Guard: scheduler={_kind(scheduler)}: needs state_dict() and load_state_dict()"
+            )
+        if is_a_stage and isinstance(scheduler, torch.amp.GradScaler) and scheduler.is_enabled():
+            raise ConfigError(
+                "Guard: pipeline= with a GradScaler, which sees overflows of its own stage alone: "
+                "the others would make their update, and their scales part; use BF16"
             )
 
 

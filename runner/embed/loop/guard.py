@@ -128,7 +128,8 @@ class Guard(Holder):
         check_clip(clip, optimizers)
         engine = engine_in(models, optimizers)
         if engine is None:
-            check_arguments(models, optimizers, schedulers)
+            is_a_stage = pipeline is not None
+            check_arguments(models, optimizers, schedulers, is_a_stage=is_a_stage)
         elif clip is not None:
             raise ConfigError(f"clip={clip}: DeepSpeed clips; set its gradient_clipping")
         elif pipeline is not None:
