@@ -22,7 +22,7 @@ from runner.tools.report.live_server import ADDRESS, server
 from runner.tools.report.page import page, read_runs
 from runner.tools.report.run_reader import RunReader
 from runner.tools.report.terminal import drawn_runs, frame
-from runner.tools.report.vitals import Glance, Runs, is_run
+from runner.tools.report.vitals import Runs, find_runs, is_run
 
 _COMPARISON = "comparison.html"
 _HEAD_BYTES = 1 << 16  # the title comes before the style
@@ -97,11 +97,11 @@ def top_command(arguments: Sequence[str]) -> int:
     at_least(0.05, seconds=options.seconds)
     out, console = Path(options.out), Console(highlight=False)
     try:
-        runs = Runs(out).update() if out.is_dir() and not is_run(out) else []
+        has_runs = out.is_dir() and not is_run(out) and any(find_runs(out))
         if options.once or not console.is_terminal:
-            console.print(_once(out, runs, console.width))
+            console.print(_runs(out, console.width) if has_runs else _run(out, console.width))
             return 0
-        if not runs:
+        if not has_runs:
             RunReader(out)  # or a sentence, before the screen is taken
         if not is_installed("top"):
             raise ConfigError(f"{lacking('top', 'top')}; or give --once, which needs none")
@@ -113,9 +113,11 @@ def top_command(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _once(out: Path, runs: Sequence[Glance], width: int) -> RenderableType:
-    if runs:
-        return drawn_runs(runs, width)
+def _runs(folder: Path, width: int) -> RenderableType:
+    return drawn_runs(Runs(folder).update(), width)
+
+
+def _run(out: Path, width: int) -> RenderableType:
     run = RunReader(out, columns=256)
     run.update()
     return frame(run, width=width)

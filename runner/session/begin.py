@@ -526,8 +526,9 @@ def _stepper(run: FaultyRun, config: RunConfig) -> Stepper:
 
 def _loop(run: FaultyRun, config: RunConfig, corpus_check: CorpusCheck) -> Loop:
     group, state = run.group, run.state
-    best_evaluation = BestEvaluation.of(run, config.eval)
-    best = best_evaluation.kept(run) if config.checkpoint.keep_best else None
+    is_kept = config.checkpoint.keep_best
+    best_evaluation = BestEvaluation.of(run, config.eval, is_kept=is_kept)
+    best = best_evaluation if is_kept else None
     in_memory = run.memory.memory is not None
     saves = SaveSchedule.of(run, config.checkpoint, in_memory=in_memory, best=best)
     inspections = _inspections(run, config, saves)

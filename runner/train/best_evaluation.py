@@ -33,14 +33,23 @@ class BestEvaluation:
         self._best_at = -1
 
     @classmethod
-    def of(cls, run: EngineRun, settings: EvalConfig) -> BestEvaluation:
-        """With what the metrics have. Collective."""
+    def of(cls, run: EngineRun, settings: EvalConfig, *, is_kept: bool) -> BestEvaluation:
+        """With what the metrics have, where something goes by it. Collective.
+
+        Args:
+            is_kept: the ring keeps the best checkpoint.
+        """
+        if not (is_kept or settings.stop_after):
+            return cls(settings, ())  # a long run's metrics are not read at each start for nothing
         path, length, step = run.group.run_dir.metrics, run.resumed.metrics_bytes, run.resumed.step
         before = run.ranks.of_first(
             "reading the metrics",
             lambda: evaluations(iter_lines(path, stop=length), settings.metric),
         )
-        return cls(settings, ((int(at), float(value)) for at, value in before if at <= step))
+        best = cls(settings, ((int(at), float(value)) for at, value in before if at <= step))
+        if is_kept:
+            run.ring.also_keep(lambda: best.serials(run.ring.records))
+        return best
 
     def evaluated(self, updates: int, evaluator: Evaluator, loss: float | None) -> None:
         """Record the evaluation of the current state.
@@ -80,11 +89,6 @@ class BestEvaluation:
         ]
         return {-min(known)[1]} if known else set()
 
-    def kept(self, run: EngineRun) -> BestEvaluation:
-        """Let the ring keep the best checkpoint."""
-        run.ring.also_keep(lambda: self.serials(run.ring.records))
-        return self
-
     def ended(self, written: RunJournal, updates: int) -> str:
         """:meth:`ending`, journalled once."""
         reason = self.ending(updates)
@@ -96,8 +100,9 @@ class BestEvaluation:
 
     def ending(self, updates: int) -> str:
         """Why the run ends after ``updates`` updates: eval.stop_after; empty to go on."""
-        patience, best = self._settings.stop_after, self._best(updates)
-        if not patience or best is None:
+        patience = self._settings.stop_after
+        best = self._best(updates) if patience else None
+        if best is None:
             return ""
         later = sum(best[0] < step <= updates for step in self._values)
         if later < patience:

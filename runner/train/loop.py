@@ -58,10 +58,9 @@ class Loop:
             SaveError: every step is applied, but the end state is not on disk.
         """
         self.begin()
-        while not (early := self.ended_early(self.state.updates)) and (
-            self.state.updates < self.until
-        ):
+        while self.state.updates < self.until and not self.ended_early(self.state.updates):
             self.step()
+        early = self.ended_early(self.state.updates)
         with self._saved_at_a_stop():
             fault = self.checkpoints.finish(
                 self.state, lambda: self.periodic.held_out_loss(self.state.updates)

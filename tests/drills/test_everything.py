@@ -25,6 +25,7 @@ EVERYTHING = (
     *("debug.preflight=true", "explain=full", "guard.remedy=verdict", "guard.sync=false"),
     *("eval.every=8", "optim.ema=0.9", "checkpoint.keep_best=true", "checkpoint.memory_every=4"),
     *("track.tensorboard=true", "track.every=5", "watchdog.straggler_every=7", MIXTURE, TWO_LAYERS),
+    *("eval.goal=highest", "eval.stop_after=6"),  # of losses that fall: the first is the best
 )
 PACKED = """\
 data: {_target_: scripts.swarm.guests.Ids, short: true, pack: true, size: 4000, seq_len: 16}
@@ -91,6 +92,8 @@ def test_a_run_with_everything_on_ends_as_the_run_told_to_skip(tmp_path: Path, e
     assert "data" in causes, hit.tail
     told = finish(tmp_path / "told", *words, skip_override(hit.summary["skipped"]))
     assert told.digest == hit.digest
+    assert told.summary["steps"] == 56 and "stopped early" in told.summary["reason"], told.tail
+    assert hit.summary["reason"] == told.summary["reason"] and len(hit.journal("early_stop")) == 1
     rows = [(row["attempt"], row.get("gpu_celsius")) for row in read_lines(hit.out / "ranks.jsonl")]
     assert {(1, (61.0, 0.0)), (2, (61.0, 0.0))} <= {(n, tuple(row)) for n, row in rows if row}
     assert "Temperature of each GPU" in pages.page(pages.read_runs([hit.out]))
