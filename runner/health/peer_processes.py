@@ -52,7 +52,7 @@ class PeerProcesses:
             try:
                 self._open[os.pidfd_open(int(process["pid"]))] = rank
             except ProcessLookupError:
-                self._note(rank)
+                self._note(rank, self._exit_status(rank))
             except (OSError, AttributeError):
                 self._looked_at.add(rank)
         if self._open or self._looked_at:
@@ -69,18 +69,23 @@ class PeerProcesses:
         left = len(self._open)
         while left or self._looked_at:
             for descriptor, _ in poll.poll(_LOOK_MILLISECONDS if self._looked_at else None):
-                self._note(self._open[descriptor], exit_status_by_pidfd(descriptor))
+                rank = self._open[descriptor]
+                # The kernel tells by /proc until the parent asks, by pidfd from then on, and the
+                # parent may ask at any moment: between two questions that both came too early.
+                status = self._exit_status(rank)
+                self._note(rank, exit_status_by_pidfd(descriptor) if status is None else status)
                 poll.unregister(descriptor)
                 os.close(descriptor)
                 left -= 1
             for rank in sorted(self._looked_at):
                 if not is_alive(self._processes[rank]):
-                    self._note(rank)
+                    self._note(rank, self._exit_status(rank))
                     self._looked_at.discard(rank)
 
-    def _note(self, rank: int, status: int | None = None) -> None:
-        if status is None:
-            status = exit_status(int(self._processes[rank]["pid"]))
+    def _exit_status(self, rank: int) -> int | None:
+        return exit_status(int(self._processes[rank]["pid"]))
+
+    def _note(self, rank: int, status: int | None) -> None:
         # The parent may have reaped it first; the rank leaves its code for a supervisor.
         self.deaths[rank] = (
             recorded_exit(variables(), rank_name(rank)) if status is None else status

@@ -93,13 +93,13 @@ def exit_status(pid: int) -> int | None:
 
 
 def exit_status_by_pidfd(descriptor: int) -> int | None:
-    """How a process ended: its exit code, or minus the signal; also after its parent has asked.
+    """How a process ended whose parent has asked for it: its exit code, or minus the signal.
 
     Args:
         descriptor: its pidfd, opened while it was alive.
 
     Returns:
-        None: it is alive, or this kernel does not tell (before Linux 6.15).
+        None: it is alive or a zombie, or this kernel does not tell (before Linux 6.15).
     """
     info = bytearray(_PIDFD_INFO_BYTES)
     struct.pack_into("=Q", info, 0, _PIDFD_INFO_EXIT)

@@ -6,18 +6,19 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from runner.distributed.env import tell_exit
-from runner.health import cause_reporter
+from runner.health import cause_reporter, peer_processes
 from runner.health.peer_processes import IN_ORDER
 from runner.health.preemption import StopRequest
 from runner.health.rank_report import Report, read_reports
 from runner.run_dir.paths import RunDir
 from runner.system.process import (
+    exit_status,
     exit_status_by_pidfd,
     own_process,
     pid_namespace,
@@ -154,6 +155,30 @@ def test_a_death_that_nobody_could_look_at(
     assert "gone without a report: SIGKILL" in of(1, tmp_path).message
 
 
+def test_a_parent_that_asks_between_two_looks(
+    tmp_path: Path, peer: Peer, left: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun asks ten times a second: also just after the look that came too early."""
+
+    def reap_after(look: Callable[[int], int | None]) -> Callable[[int], int | None]:
+        def looks(of: int) -> int | None:
+            seen = look(of)
+            peer.process.wait()
+            return seen
+
+        return looks
+
+    for name in ("exit_status", "exit_status_by_pidfd"):
+        look = getattr(peer_processes, name)
+        monkeypatch.setattr(peer_processes, name, reap_after(look))
+    one = watched(tmp_path, has_agent=False)
+    one.start()
+    take_run(tmp_path, one, [peer.facts])
+    peer.end(-signal.SIGKILL)
+    until(lambda: bool(left))
+    assert of(1, tmp_path).kind == "signal"
+
+
 def test_process_numbers_of_another_container_are_not_looked_up(
     tmp_path: Path, peer: Peer, left: list[int]
 ) -> None:
@@ -174,6 +199,8 @@ def test_how_a_process_ended_is_told_after_its_parent_has_asked(peer: Peer, stat
     try:
         assert exit_status_by_pidfd(descriptor) is None, "it is alive"
         peer.end(status)
+        until(lambda: exit_status(peer.process.pid) == status)
+        assert exit_status_by_pidfd(descriptor) is None, "its parent has not asked"
         assert peer.process.wait(20) == status
         known = exit_status_by_pidfd(descriptor)
         if known is None:
