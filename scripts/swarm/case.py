@@ -41,9 +41,9 @@ class Case:
 
     Args:
         model: traits of :class:`scripts.swarm.guests.Net`; none: the runner's own decoder.
-        data: ``synthetic``, ``own``, ``augmented``, ``packed``, ``text``, ``texts`` (a mixture,
-            whose tokens each start may have to make), ``mixture`` (sources of one level) or
-            ``levels`` (sources that differ in how well they can be learnt). In a
+        data: ``synthetic``, ``own``, ``stream``, ``augmented``, ``packed``, ``text``, ``texts``
+            (a mixture, whose tokens each start may have to make), ``mixture`` (sources of one
+            level) or ``levels`` (sources that differ in how well they can be learnt). In a
             loop: ``list``, ``own`` (iterable), ``windows`` (drawn from the process's generator),
             ``shuffled`` (a DataLoader), ``stateful`` (torchdata's) or ``sampler`` (our Sampler).
         units: the loss is this many times what it would be, as are the guard's limits.
@@ -53,6 +53,8 @@ class Case:
         bad: loop: numbers of the batches that are NaN on rank 0.
         sick: ``HOW@step=N,ranks=A+B``: a device that computes wrongly from then on.
         flaky: seconds for which the storage refuses to read samples, from the start on.
+        stop_after: as ``eval.stop_after``, with the first evaluation the best one: the run ends so
+            many evaluations later.
         auto: the interval of checkpoints is chosen by their cost.
         advice: the step at which a file says that the machine may go soon; 0 for none.
         full: loop: numbers of the batches that do not fit into rank 0's memory at once.
@@ -77,6 +79,7 @@ class Case:
     units: float = 1.0
     evaluate: int = 0
     best: bool = False
+    stop_after: int = 0
     audit: int = 0
     layers: int = 0
     replicas: int = 0

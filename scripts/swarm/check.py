@@ -188,6 +188,7 @@ def _audits(case: Case, played: Played) -> Iterator[str]:
         elif not set(line["ranks"]) >= ranks or (is_alone and set(line["ranks"]) != ranks):
             yield f"audit: names {line['ranks']}, not {ranks}: {line['reason'][:300]}"
     is_due = is_alone and case.audit and case.ranks > 1 and played.last.code == EXIT_DONE
+    is_due = is_due and not case.stop_after
     if is_due and not lines and wrong[0].steps[0] + 2 * case.audit < STEPS:
         yield f"audit: {wrong[0].text} was not found in {STEPS} steps"
 
@@ -286,9 +287,9 @@ def _same_as_told(case: Case, played: Played, twins: Twins) -> Iterator[str]:
     if legs is None or not _is_compared(case, played):
         return
     skipped = played.last.summary["skipped"]
-    # Every other twin does not even evaluate.
-    undisturbed = as_told(case) if case.seed % 2 else replace(as_told(case), evaluate=0)
-    undisturbed = replace(undisturbed, breaks=case.breaks)
+    undisturbed = replace(as_told(case), breaks=case.breaks)
+    if case.seed % 2 and not case.stop_after:  # every other twin does not even evaluate
+        undisturbed = replace(undisturbed, evaluate=0)
     twin = twins.of(undisturbed, legs, skipped)
     if twin.last.code != EXIT_DONE:
         yield f"told: the twin ended with {twin.last.code}: {tail(twin.last.text)}"

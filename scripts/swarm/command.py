@@ -101,6 +101,8 @@ def _data(case: Case, folder: Path, start: int) -> list[str]:
         return ["data.vocab_size=32"]
     if case.data == "text":
         return ["data=text", f"data.path={folder / 'text'}"]
+    if case.data == "stream":
+        return ["data._target_=scripts.swarm.guests.stream", "data.vocab_size=32"]
     if case.data in MIXTURES:
         weights = zip(MIXED, weights_of(case, start), strict=True)
         sources = [
@@ -132,11 +134,17 @@ def _watched(case: Case) -> list[str]:
         f"debug.replica_check_every={case.replicas}",
         f"debug.preflight={json.dumps(case.preflight)}",
         *_tracker(case),
+        *_ended_early(case),
         f"checkpoint.keep_best={json.dumps(case.best)}",
         f"checkpoint.keep={case.keep}",
         f"checkpoint.background={json.dumps(case.background)}",
         f"checkpoint.memory_every={3 if case.memory else 0}",
     ]
+
+
+def _ended_early(case: Case) -> list[str]:
+    # The loss falls, so that the first evaluation stays the best.
+    return [f"eval.stop_after={case.stop_after}", "eval.goal=highest"] if case.stop_after else []
 
 
 def _tracker(case: Case) -> list[str]:

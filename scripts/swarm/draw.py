@@ -46,7 +46,12 @@ def _newer_runner(dice: random.Random, case: Case) -> Case:
         for one in case.breaks
     )
     advice = dice.randint(2, STEPS - 4) if dice.random() < 0.15 else 0
-    return replace(case, breaks=breaks, advice=advice, auto=dice.random() < 0.1)
+    case = replace(case, breaks=breaks, advice=advice, auto=dice.random() < 0.1)
+    if case.data == "own" and dice.random() < 0.4:
+        case = replace(case, data="stream")
+    if case.evaluate and dice.random() < 0.25:
+        case = replace(case, stop_after=dice.choice((1, 2, 3)))
+    return case
 
 
 def _newer_loop(dice: random.Random, case: Case) -> Case:

@@ -6,7 +6,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -126,3 +126,9 @@ class Ids:
                 ids = ids[::-1].copy()
             ids = (ids + int(np.random.randint(2)) + random.randrange(2)) % VOCAB
         return {"input_ids": ids}
+
+
+def stream(seq_len: int) -> Iterator[dict[str, Any]]:
+    """The samples of :class:`Ids`, of which nobody knows the number."""
+    samples = Ids(seq_len)
+    yield from (samples[i] for i in range(len(samples)))
