@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-_TIMEOUT_SECONDS = 900
+TIMEOUT_SECONDS = 900
 _TAIL = 1500
 folder = partial(tempfile.TemporaryDirectory, prefix="bench-", ignore_cleanup_errors=True)
 
@@ -34,7 +34,7 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
-def run(command: Sequence[str], log: Path, seconds: float = _TIMEOUT_SECONDS) -> None:
+def run(command: Sequence[str], log: Path, seconds: float = TIMEOUT_SECONDS) -> None:
     """Run a command to its end, its output in ``log``; its processes are ended in any case.
 
     Args:
@@ -56,7 +56,7 @@ def run(command: Sequence[str], log: Path, seconds: float = _TIMEOUT_SECONDS) ->
             process.terminate()  # torchrun ends its ranks
             process.wait()
     if code:
-        raise MeasureError(f"ended with {code}: {_last_words(log)}")
+        raise MeasureError(f"ended with {code}: {last_words(log)}")
 
 
 def on_ranks(ranks: int, module: str, *arguments: str) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def on_ranks(ranks: int, module: str, *arguments: str) -> dict[str, Any]:
         return result
 
 
-def _last_words(log: Path) -> str:
+def last_words(log: Path) -> str:
     """The first error that a rank told, or the last line."""
     lines = [line.strip() for line in log.read_text(errors="replace")[-50_000:].splitlines()]
     for line in lines:

@@ -7,22 +7,35 @@ server (warm) and without one (cold); in "under torchrun" plain torchrun starts 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from scripts.bench.ours import make_task, settings
-from scripts.bench.process import MeasureError, folder, run, torchrun
+from scripts.bench.process import (
+    TIMEOUT_SECONDS,
+    MeasureError,
+    environment,
+    folder,
+    last_words,
+    run,
+    torchrun,
+)
 from scripts.bench.report import Row, compared
 from scripts.bench.steps import Plan
 from scripts.bench.task import write_task
+from tests import namespaces
+from tests.namespaces import Network
 
 _STEPS, _EVERY, _FAULT = 24, 10, 18
 _SIZE = ("batch.global_size=8", "batch.micro_size=4")
 _AGAINST = "torchrun and dcp.save"
 _LIMIT_SECONDS, _TRIES = 60.0, 4  # of the loop under torchrun, whose restart may hang or fail
 _WAYS = {"warm": [], "cold": ["launch.warm=false"]}
+_NODES = ("nodeA", "nodeB")
+_NEXT_STEP = "killed rank to the next step"
 
 
 def measure(plan: Plan) -> list[Row]:
@@ -30,8 +43,12 @@ def measure(plan: Plan) -> list[Row]:
     starts: dict[str, list[dict[str, float]]] = defaultdict(list)
     failed = 0
     size = [*plan.size, *([] if plan.has_gpu else _SIZE), *plan.overrides]
+    if reason := namespaces.unavailable():
+        plan.say(f"  two nodes: not measured, {reason}")
+    warm, cold = (f"{way}, two nodes" for way in _WAYS)
+    on_nodes = () if reason else (warm, cold)
     for _ in range(1 if plan.quick else 12):
-        for way in (*_WAYS, "under torchrun", "bare"):
+        for way in (*_WAYS, "under torchrun", "bare", *on_nodes):
             with folder() as name:
                 own = Path(name)
                 if way == "bare":
@@ -47,7 +64,7 @@ def measure(plan: Plan) -> list[Row]:
     return [
         *(
             compared(
-                f"killed rank to the next step, {way}",
+                f"{_NEXT_STEP}, {way}",
                 _AGAINST,
                 list(zip(seconds[way], seconds["bare"], strict=True)),
                 aim=aim,
@@ -62,6 +79,18 @@ def measure(plan: Plan) -> list[Row]:
             list(zip(seconds["first step, warm"], seconds["first step, cold"], strict=True)),
             aim=0.6,
         ),
+        *(
+            [
+                compared(
+                    f"{_NEXT_STEP}, {warm}",
+                    "the same, cold",
+                    list(zip(seconds[warm], seconds[cold], strict=True)),
+                    start_seconds=_medians(starts[warm]),
+                )
+            ]
+            if on_nodes
+            else []
+        ),
     ]
 
 
@@ -75,19 +104,37 @@ def _ours(
         *(f"checkpoint.every={_EVERY}", "checkpoint.memory_every=5", *size),
         f"faults=[kill@step={_FAULT},rank={last}]",
     ]
-    if way in _WAYS:
-        command = [sys.executable, "-m", "runner", "launch", f"--nproc={plan.ranks}"]
-        run([*command, *words, *_WAYS[way]], own / "log")
-        began = _lines(out / "attempts.jsonl")[0]["began"]
-    else:
+    if way == "under torchrun":
         run(_restarting(torchrun(plan.ranks, "runner", *words)), own / "log")
         began = 0.0
+    else:
+        name, _, nodes = way.partition(", ")
+        launch = [sys.executable, "-m", "runner", "launch"]
+        if nodes:
+            launch += [f"--nodes={len(_NODES)}", f"--head={_NODES[0]}", "--name=bench", "--nproc=1"]
+            _run_on_nodes([*launch, *words, *_WAYS[name]], own)
+        else:
+            run([*launch, f"--nproc={plan.ranks}", *words, *_WAYS[name]], own / "log")
+        began = _lines(out / "attempts.jsonl")[0]["began"]
     struck = next((out / "faults").glob("kill-*")).stat().st_mtime
     times = [float(line["time"]) for line in _lines(out / "metrics.jsonl")]
     start = [line for line in _lines(out / "journal.jsonl") if line["kind"] == "start"][-1]
     again = next(time for time in times if time > struck)
     parts = start["detail"]["start_seconds"] | {"checks and first step": again - start["time"]}
     return again - struck, times[0] - began, parts
+
+
+def _run_on_nodes(command: list[str], own: Path) -> None:
+    """Run a command on each node until all have ended."""
+    with Network(f"hb{os.getpid()}", _NODES, own / "net") as network:
+        logs = {node: own / f"{node}.log" for node in _NODES}
+        processes = {
+            node: network.start(node, command, log=log, env=environment())
+            for node, log in logs.items()
+        }
+        for node, process in processes.items():
+            if code := process.wait(TIMEOUT_SECONDS):
+                raise MeasureError(f"{node} ended with {code}: {last_words(logs[node])}")
 
 
 def _tried(plan: Plan, own: Path, size: list[str]) -> tuple[float, int]:
