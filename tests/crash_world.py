@@ -24,14 +24,13 @@ from runner.checkpoint.ring import CheckpointRing
 from runner.config.schema import CheckpointConfig
 from runner.distributed.env import JobEnv
 from runner.engine.protocol import Shard
-from runner.observe.backlog import Backlog
 from runner.observe.journal import Journal
 from runner.policy.decision.history import Incident
 from runner.policy.retention.records import Record, State, rollback_targets
 from runner.run_dir.paths import RunDir
 from runner.startup.resume import Resumed, RunInventory, claim_run_dir, resume_from, scan
 from runner.system.files import naming
-from runner.system.json_lines import LineFile
+from runner.system.json_lines import Backlog, LineFile
 from tests.observed import OneRank
 
 BATCH = 4

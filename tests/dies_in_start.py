@@ -14,7 +14,7 @@ import time
 from torch.distributed.distributed_c10d import _get_default_store
 
 from runner.__main__ import main
-from runner.health import start_watch
+from runner.health import rank_monitor
 from runner.session import opening
 
 
@@ -31,6 +31,6 @@ def _never_returns(*_: object) -> None:
         time.sleep(1)
 
 
-start_watch._SILENT_LOOKS = int(os.environ["LOOKS"])
+rank_monitor._SILENT_LOOKS = int(os.environ["LOOKS"])
 opening._require_equal_settings = _never_returns
 sys.exit(main())

@@ -322,7 +322,7 @@ MUTANTS = (
     # The data cursor.
     Mutant(
         "every epoch in the same order",
-        "runner/data/permutation.py",
+        "runner/data/cursor.py",
         "_mix_int(_mix_int(seed + _GOLDEN) + epoch * _GOLDEN)",
         "_mix_int(_mix_int(seed + _GOLDEN))",
         f"{POLICY}/test_permutation.py tests/mechanism/test_feed.py",
@@ -380,7 +380,7 @@ MUTANTS = (
     ),
     Mutant(
         "the last clean checkpoint may go",
-        "runner/policy/retention/retire.py",
+        "runner/policy/retention/records.py",
         "clean[: max(1, keep)]",
         "clean[: max(1, keep) - 1]",
         f"{POLICY}/test_ring.py",
@@ -424,7 +424,7 @@ MUTANTS = (
     ),
     Mutant(
         "Ring: a small tensor that begins to differ between ranks later",
-        "runner/embed/state/object_state.py",
+        "runner/embed/ring.py",
         "(size > _SMALL and name in self._compared)",
         "name in self._compared",
         "tests/mechanism/test_ring_alone.py",

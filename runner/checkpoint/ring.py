@@ -47,9 +47,10 @@ from runner.policy.retention.records import (
     Tier,
     abandoned_by_rollback,
     due_for_proof,
+    make_room,
     on_disk,
+    retire,
 )
-from runner.policy.retention.retire import make_room, retire
 from runner.system.error import (
     CheckpointError,
     CorruptCheckpoint,

@@ -33,7 +33,7 @@ from runner.engine.optimizer import OptimizerSettings, ShardOptimizer
 from runner.engine.partitions import never_whole, require_elementwise
 from runner.engine.protocol import Shard
 from runner.model.blueprint import AnswersYes, Blueprint
-from runner.policy.retention.retire import memory_every
+from runner.policy.retention.records import memory_every
 from runner.session import parts
 from runner.session.corpus import open_dataset
 from runner.startup.memory_need import (

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,7 @@ from runner.system.parsing import json_text
 from runner.system.process import add_options, stay_beside
 from runner.tools.backtest.column import ALWAYS, option
 from runner.tools.backtest.recording import read_columns
+from runner.tools.reading import held_out, progress, repeats, trouble
 from runner.tools.reading.curve import (
     CORPUS_ENTROPY,
     FURTHER,
@@ -37,7 +38,45 @@ from runner.tools.reading.curve import (
     Curve,
     Signature,
 )
-from runner.tools.reading.findings import LEAST_ROWS, read
+
+# Applies all rules to one curve, and decides which finding is shown if two have one cause.
+
+LEAST_ROWS = 20  # with fewer rows, only losses that are not finite are reported
+# Each hides others, which are other effects of the same cause.
+_HIDES = {
+    "divergence": "rate_too_high rate_too_low norm_creep overfitting plateau oscillation",
+    "level_shift": "plateau rate_too_high",
+    "oscillation": "overfitting",
+    "data_order": "rate_too_high",
+    "overfitting": "held_out_stalls epoch_steps norm_creep",
+    "rate_too_high": "norm_creep",
+    "floor_early": "plateau",
+    "epoch_steps": "data_order",
+}
+
+
+def read(curve: Curve) -> list[Signature]:
+    """The findings in a curve, in the order of :data:`SIGNATURES`; empty for a healthy one."""
+    if not len(curve):
+        return []
+    findings = list(trouble.not_finite(curve))
+    if int(curve.finite.sum()) >= LEAST_ROWS:
+        with np.errstate(all="ignore"):  # an overflow compares as false
+            findings += _rules(curve)
+    hidden = {name for finding in findings for name in _HIDES.get(finding.signature, "").split()}
+    order = list(SIGNATURES)
+    shown = [finding for finding in findings if finding.signature not in hidden]
+    return sorted(shown, key=lambda finding: order.index(finding.signature))
+
+
+def _rules(curve: Curve) -> Iterator[Signature]:
+    jumps = trouble.jumps(curve)
+    calm = trouble.calm_rows(curve, jumps)
+    yield from trouble.spikes(curve, jumps)
+    yield from trouble.divergence(curve, calm, jumps)
+    for rule in (*progress.RULES, *held_out.RULES, *repeats.RULES):
+        yield from rule(curve, calm)
+
 
 _OWN = ("step", "loss", "grad_norm", "lr", "eval_loss")  # columns of our own metrics
 

@@ -23,11 +23,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from runner.data.cursor import Indices, OneSource
+from runner.data.cursor import Indices, OneSource, epoch_key, permute
 from runner.data.dataset import Dataset, Record, RecordDataset, Sample, cumulative, digest
 from runner.data.dataset import sampled_files as sampled_files_of
 from runner.data.draws import draws
-from runner.data.permutation import epoch_key, permute
 from runner.system.error import DataError
 
 BLOCK: Final = 4096

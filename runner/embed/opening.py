@@ -32,8 +32,7 @@ from runner.embed.state.staged_state import StagedState
 from runner.health.preemption import StopLook
 from runner.observe.console import Console
 from runner.observe.metrics import Throughput
-from runner.policy.retention.records import Record, Tier
-from runner.policy.retention.retire import memory_every
+from runner.policy.retention.records import Record, Tier, memory_every
 from runner.run_dir.paths import RunDir, keep_for_owner
 from runner.session.group import watched
 from runner.session.opening import (

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 from runner.config.compose import suggestion, type_name
 from runner.config.schema import ParallelKind, Precision, RunConfig, ScheduleKind, former_key
 from runner.config.validate import check
-from runner.policy.retention.retire import FEWEST_SLOTS
+from runner.policy.retention.records import FEWEST_SLOTS
 from runner.system.error import ConfigError
 
 # Settings that need our engine, or storage that the embedded guard does not use.

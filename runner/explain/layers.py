@@ -17,8 +17,14 @@ from torch import nn
 
 from runner.config.schema import OptimConfig
 from runner.distributed.observers import Failure
-from runner.engine.activations import MOST_STRETCHES, Activations, stretches
-from runner.engine.layer_sums import KINDS, Before, LayerSums
+from runner.engine.activations import (
+    KINDS,
+    MOST_STRETCHES,
+    Activations,
+    Before,
+    LayerSums,
+    stretches,
+)
 from runner.policy.decision.early import EarlyRules, EarlyWarnings, Look, Warned
 from runner.policy.decision.history import WARNING, Incident
 from runner.system.json_lines import LineFile, step_of, tail

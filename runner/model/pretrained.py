@@ -31,8 +31,7 @@ from runner.model.objective import (
     accepted_by,
     embeddings_of,
 )
-from runner.model.quantised import NO_BASE, digest_of
-from runner.model.quantised_linear import Held, quantise, quantised_layers
+from runner.model.quantised import NO_BASE, Held, digest_of, quantise, quantised_layers
 from runner.model.recompute import NONE, SELECTIVE, selective_contexts
 from runner.model.recorded import named_tensors, put_tensor
 from runner.system.error import ConfigError, imported

@@ -19,7 +19,7 @@ from runner.checkpoint.memory.tier import MemoryParts
 from runner.checkpoint.protocol import Identity, SavedShard
 from runner.config.schema import CheckpointConfig
 from runner.distributed.env import RankEnv
-from runner.policy.retention.retire import (
+from runner.policy.retention.records import (
     FEWEST_SLOTS,
     NodeNeed,
     SlotPlan,

@@ -30,7 +30,6 @@ from runner.health.heartbeat import Heartbeat
 from runner.health.preemption import StopLook, StopRequest, StopRequested, who_asked
 from runner.health.rank_monitor import RankMonitor
 from runner.model.blueprint import Blueprint
-from runner.observe.backlog import Backlog
 from runner.observe.console import Console
 from runner.observe.journal import Journal
 from runner.observe.page_writer import PageWriter
@@ -42,6 +41,7 @@ from runner.run_dir.lease import RunLease
 from runner.run_dir.paths import RunDir
 from runner.run_dir.start_times import StartTimes
 from runner.system.error import Preempted
+from runner.system.json_lines import Backlog
 from runner.train.state import TrainState
 
 if TYPE_CHECKING:  # they are made from a run

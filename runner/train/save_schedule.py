@@ -21,7 +21,7 @@ from runner.policy.retention.interval import (
     why,
     why_snapshots,
 )
-from runner.policy.retention.retire import memory_every
+from runner.policy.retention.records import memory_every
 from runner.train.best_evaluation import BestEvaluation
 from runner.train.run import Run
 

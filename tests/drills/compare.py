@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runner.data.cursor import SampleStream
-from runner.data.permutation import held_out
+from runner.data.cursor import SampleStream, held_out
 from tests.run import Result, finish, metrics_step, read_lines, skip_override, start
 
 # The defaults of runner/config/schema.py and tests/run.py's TINY.

@@ -77,7 +77,7 @@ def test_a_full_disk(tmp_path: Path, clean: Result, size: str) -> None:
 KEEPS = """
 from pathlib import Path
 from runner.__main__ import run
-from runner.observe.backlog import Backlog
+from runner.system.json_lines import Backlog
 
 look = Backlog.look
 

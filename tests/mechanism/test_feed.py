@@ -21,10 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.config.schema import DataConfig, TokenDtype
-from runner.data.cursor import BatchPlan, SampleStream
+from runner.data.cursor import BatchPlan, SampleStream, held_out
 from runner.data.dataset import Dataset, Sample
 from runner.data.feed import NOT_COUNTED, Feed, MicroBatch, RankShare, _quiet_worker
-from runner.data.permutation import held_out
 from runner.data.synthetic import SyntheticLanguage
 from runner.data.tokens import open_tokens
 from runner.policy.decision.skip_ledger import Ledger

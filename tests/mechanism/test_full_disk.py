@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from runner.observe.backlog import Backlog
 from runner.system import json_lines as lines_module
 from runner.system.error import Superseded
-from runner.system.json_lines import LineFile, read_lines
+from runner.system.json_lines import Backlog, LineFile, read_lines
 
 
 def full() -> OSError:
@@ -226,7 +225,7 @@ def test_a_backlog_asks_once_when_it_has_lasted(tmp_path: Path, disk: Disk) -> N
 def test_a_backlog_in_memory_is_bounded(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runner.observe.backlog._MOST_BYTES", 90)
+    monkeypatch.setattr("runner.system.json_lines._MOST_BYTES", 90)
     asked = list[str]()
     backlog = Backlog(patience_seconds=1e9, ask_to_stop=asked.append, from_first=str, say=str)
     file = LineFile(tmp_path / "m", length=0)

@@ -33,7 +33,6 @@ from runner.fault.inject import Disturbance, FaultInjector
 from runner.fault.spec import parse_faults
 from runner.fault.wrap import wrap_engine, wrap_group, wrap_heart
 from runner.health.heartbeat import Heartbeat
-from runner.observe.backlog import Backlog
 from runner.observe.journal import Journal
 from runner.policy.decision import judge
 from runner.policy.decision.history import Incident
@@ -50,6 +49,7 @@ from runner.policy.retention.records import (
 )
 from runner.policy.schedule import Schedule
 from runner.system.error import RunnerError
+from runner.system.json_lines import Backlog
 from runner.train.agreed_step import is_within
 from runner.train.checkpoints import Checkpoints
 from runner.train.evaluate import Inspection, Periodic, falls_due

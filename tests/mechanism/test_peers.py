@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from runner.distributed.env import tell_exit
-from runner.health import cause_reporter, peer_processes
-from runner.health.peer_processes import IN_ORDER
+from runner.health import cause_reporter
+from runner.health.cause_reporter import IN_ORDER
 from runner.health.preemption import StopRequest
 from runner.health.rank_report import Report, read_reports
 from runner.run_dir.paths import RunDir
@@ -169,8 +169,8 @@ def test_a_parent_that_asks_between_two_looks(
         return looks
 
     for name in ("exit_status", "exit_status_by_pidfd"):
-        look = getattr(peer_processes, name)
-        monkeypatch.setattr(peer_processes, name, reap_after(look))
+        look = getattr(cause_reporter, name)
+        monkeypatch.setattr(cause_reporter, name, reap_after(look))
     one = watched(tmp_path, has_agent=False)
     one.start()
     take_run(tmp_path, one, [peer.facts])

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from runner.__main__ import main
+from runner.command.read import read
 from runner.tools.reading.curve import SIGNATURES, Curve
-from runner.tools.reading.findings import read
 from tests.made_curves import HEALTHY, TROUBLED, healthy
 
 _SEEDS = range(4)

@@ -14,8 +14,8 @@ import pytest
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from runner.distributed.env import RankEnv
-from runner.health import start_watch
-from runner.health.start_watch import StartWatch
+from runner.health import rank_monitor
+from runner.health.rank_monitor import StartWatch
 from runner.system.process import host_name, own_process, pid_namespace
 from tests import warm
 from tests.mechanism.test_meet import free_port
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExc
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[TCPStore]:
     """Of a group, with beats that come quickly."""
-    monkeypatch.setattr(start_watch, "_BEAT_SECONDS", 0.02)
-    monkeypatch.setattr(start_watch, "_SILENT_LOOKS", 50)
+    monkeypatch.setattr(rank_monitor, "_BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(rank_monitor, "_SILENT_LOOKS", 50)
     yield TCPStore(
         "127.0.0.1", 0, None, True, wait_for_workers=False, timeout=timedelta(seconds=20)
     )
@@ -89,7 +89,7 @@ def test_one_node_alone_asks_nobody(store: TCPStore) -> None:
 
 
 def test_a_lost_store_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start_watch, "_BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(rank_monitor, "_BEAT_SECONDS", 0.02)
     port = free_port()
     program = (
         "import sys, time\nfrom torch.distributed import TCPStore\n"

@@ -32,9 +32,9 @@ from runner.policy.retention.records import (
     State,
     abandoned_by_rollback,
     due_for_proof,
+    retire,
     with_state,
 )
-from runner.policy.retention.retire import retire
 from tests.policy.steps import BATCH, attempted
 
 BEFORE = PreOnset(loss=3.0, grad_norm=1.0, creep=1.0, is_creep_clear=False, drift_share=0.0)

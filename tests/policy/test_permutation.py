@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.data.permutation import MAX_SIZE, epoch_key, held_out, permute
+from runner.data.cursor import MAX_SIZE, epoch_key, held_out, permute
 
 KNOWN_10 = [8, 4, 6, 1, 3, 7, 5, 0, 9, 2]
 KNOWN_LARGE = [4573517308, 4687662495, 3203224399]

@@ -7,28 +7,26 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from runner.policy.retention.records import (
+    FEWEST_SLOTS,
+    NodeNeed,
     Reach,
     Record,
     State,
     Tier,
     abandoned_by_rollback,
     due_for_proof,
+    kept_there,
+    make_room,
     next_upload,
     older_targets,
     on_disk,
+    plan_slots,
     resume_order,
+    retire,
     rollback_targets,
+    slots_for_probation,
     with_state,
     without,
-)
-from runner.policy.retention.retire import (
-    FEWEST_SLOTS,
-    NodeNeed,
-    kept_there,
-    make_room,
-    plan_slots,
-    retire,
-    slots_for_probation,
 )
 
 C, OK, BAD = State.committed, State.clean, State.tainted

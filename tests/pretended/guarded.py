@@ -27,8 +27,8 @@ from runner.embed.loop.device_gate import DeviceGate, HostSide
 from runner.embed.loop.logged import Logged
 from runner.embed.loop.measure import Measurer
 from runner.embed.opening import SingleProcessRanks
+from runner.embed.ring import TreeState
 from runner.embed.state.loop_state import LoopState
-from runner.embed.state.object_state import TreeState
 from runner.policy.decision.signals import Bounds, Limits
 from runner.train.agreed_step import CLOSED, GRAD_NORM, RankReport
 from tests.pretended.device import Event

@@ -21,8 +21,7 @@ from runner.checkpoint.protocol import RingRanks
 from runner.checkpoint.remote.store import RemoteRing, WriterClaim
 from runner.config.schema import CheckpointConfig
 from runner.policy.decision.history import Incident
-from runner.policy.retention.records import Record, next_upload
-from runner.policy.retention.retire import kept_there
+from runner.policy.retention.records import Record, kept_there, next_upload
 
 _PATIENCE_SECONDS = 0.2  # between checks of the time at the end of a run
 

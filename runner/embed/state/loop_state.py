@@ -17,10 +17,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from runner.distributed.agreement import Ranks
-from runner.embed.state.base_weights import BaseWeights
 from runner.embed.state.codec import dtype_of, inline, outline, pack, unpack
 from runner.embed.state.geometry import Geometry, local, replicated, row
-from runner.embed.state.modules import Buffers, ExtraState, Modes
+from runner.embed.state.modules import BaseWeights, Buffers, ExtraState, Modes
 from runner.embed.state.staged_state import StagedState, home_of
 from runner.embed.state.stages import Stages, merged
 from runner.engine.modes import reshard

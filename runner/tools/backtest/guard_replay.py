@@ -32,8 +32,7 @@ from runner.policy.decision.ladder import (
 from runner.policy.decision.signals import Limits, StepSignals
 from runner.policy.decision.skip_ledger import Ledger
 from runner.policy.retention.interval import FIRST_PROBATIONS
-from runner.policy.retention.records import Record, State, due_for_proof, with_state
-from runner.policy.retention.retire import retire
+from runner.policy.retention.records import Record, State, due_for_proof, retire, with_state
 
 # States kept to follow recorded restarts.
 _STATES_KEPT = 1000
