@@ -1,9 +1,16 @@
 """One long run, hundreds of random faults, one supervisor; then the same run in peace.
 
-Half of the faults end or freeze processes, from within (``faults=[...]``) or from outside (the
-launcher killed, everything killed, a signal to stop, a full disk where a small one can be
-mounted); the rest are NaNs, spikes, bad samples and damaged checkpoints. The peaceful run has no
-faults and is told to skip what the soaked one skipped: both must end with one digest.
+The run has everything on: evaluations, a mixture, an average, audits, a tracker, snapshots in
+memory, copies in an object store. Half of the faults end or freeze processes, from within
+(``faults=[...]``) or from outside (everything killed, a signal, a notice, a full disk where a small
+one can be mounted, a store that is gone for a while); the rest are NaNs, spikes, bad samples,
+flipped bits and damaged checkpoints. Where the run recovers from one fault, another strikes now
+and then. The peaceful run has no faults and is told to skip what the soaked one skipped: both must
+end with one digest.
+
+With ``--record FILE`` it goes on from that record with the next seed until ``--minutes`` are over,
+so that a record may be of any number of sittings. ``--trace FILE`` plays a trace of failures on
+nodes instead (:mod:`scripts.soak_trace`).
 """
 
 from __future__ import annotations
@@ -21,33 +28,53 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from runner.fault.spec import POINTS
+from runner.fault.spec import ENDINGS, POINTS
 from runner.system.json_lines import read_lines
+from scripts import soak_trace
+from scripts.bench.provenance import head
 from tests.run import Started, environment_of, metrics_step, naming, skip_override
+from tests.store import BUCKET, Store
 
 # A tiny model's step takes 0.03 s; a start several seconds. No lower rate after a rollback: it is
 # the one lawful difference from a run that was told what to skip.
 SETTINGS = """
-model=tiny data=synthetic data.workers=0 eval.every=20 eval.samples=8 schedule.warmup=5
-checkpoint.every=10 checkpoint.clean_after=5 checkpoint.keep=9 guard.min_history=10
-guard.cooldown_steps=0 guard.max_rollbacks=1000 track.every=1000
+model=tiny compute.precision=fp32 data=synthetic data.workers=0 schedule.warmup=5
+data.sources=[{name:code,weight:1,samples:3000,seed:1},{name:web,weight:3,samples:9000,seed:2}]
+eval.every=20 eval.samples=8 optim.ema=0.9 checkpoint.keep_best=true
+checkpoint.every=10 checkpoint.clean_after=5 checkpoint.keep=9 checkpoint.memory_every=4
+guard.min_history=10 guard.cooldown_steps=0 guard.max_rollbacks=1000
+debug.audit_every=10 debug.replica_check_every=10 watchdog.straggler_every=7
+track.tensorboard=true track.every=5 track.layers_every=5
 watchdog.floor_seconds=8 watchdog.slow_seconds=60 resume.stale_seconds=5
+parallel.start_seconds=60 parallel.timeout_seconds=60
 """
 BATCH = 32
 STEPS_A_FAULT = 5
+# Not: what lasts on one rank (sticky, wrong, wrong_grad), for it takes another node, and what ends
+# as the run without it but for rounding (oom, overflow). tests/drills are of both.
 WEIGHTS = {
     "kill": 30, "abort": 8, "raise": 8, "hang": 2, "stop": 2, "mismatch": 2, "other_collective": 2,
-    "nan_grad": 14, "nan_loss": 8, "poison": 4, "spike": 3, "corrupt_checkpoint": 6, "slow": 1,
-    "kill_all": 3, "kill_torchrun": 2, "sigterm": 3, "disk_full": 2,
+    "skip_collective": 2, "other_shape": 2, "wrong_product": 2, "observer": 6,
+    "nan_grad": 12, "nan_loss": 8, "flip_grad": 6, "misread": 4, "spoil_state": 2, "flip_bit": 2,
+    "poison": 4, "spike": 3, "corrupt_checkpoint": 6, "corrupt_snapshots": 3, "slow": 1,
+    "kill_all": 3, "kill_torchrun": 2, "kill_rank": 4, "freeze_rank": 1, "sigterm": 3, "notice": 2,
+    "disk_full": 2, "store_gone": 3,
 }  # fmt: skip
-OUTER = ("kill_all", "kill_torchrun", "sigterm", "disk_full")
-DISK_BYTES = 64 << 20
-FULL_SECONDS = 2.0
+# From outside, by the harness. The first few also strike where the run recovers from another fault.
+OUTER = ("kill_rank", "kill_all", "kill_torchrun", "sigterm", "freeze_rank")
+OUTER_ALONE = ("notice", "disk_full", "store_gone")
+PAIRED = 0.4  # of recoveries are hit again,
+WITHIN = 5.0  # seconds after they began
+OBSERVERS = ("layers", "audit", "replicas", "tracker", "evidence", "explain")
+DISK_BYTES = 192 << 20
+FULL_SECONDS, GONE_SECONDS = 2.0, 6.0
+STUCK_SECONDS = 900.0  # without a new attempt or step
 
 
 def plan(
@@ -61,24 +88,34 @@ def plan(
     weights = {kind: weight for kind, weight in WEIGHTS.items() if kind in kinds}
     chosen = dice.choices(list(weights), list(weights.values()), k=num)
     drawn = list(zip(chosen, dice.sample(range(12, num * STEPS_A_FAULT - 5), num), strict=True))
-    inner = [_inner(kind, step, dice, ranks) for kind, step in drawn if kind not in OUTER]
-    return inner, sorted((step, kind) for kind, step in drawn if kind in OUTER)
+    outer = OUTER + OUTER_ALONE
+    inner = [_inner(kind, step, dice, ranks) for kind, step in drawn if kind not in outer]
+    return inner, sorted((step, kind) for kind, step in drawn if kind in outer)
 
 
 def _inner(kind: str, step: int, dice: random.Random, ranks: int) -> str:
-    first = step * BATCH + dice.randrange(BATCH)
+    first, rank, tenth = (
+        step * BATCH + dice.randrange(BATCH),
+        dice.randrange(ranks),
+        step // 10 * 10,
+    )
     if kind == "poison":
         return f"poison@samples={first}-{first + dice.choice((3, 40, 90))}"
     if kind == "spike":
         return f"spike@samples={first}-{first + dice.choice((3, 31))},scale=50"
     if kind == "corrupt_checkpoint":
         return f"{kind}@step={step}"
-    rank = dice.randrange(ranks)
     if kind == "slow":
         return f"slow@step={step}-{step + 2},rank={rank},seconds=0.2"
-    if kind in ("kill", "abort", "raise", "hang", "stop"):
+    if kind == "wrong_product":  # it takes a start at this step
+        return f"{kind}@step={tenth},rank={rank}"
+    if kind == "observer":
+        name, how = dice.choice(OBSERVERS), dice.choice(("raise", "raise", "kill"))
+        at = step if name in ("evidence", "explain") else tenth
+        return f"{how}@observer={name},step={at},rank={rank},call={dice.choice((0, 0, 1))}"
+    if kind in ENDINGS:
         point = dice.choice([p for p in POINTS if p != "rollback"])
-        step = step // 10 * 10 or 10 if point == "save" else step
+        step = (tenth or 10) if point == "save" else step
         return f"{kind}@step={step},rank={rank},at={point}"
     return f"{kind}@step={step},rank={rank}"
 
@@ -86,54 +123,186 @@ def _inner(kind: str, step: int, dice: random.Random, ranks: int) -> str:
 def main() -> int:
     """Soak, compare, print one line; 1 when the ends differ."""
     options = _options()
+    if options.trace:
+        return soak_trace.play(options)
+    if not options.record:
+        return 0 if _sitting(options)["same_digest"] else 1
+    began, record = time.monotonic(), {}
+    while True:
+        if options.record.exists():
+            record = json.loads(options.record.read_text())
+        sittings = record.get("sittings", [])
+        options.seed = max((one["seed"] for one in sittings), default=options.seed - 1) + 1
+        told = ("--faults", str(options.faults), "--record", options.record.name)
+        origin = head(["python", "-m", "scripts.soak", *told])
+        sittings.append({name: origin[name] for name in ("date", "commit")} | _sitting(options))
+        record = origin | {"totals": totals(sittings), "sittings": sittings}
+        options.record.write_text(json.dumps(record, indent=1) + "\n")
+        if not sittings[-1]["same_digest"]:
+            return 1
+        if time.monotonic() - began > options.minutes * 60:
+            return 0
+
+
+def totals(sittings: list[dict[str, Any]]) -> dict[str, Any]:
+    """Over all sittings: faults and what came of them."""
+    by_kind = sum((Counter(one["by_kind"]) for one in sittings), Counter[str]())
+    summed = ("faults", "paired", "seconds", "processes_left")
+    return {
+        "sittings": len(sittings),
+        "same_digest": sum(one["same_digest"] for one in sittings),
+        **{name: sum(one[name] for one in sittings) for name in summed},
+        "by_kind": dict(sorted(by_kind.items())),
+    }
+
+
+def _sitting(options: Any) -> dict[str, Any]:
+    store = Store()
     with _folder(options.keep) as folder, _disk(folder) as (out, can_fill):
-        dice, began = random.Random(options.seed), time.monotonic()
+        began = time.monotonic()
         kinds = [kind for kind in options.only or WEIGHTS if can_fill or kind != "disk_full"]
-        inner, outer = plan(options.faults, dice, ranks=options.ranks, kinds=kinds)
-        code, launches, server = soak(out, inner, outer, options, folder / "soak.log")
+        soak = Soak(out, folder / "soak.log", store, options, kinds)
+        code = soak.run()
         result = {
             "seed": options.seed,
             "ranks": options.ranks,
             "code": code,
             "seconds": round(time.monotonic() - began),
-            "launches": launches,
-            "fork_server_mb": server,
+            "launches": soak.launches,
+            "fork_server_mb": soak.server,
             "processes_left": len(naming(f"out={out}")),
-            **_told(out, inner, outer),
+            "same_digest": False,
+            **soak.told(),
         }
         if code == 0:
             result |= _compare(out, folder / "peace", options)
+        store.stop()
         print(json.dumps(result), flush=True)
         (folder / "result.json").write_text(json.dumps(result) + "\n")
-    return 0 if result.get("same_digest") else 1
+    return result
 
 
-def soak(
-    out: Path, inner: list[str], outer: list[tuple[int, str]], options: Any, log: Path
-) -> tuple[int, int, list[float]]:
+class Soak:
     """The run under fire; its supervisor restarts it, and we restart the supervisor.
 
-    Returns:
-        the exit code, how many supervisors were started, and the memory of the last one's fork
-        server at its first step and at its end, in MB.
+    ``server`` is the memory of the last supervisor's fork server at its first step and at its end,
+    in MB.
     """
-    waiting, launches = list(outer), 0
-    server: list[float] = []
-    while True:
-        launches += 1
-        process = _begun(out, options, log, f"faults=[{','.join(inner)}]")
-        started, is_ours = Started(out=out, process=process), False
-        server = []
-        while process.poll() is None:
+
+    def __init__(
+        self, out: Path, log: Path, store: Store, options: Any, kinds: Collection[str]
+    ) -> None:
+        self.out, self._log, self._store, self._options = out, log, store, options
+        self._dice = random.Random(options.seed)
+        self._inner, self._outer = plan(
+            options.faults, self._dice, ranks=options.ranks, kinds=kinds
+        )
+        self._notice = log.with_name("notice")
+        self._again = [kind for kind in OUTER if kind in kinds]
+        self._struck: list[str] = []
+        self._later: list[tuple[float, Callable[[Started], bool]]] = []
+        self._ended, self._paired, self.launches, self.server = 0, 0, 0, list[float]()
+
+    def run(self) -> int:
+        """Returns the exit code; 124 of one that did not move."""
+        code = None
+        while code is None:
+            self.launches += 1
+            self.server = []
+            process = self._begun()
+            if self.launches > 1:
+                self._pair()
+            code = self._watch(Started(out=self.out, process=process))
+        return code
+
+    def _watch(self, started: Started) -> int | None:
+        """Strike until it ends; None where we killed all of it."""
+        pid, moved, seen, was_ours = started.process.pid, time.monotonic(), (0, 0), False
+        while started.process.poll() is None:
             time.sleep(0.1)
-            if (size := _server_mb(process.pid)) and metrics_step(out) > 0:
-                server = [server[0] if server else size, size]
-            if waiting and metrics_step(out) >= waiting[0][0]:
-                kind = waiting.pop(0)[1]
-                _strike(kind, started)
-                is_ours = is_ours or kind == "kill_all"
-        if not is_ours:
-            return process.returncode, launches, server
+            step, now = metrics_step(self.out), time.monotonic()
+            if (size := _server_mb(pid)) and step > 0:
+                self.server = [self.server[0] if self.server else size, size]
+            if (ended := len(read_lines(self.out / "attempts.jsonl")[0])) > self._ended:
+                self._ended = ended
+                self._pair()
+            if self._outer and step >= self._outer[0][0]:
+                self._later.append((now, partial(self._strike, self._outer.pop(0)[1])))
+            due = [strike for when, strike in self._later if when <= now]
+            self._later = [one for one in self._later if one[0] > now]
+            was_ours |= any([strike(started) for strike in due])
+            moved, seen = (now if seen != (step, ended) else moved), (step, ended)
+            if now - moved > STUCK_SECONDS:
+                started.kill()
+                return 124
+        return None if was_ours else started.process.returncode
+
+    def _begun(self) -> subprocess.Popen[str]:
+        # A name may have a space in it.
+        faults = ",".join(f"'{fault}'" for fault in self._inner)
+        remote = f"checkpoint.remote=s3://{BUCKET}/soak"
+        told = (remote, f"preempt.notice=file:{self._notice}", f"faults=[{faults}]")
+        return _begun(self.out, self._options, self._log, *told, env=self._store.env)
+
+    def _pair(self) -> None:
+        if self._again and self._dice.random() < PAIRED:
+            when = time.monotonic() + self._dice.uniform(0, WITHIN)
+            self._later.append((when, partial(self._strike, self._dice.choice(self._again))))
+            self._paired += 1
+
+    def _strike(self, kind: str, started: Started) -> bool:
+        """Whether all of it was killed."""
+        self._struck.append(kind)
+        ranks = [pid for pid in started.workers() if "RANK" in environment_of(pid)]
+        one = self._dice.choice(ranks) if ranks else 0
+        signals = {"kill_rank": signal.SIGKILL, "freeze_rank": signal.SIGSTOP}
+        if kind == "kill_all":
+            started.kill()
+            started.process.wait()
+        elif kind == "kill_torchrun":
+            for pid in set(started.workers()) - set(ranks):
+                soak_trace.send(pid, signal.SIGKILL)
+        elif kind == "notice":
+            self._notice.touch()
+            self._after(partial(self._notice.unlink, missing_ok=True))
+        elif kind == "store_gone":
+            self._store.stop()
+            self._after(self._store.start)
+        elif kind == "disk_full":
+            _fill(self.out)
+        elif one:
+            soak_trace.send(one, signals.get(kind, signal.SIGTERM))
+        return kind == "kill_all"
+
+    def _after(self, undo: Callable[[], object]) -> None:
+        self._later.append((time.monotonic() + GONE_SECONDS, lambda _: bool(undo())))
+
+    def told(self) -> dict[str, Any]:
+        """What was done and what it led to."""
+        # One fault without a rank leaves a marker of each rank.
+        markers = {path.name.rpartition("-")[0] for path in (self.out / "faults").glob("*-rank*")}
+        tried = Counter(name.partition("-")[0] for name in markers)
+        tried += Counter(self._struck)
+        lasting = ("poison", "spike", "slow")
+        tried += Counter(one.partition("@")[0] for one in self._inner if one.startswith(lasting))
+        journal, _ = read_lines(self.out / "journal.jsonl")
+        kinds = Counter(line["kind"] for line in journal)
+        seconds = [
+            after["time"] - before["time"]
+            for before, after in pairwise(journal)
+            if before["kind"] == "crash" and after["kind"] == "start"
+        ] or [0.0]
+        counted = ("start", "redo", "discard", "rollback", "checkpoint_damaged", "save_failed")
+        return {
+            "faults": sum(tried.values()),
+            "paired": self._paired,
+            "by_kind": dict(sorted(tried.items())),
+            "journalled": {kind: kinds[kind] for kind in counted},
+            "recover_seconds": {
+                "median": round(statistics.median(seconds), 1),
+                "most": round(max(seconds), 1),
+            },
+        }
 
 
 def _server_mb(supervisor: int) -> float:
@@ -144,53 +313,6 @@ def _server_mb(supervisor: int) -> float:
                 pages = int(Path(f"/proc/{child}/statm").read_text().split()[1])
                 return round(pages * os.sysconf("SC_PAGE_SIZE") / 1e6, 1)
     return 0.0
-
-
-def _strike(kind: str, started: Started) -> None:
-    ranks = [pid for pid in started.workers() if "RANK" in environment_of(pid)]
-    if kind == "kill_all":
-        started.kill()
-        started.process.wait()
-    elif kind == "kill_torchrun":
-        for pid in set(started.workers()) - set(ranks):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    elif kind == "sigterm" and ranks:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(ranks[0], signal.SIGTERM)
-    elif kind == "disk_full":
-        _fill(started.out)
-
-
-def _told(out: Path, inner: list[str], outer: list[tuple[int, str]]) -> dict[str, Any]:
-    """What was done and what it led to."""
-    # One fault without a rank leaves a marker of each rank.
-    markers = {path.name.rpartition("-")[0] for path in (out / "faults").glob("*-rank*")}
-    tried = Counter(name.partition("-")[0] for name in markers)
-    tried += Counter(kind for _, kind in outer)
-    tried += Counter(
-        fault.partition("@")[0] for fault in inner if fault.startswith(("poison", "spike", "slow"))
-    )
-    journal, _ = read_lines(out / "journal.jsonl")
-    kinds = Counter(line["kind"] for line in journal)
-    seconds = [
-        after["time"] - before["time"]
-        for before, after in pairwise(journal)
-        if before["kind"] == "crash" and after["kind"] == "start"
-    ] or [0.0]
-    return {
-        "faults": sum(tried.values()),
-        "by_kind": dict(sorted(tried.items())),
-        "starts": kinds["start"],
-        "discards": kinds["discard"],
-        "rollbacks": kinds["rollback"],
-        "checkpoints_damaged": kinds["checkpoint_damaged"],
-        "saves_failed": kinds["save_failed"],
-        "recover_seconds": {
-            "median": round(statistics.median(seconds), 1),
-            "most": round(max(seconds), 1),
-        },
-    }
 
 
 def _compare(out: Path, peace: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -209,14 +331,16 @@ def _compare(out: Path, peace: Path, options: argparse.Namespace) -> dict[str, A
     }
 
 
-def _begun(out: Path, options: Any, log: Path, *overrides: str) -> subprocess.Popen[str]:
+def _begun(
+    out: Path, options: Any, log: Path, *overrides: str, env: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "runner", "launch", "--nproc", str(options.ranks)]
     command += ["--restarts", "40", "--pause", "0.1", "--max-pause", "1", f"out={out}"]
     command += [*SETTINGS.split(), f"steps={options.faults * STEPS_A_FAULT}", *overrides]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    variables = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
     with log.open("a") as file:
         return subprocess.Popen(
-            command, stdout=file, stderr=file, text=True, env=env, start_new_session=True
+            command, stdout=file, stderr=file, text=True, env=variables, start_new_session=True
         )
 
 
@@ -267,6 +391,10 @@ def _options() -> argparse.Namespace:
     words = "kinds of faults, with commas between; default all"
     parser.add_argument("--only", type=lambda text: text.split(","), metavar="KINDS", help=words)
     parser.add_argument("--keep", metavar="DIR", help="leave run and log there")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="go on from it, and add to it")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="play it, on nodes")
+    words = "begin no other sitting after; default 0: one"
+    parser.add_argument("--minutes", type=float, default=0, metavar="M", help=words)
     return parser.parse_args()
 
 

@@ -64,14 +64,21 @@ class Network:
 
     def __enter__(self) -> Network:
         self._folder.mkdir(parents=True, exist_ok=True)
-        names = [f"{self.address(node)} {node}" for node in self.nodes]
-        (self._folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names]) + "\n")
+        self._name()
         try:
             self._up()
         except BaseException:
             self.__exit__(None, None, None)
             raise
         return self
+
+    def _name(self, *more: str) -> None:
+        names = [f"{self.address(node)} {node}" for node in self.nodes]
+        (self._folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, *more, ""]))
+
+    def point(self, name: str, node: str) -> None:
+        """From now on a name means this node, for all nodes: as a service's does that moves."""
+        self._name(f"{self.address(node)} {name}")
 
     def _up(self) -> None:
         bridge = self._space("bridge")

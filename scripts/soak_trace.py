@@ -1,0 +1,366 @@
+"""A public trace of failures, some 10,000 times faster, on nodes made of network namespaces.
+
+Servers of the trace are drawn by the seed and dealt out to eight nodes; what befalls a server
+befalls its node, at its time and until it was repaired, so clusters of failures stay clusters. Four
+of the nodes train, a supervisor and a rank on each. The harness plays the scheduler of a cluster:
+it sees nodes, never the run, asks the supervisor on a bad node to stop, and starts the same command
+on a healthy one; where too few are healthy, the run waits. Segments of one length play the trace
+one after another: each has to end with the digest of the same run in peace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from runner.checkpoint.disk.directory import CheckpointDirectory
+from runner.run_dir.paths import RunDir
+from runner.system.json_lines import read_lines
+from scripts.bench.provenance import head
+from tests.namespaces import Network
+from tests.run import environment_of, metrics_step
+
+TRACE = "stepfun-ai/InfiniteHBD-Trace 7aacdc8: 400 servers, 345 days, 584 faults (Apache-2.0)"
+SERVERS, DAYS, SPEED = 400, 349.0, 10_000
+DAY_SECONDS = 86_400 / SPEED
+NODES, WORLD, SERVERS_A_NODE = 8, 4, 12
+# A step waits most of its time, so that the two cores of a small machine are enough.
+STEPS, STEP_SECONDS = 300, 0.25
+SETTINGS = f"""
+model=tiny model.layers=1 compute.precision=fp32 data=synthetic data.workers=0 steps={STEPS}
+eval.every=20 eval.samples=8 optim.ema=0.9 schedule.warmup=5 debug.preflight=false
+checkpoint.every=10 checkpoint.clean_after=5 checkpoint.memory_every=4 guard.min_history=10
+track.every=1000 track.report_minutes=null watchdog.floor_seconds=8 watchdog.slow_seconds=60
+resume.stale_seconds=5 parallel.timeout_seconds=10 preempt.grace_seconds=20
+faults=[slow@step=1-{STEPS},seconds={STEP_SECONDS}]
+"""
+# What a fault does to a node before it is asked to leave.
+ABORT, FREEZE, KILL = signal.SIGABRT, signal.SIGSTOP, signal.SIGKILL
+EFFECTS = {
+    **dict.fromkeys(("Power Supply", "Motherboard", "CPU", "RAID Card", "Riser Card"), "crash"),
+    **dict.fromkeys(("System Crash", "Operating System"), "crash"),
+    **dict.fromkeys(("Parameter Plane Cable", "NIC"), "cut"),
+    "GPU": "abort",
+    "File System": "read_only",
+}
+DESCRIBED = {
+    "nvidia-smi Timeout": "freeze",
+    "GPU Temperature High": "drain",
+    "GPU PCI link width low": "drain",
+    "GPU P2P Bandwidth Low": "drain",
+    "NIC Link Speed low": "drain",
+    "NIC PCI link Width low": "drain",
+    "Silent Data Corruption": "flip_byte",
+}
+UNKNOWN = ("kill", "abort", "freeze", "crash", "cut")  # "Unknown Error" is one of these by dice
+GRACE_SECONDS, FREEZE_SECONDS, STUCK_SECONDS = 40.0, 12.0, 600.0
+
+
+class Failure(NamedTuple):
+    """``begin`` and ``end`` in days of the trace."""
+
+    begin: float
+    end: float
+    server: str
+    kind: str
+    text: str
+
+
+def read_trace(path: Path) -> list[Failure]:
+    """All failures, in order; a server's end belongs to its oldest open failure of the type."""
+    is_open: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    failures = []
+    # At one time, what ends does so first: it may be the end of an earlier one.
+    for event in sorted(json.loads(path.read_text()), key=lambda event: event["event_time"]):
+        key = event["node_id"] + str(event["fault_type"])
+        if event["event_type"] == "fault_start":
+            is_open[key].append(event)
+        else:
+            begin, kind = is_open[key].pop(0)["event_time"], event["fault_type"]
+            end = event["event_time"]
+            failures.append(Failure(begin, end, event["node_id"], kind["Class"], kind["Desc"]))
+    return sorted(failures)
+
+
+def drawn(failures: Sequence[Failure], seed: int) -> tuple[list[tuple[Failure, int]], float]:
+    """Failures of the drawn servers with their nodes, and the day on which the play begins."""
+    dice = random.Random(seed)
+    named = sorted({failure.server for failure in failures})
+    servers = named + [f"never-failed-{number}" for number in range(SERVERS - len(named))]
+    chosen = dice.sample(servers, NODES * SERVERS_A_NODE)
+    node = {server: number % NODES for number, server in enumerate(chosen)}
+    played = [(one, node[one.server]) for one in failures if one.server in node]
+    return played, dice.uniform(0, DAYS)
+
+
+@dataclass
+class Slot:
+    """A place in the job: the node that it is on, and the supervisor there."""
+
+    node: str
+    agent: subprocess.Popen[bytes]
+
+
+@dataclass
+class Segment:
+    """One run on the nodes, while failures come.
+
+    Args:
+        clock: in days, from the beginning of the play; it goes on where the last segment ended.
+        failures: (day, node, failure), in order, from the clock on.
+    """
+
+    network: Network
+    out: Path
+    clock: float
+    failures: list[tuple[float, str, Failure]]
+    dice: random.Random
+    slots: list[Slot | None] = field(default_factory=lambda: [None] * WORLD)
+    told: list[dict[str, Any]] = field(default_factory=list)
+    given_up: list[str] = field(default_factory=list)
+    later: list[tuple[float, Any]] = field(default_factory=list)
+    left: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def run(self, broken: dict[str, float]) -> dict[str, Any]:
+        """Play until the run is done, or stuck.
+
+        Args:
+            broken: until which day each node is; as it is, and as it is left.
+        """
+        began, start, waited = time.monotonic(), self.clock, 0.0
+        moved, seen = began, 0
+        while not self._is_done():
+            time.sleep(0.1)
+            now = time.monotonic()
+            self.clock, before = start + (now - began) / DAY_SECONDS, self.clock
+            while self.failures and self.failures[0][0] <= self.clock:
+                self._befall(*self.failures.pop(0), broken)
+            self._repair(broken)
+            due = [what for when, what in self.later if when <= now]
+            self.later = [one for one in self.later if one[0] > now]
+            for what in due:
+                what()
+            self._schedule(broken)
+            if None in self.slots:
+                waited += (self.clock - before) * DAY_SECONDS
+            step = metrics_step(self.out)
+            moved, seen = (now, step) if step != seen or None in self.slots else (moved, seen)
+            if now - moved > STUCK_SECONDS:
+                break
+        return self._result(time.monotonic() - began, waited)
+
+    def _is_done(self) -> bool:
+        codes = [slot.agent.poll() for slot in self.slots if slot]
+        return len(codes) == WORLD and all(code == 0 for code in codes)
+
+    def _befall(self, day: float, node: str, failure: Failure, broken: dict[str, float]) -> None:
+        effect = DESCRIBED.get(failure.text) or EFFECTS.get(failure.kind, "drain")
+        if failure.kind == "Unknown Error":
+            effect = self.dice.choice(UNKNOWN)
+        slot = next((slot for slot in self.slots if slot and slot.node == node), None)
+        is_first = node not in broken
+        broken[node] = max(broken.get(node, 0.0), day + failure.end - failure.begin)
+        line = {"day": round(day, 2), "node": node, "class": failure.kind, "what": failure.text}
+        hit = slot is not None and slot.agent.poll() is None and is_first
+        self.told.append(line | {"effect": effect, "hit": hit, "time": time.time()})
+        if effect == "crash" and self.network.is_up(node):
+            self.network.crash(node)
+        elif effect == "cut" and is_first:
+            self.network.cut(node)
+        if slot is None or not hit or effect == "crash":
+            return
+        ranks = [pid for pid in self.network.processes(node) if "RANK" in environment_of(pid)]
+        signals = {"abort": ABORT, "freeze": FREEZE, "kill": KILL}
+        if effect in signals:
+            for pid in ranks:
+                send(pid, signals[effect])
+        elif effect == "read_only":
+            words = f"mount --bind {self.out} {self.out} && mount -o remount,bind,ro {self.out}"
+            subprocess.run(self.network.command(node, ["bash", "-c", words]), check=False)
+        elif effect == "flip_byte":
+            self._flip_byte()
+        if effect == "cut":  # nobody reaches it; it is given up, and goes on by itself
+            self.slots[self.slots.index(slot)] = None
+            self.left.append(slot.agent)
+            return
+        wait = FREEZE_SECONDS if effect == "freeze" else self.dice.uniform(0, 2)
+        self._after(wait, lambda: self._ask_to_stop(slot))
+
+    def _flip_byte(self) -> None:
+        entries, _ = CheckpointDirectory(RunDir(self.out).ring).entries()
+        for path in sorted(entries[-1].folder.glob("*.bin")) if entries else []:
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+            return
+
+    def _after(self, seconds: float, what: Any) -> None:
+        self.later.append((time.monotonic() + seconds, what))
+
+    def _ask_to_stop(self, slot: Slot) -> None:
+        for pid in self._supervisors(slot.node):
+            send(pid, signal.SIGTERM)
+        self._after(GRACE_SECONDS, lambda: self._end(slot.node, slot.agent))
+
+    def _supervisors(self, node: str) -> list[int]:
+        found = self.network.processes(node).items()
+        return [pid for pid, words in found if "runner launch" in words and "nsenter" not in words]
+
+    def _end(self, node: str, agent: subprocess.Popen[bytes] | None = None) -> None:
+        """Nothing of the run is left on the node, unless its agent has ended by itself."""
+        if self.network.is_up(node) and (agent is None or agent.poll() is None):
+            for pid in self.network.processes(node):
+                send(pid, KILL)
+
+    def _repair(self, broken: dict[str, float]) -> None:
+        for node in [node for node, end in broken.items() if end <= self.clock]:
+            if not self.network.is_up(node):
+                self.network.boot(node)
+            self.network.heal(node)
+            words = f"umount {self.out} 2>/dev/null; true"
+            subprocess.run(self.network.command(node, ["bash", "-c", words]), check=False)
+            if not any(slot and slot.node == node for slot in self.slots):
+                # What was cut off is back for a moment, before it is removed.
+                self._after(self.dice.uniform(0, 3), lambda node=node: self._free(node, broken))
+                broken[node] = self.clock + 4 / DAY_SECONDS
+            if not self.network.processes(node):
+                del broken[node]
+
+    def _free(self, node: str, broken: dict[str, float]) -> None:
+        if node in broken:
+            self._end(node)
+
+    def _schedule(self, broken: dict[str, float]) -> None:
+        for place, slot in enumerate(self.slots):
+            if slot and (code := slot.agent.poll()) not in (None, 0):
+                if slot.node not in broken:
+                    self.given_up.append(f"{slot.node} ended with {code}")
+                self.slots[place] = None
+            if self.slots[place] is None:
+                self._place(place, broken)
+
+    def _place(self, place: int, broken: dict[str, float]) -> None:
+        taken = {slot.node for slot in self.slots if slot}
+        free = [node for node in self.network.nodes if node not in broken and node not in taken]
+        if not free:
+            return
+        node = self.dice.choice(free)
+        if place == 0:
+            self.network.point("head", node)
+        words = [sys.executable, "-m", "runner", "launch", "--nproc", "1", "--pause", "0.5"]
+        words += ["--nodes", str(WORLD), "--head", "head", "--name", "trace", "--restarts", "20"]
+        words += ["--max-pause", "5", f"out={self.out}", *SETTINGS.split()]
+        log = self.out.parent / f"{node}.log"
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        self.slots[place] = Slot(node, self.network.start(node, words, log=log, env=env))
+
+    def _result(self, seconds: float, waited: float) -> dict[str, Any]:
+        is_done = self._is_done()
+        for node in self.network.nodes:
+            self._end(node)
+        for agent in [slot.agent for slot in self.slots if slot] + self.left:
+            agent.wait(20)
+        summary = json.loads((self.out / "summary.json").read_text()) if is_done else {}
+        journal, _ = read_lines(self.out / "journal.jsonl")
+        return {
+            "done": is_done,
+            "given_up": self.given_up,
+            "seconds": round(seconds, 1),
+            "waited_for_repair_seconds": round(waited, 1),
+            "digest": summary.get("state_digest", "")[:16],
+            "skipped": summary.get("skipped"),
+            "goodput": summary.get("goodput"),
+            "starts": sum(line["kind"] == "start" for line in journal),
+            "faults": self.told,
+        }
+
+
+def send(pid: int, number: signal.Signals) -> None:
+    """A signal to a process that may have just ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def in_peace(folder: Path) -> str:
+    """The digest of the run that nothing befalls."""
+    out = folder / "peace"
+    words = [sys.executable, "-m", "runner", "launch", "--nproc", str(WORLD), f"out={out}"]
+    settings = [word for word in SETTINGS.split() if not word.startswith("faults=")]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    with (folder / "peace.log").open("w") as log:
+        done = subprocess.run([*words, *settings], stdout=log, stderr=log, env=env, check=True)
+    assert done.returncode == 0
+    return str(json.loads((out / "summary.json").read_text())["state_digest"][:16])
+
+
+def play(options: Any) -> int:
+    """Segments until ``options.minutes`` are over; 1 where one did not end as the run in peace."""
+    record = json.loads(options.record.read_text()) if options.record.exists() else {}
+    segments = record.get("segments", [])
+    earlier = [one for one in segments if one["seed"] == options.seed]
+    clock = earlier[-1]["until_day"] if earlier else 0.0
+    played, first = drawn(read_trace(options.trace), options.seed)
+    began = time.monotonic()
+    while True:
+        folder = Path(options.keep).absolute() / f"{options.seed}-{len(segments)}"
+        folder.mkdir(parents=True)
+        segment = _segment(folder, played, first, clock, options.seed + len(segments))
+        print(json.dumps(segment), flush=True)
+        clock = segment["until_day"]
+        told = ("--trace", "fault_trace.json", "--record", options.record.name)
+        origin = head(["python", "-m", "scripts.soak", *told])
+        where = {"seed": options.seed} | {name: origin[name] for name in ("date", "commit")}
+        segments.append(where | segment)
+        record = origin | {"trace": TRACE, "totals": totals(segments), "segments": segments}
+        options.record.write_text(json.dumps(record, indent=1) + "\n")
+        if not segment["same_digest"]:
+            return 1
+        if time.monotonic() - began > options.minutes * 60:
+            return 0
+
+
+def _segment(
+    folder: Path, played: list[tuple[Failure, int]], first: float, clock: float, seed: int
+) -> dict[str, Any]:
+    peace = in_peace(folder)
+    nodes = [f"node{number}" for number in range(NODES)]
+    coming = sorted(((one.begin - first) % DAYS, nodes[node], one) for one, node in played)
+    lap = clock // DAYS * DAYS
+    coming = [(day + at, node, one) for at in (lap, lap + DAYS) for day, node, one in coming]
+    coming = [one for one in coming if one[0] >= clock]
+    with Network(f"ht{os.getpid()}", nodes, folder / "net", 81) as network:
+        run = Segment(network, folder / "run", clock, coming, random.Random(seed))
+        result = run.run({})
+    same = result["digest"] == peace and result["skipped"] == []
+    return {"day": clock, "until_day": run.clock, "same_digest": same} | result
+
+
+def totals(segments: list[dict[str, Any]]) -> dict[str, Any]:
+    """Over all segments: failures, what came of them, where the time went."""
+    faults = [fault for one in segments for fault in one["faults"]]
+    hit = [fault for fault in faults if fault["hit"]]
+    alone = [one for one in segments if one["done"] and not one["given_up"]]
+    seconds = sum(one["seconds"] for one in segments)
+    return {
+        "segments": len(segments),
+        "same_digest": sum(one["same_digest"] for one in segments),
+        "days": round(sum(one["until_day"] - one["day"] for one in segments), 1),
+        "faults": len(faults),
+        "hit_the_run": len(hit),
+        "recovered_without_a_hand": sum(fault["hit"] for one in alone for fault in one["faults"]),
+        "by_effect": dict(sorted(Counter(fault["effect"] for fault in hit).items())),
+        "seconds": round(seconds),
+        "waited_for_repair_seconds": round(sum(s["waited_for_repair_seconds"] for s in segments)),
+        "goodput": round(sum((s["goodput"] or 0) * s["seconds"] for s in segments) / seconds, 4),
+    }
