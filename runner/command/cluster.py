@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from runner.command.arguments import Parser, at_least, pairs
-from runner.command.supervise import add_restart_options, rules_of, say
+from runner.command.supervise import add_restart_options, node_memory, rules_of, say
 from runner.config.validate import check, check_extras
 from runner.launch import slurm, torchrun
 from runner.launch.kubernetes import Pods, job_set, train_job
@@ -95,6 +95,7 @@ def slurm_job_command(arguments: Sequence[str]) -> int:
         launch_options=["--nproc", options.nproc],
         rules=rules_of(options, diagnose=config.debug.diagnose_on_crash, restart_preempted=False),
         say=say,
+        memory=node_memory(config),
     )
     code = job.run()
     if options.chained:

@@ -10,7 +10,7 @@ import shlex
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,15 +23,18 @@ from runner.fault.spec import parse_faults
 from runner.launch import meeting_point, torchrun
 from runner.launch.attempt import EXIT_CODES, Job, Stop, StopTarget, run_once
 from runner.launch.crash_evidence import BadNodes, refuse_listed
+from runner.launch.node_memory import NodeMemory
 from runner.launch.script import PROGRESS, ScriptSupervisor, Watched
 from runner.launch.slurm import meeting, orders
-from runner.launch.supervisor import JobSupervisor, new_launch_id
+from runner.launch.stand_by import StandBy
+from runner.launch.supervisor import JobSupervisor, Place, new_launch_id
 from runner.launch.warm_start import WarmStart, rank_modules
 from runner.observe.tracker import CommandAlerts
-from runner.policy.restart import End, RestartRules
+from runner.policy.nodes import NodeRules
+from runner.policy.restart import Attempt, End, RestartRules
 from runner.run_dir.paths import RunDir
 from runner.system.environment import variables
-from runner.system.error import EXIT_DONE, EXIT_HALTED, EXIT_PREEMPTED, ConfigError
+from runner.system.error import EXIT_CRASH, EXIT_DONE, EXIT_HALTED, EXIT_PREEMPTED, ConfigError
 
 _log = logging.getLogger(__name__)
 _BUSY = 3.0  # times --quiet
@@ -97,12 +100,13 @@ def run_supervised(
     environment = torchrun.environment(variables(), agent) if agent else variables()
     met = agent if agent and agent.nodes.most > 1 else None  # each node has a supervisor
     diagnose, begin_seconds, alert, watches = False, None, None, False
-    own = None  # others' commands start as they are
+    own, place = None, Place()  # others' commands start as they are
     if "runner" in command:
         overrides = torchrun.overrides_of(command)
         config = torchrun.settings(overrides)
         diagnose, begin_seconds = config.debug.diagnose_on_crash, begin_limit(config)
         own = warm_start(config) if warm is None else None
+        place = _place(config, met, environment)
         alert = config.track.command
         watches = config.track.watch and alert is not None
 
@@ -114,6 +118,8 @@ def run_supervised(
 
     def make_job(_: int, diagnosing: bool) -> Job:
         chosen = list(command)
+        if met and place.holds_meeting:
+            chosen = torchrun.command(replace(met, hosts=False), overrides)
         if diagnosing:
             chosen[len(chosen) - len(overrides) :] = torchrun.diagnosing(overrides)
         return Job(
@@ -127,12 +133,11 @@ def run_supervised(
     starter = warm or own
     with own or contextlib.nullcontext():
         if EXIT_DIR in environment:
-            return _run_as_part(make_job(1, False), out)
+            return _run_as_part(make_job(1, False), out, place.stand_by)
         supervisor = JobSupervisor(
             out=out,
             launch_id=met.name if met else new_launch_id(environment),
-            node=os.uname().nodename if met else None,
-            least_nodes=met.nodes.least if met and met.nodes.is_elastic else None,
+            place=place,
             rules=rules_of(options, diagnose=diagnose),
             make_job=make_job,
             say=say,
@@ -140,23 +145,71 @@ def run_supervised(
         end = supervisor.run()
     if end.code:
         say(end.reason)
-    last = supervisor.attempts[-1]
-    has_given_up = last.code not in _TOLD_BY_RANKS and not supervisor.stop.is_set
-    if alert and has_given_up and is_head and not watches:
-        _alert(alert, out, end, last.step)
-    if supervisor.is_left_out and met and met.head and is_head:
-        say("the nodes still meet here; this ends with the run")
-        hold = meeting_point.command(out, met.head)
-        run_once(Job(command=hold, environment=environment), supervisor.stop)
+    if alert and is_head and not watches and not supervisor.stop.is_set:
+        _alert(alert, out, end, supervisor.attempts[-1:])
+    _keep_meeting(supervisor, place, met, Job(command=[], environment=environment), out)
     return end.code
 
 
-def _alert(command: str, out: Path, end: End, step: int) -> None:
-    """Run ``track.command`` for the end of the launch: no rank is left to do so."""
+def _keep_meeting(
+    supervisor: JobSupervisor, place: Place, agent: torchrun.Agent | None, job: Job, out: Path
+) -> None:
+    """Where the nodes meet here and go on without this one, wait for the end of the run."""
+    if place.stand_by and place.holds_meeting:
+        place.stand_by.close(supervisor.stop, at_once=bool(supervisor.attempts))
+    elif supervisor.is_left_out and agent and agent.head and torchrun.is_head(agent):
+        say("the nodes still meet here; this ends with the run")
+        hold = meeting_point.command(out, agent.head)
+        run_once(replace(job, command=hold), supervisor.stop)
+
+
+def _place(
+    config: RunConfig, agent: torchrun.Agent | None, environment: Mapping[str, str]
+) -> Place:
+    """This node among those of the run.
+
+    Args:
+        agent: if there are several.
+    """
+    memory, host = node_memory(config), os.uname().nodename
+    if agent is None:
+        if memory and (reason := memory.standing(host).reason):
+            say(f"{host} failed before ({reason}), and there is no other node to prefer")
+        return Place(memory=memory)
+    least = agent.nodes.least if agent.nodes.is_elastic else None
+    if memory is None:
+        return Place(node=host, least_nodes=least)
+    stand_by = StandBy(
+        memory=memory,
+        out=Path(config.out),
+        host=environment.get("SLURMD_NODENAME") or host,
+        environment=environment,
+        patience_seconds=config.cluster.patience_seconds,
+        check_seconds=config.cluster.burn_in_seconds,
+        begin_seconds=begin_limit(config),
+        meeting=agent.head if torchrun.is_head(agent) else None,
+        say=say,
+    )
+    return Place(node=host, least_nodes=least, memory=memory, stand_by=stand_by)
+
+
+def node_memory(config: RunConfig) -> NodeMemory | None:
+    """What is remembered of nodes, if the run has a place for it."""
+    cluster = config.cluster
+    if cluster.nodes is None:
+        return None
+    rules = NodeRules(probation_hours=cluster.probation_hours)
+    return NodeMemory(Path(cluster.nodes), rules, run=Path(config.out).name, say=say)
+
+
+def _alert(command: str, out: Path, end: End, last: Sequence[Attempt]) -> None:
+    """Run ``track.command`` for the end of the launch, if no rank is left to do so."""
+    if not last or last[0].code in _TOLD_BY_RANKS:
+        return
     run_dir = RunDir(out)
     alerts = CommandAlerts(command, out, name=run_dir.alert_name, state=run_dir.alerts)
     decision = f"not started again; exit code {end.code}"
-    line = {"kind": "gave_up", "step": step, "reason": end.reason, "decision": decision}
+    line = {"kind": "gave_up", "step": last[0].step, "reason": end.reason, "decision": decision}
     alerts.tell(line | {"detail": {}, "time": time.time()})
     alerts.close()
 
@@ -173,17 +226,21 @@ def begin_limit(config: RunConfig) -> float:
     return parallel.start_seconds + parallel.timeout_seconds + config.watchdog.slow_seconds
 
 
-def _run_as_part(job: Job, out: Path) -> int:
+def _run_as_part(job: Job, out: Path, stand_by: StandBy | None) -> int:
     """Run one attempt on one node of a larger job, which decides what follows."""
     part_of = Path(job.environment[EXIT_DIR])
     # Within a job step Slurm itself signals every process.
     forward = StopTarget.step if "SLURM_STEP_ID" in job.environment else StopTarget.ranks
     stop = Stop()
     stop.listen()
+    name = job.environment.get("SLURMD_NODENAME") or os.uname().nodename
+    if stand_by and (fault := stand_by.check(stop)):
+        say(f"{name} does not take part: {fault}")
+        tell_exit(job.environment, name, EXIT_CRASH)
+        return EXIT_CRASH
     outcome = run_once(replace(job, forward=forward, part_of=part_of), stop)
     if outcome.reason:
         say(outcome.reason)
-    name = job.environment.get("SLURMD_NODENAME") or os.uname().nodename
     if outcome.stuck:
         pids = ", ".join(map(str, outcome.stuck))
         BadNodes(out).add([name], f"processes that cannot be ended (state D): {pids}")

@@ -630,6 +630,28 @@ class LaunchConfig:
 
 
 @dataclass(slots=True, kw_only=True)
+class ClusterConfig:
+    """What is remembered of the machines, over all runs (see docs/clusters.md)."""
+
+    nodes: str | None = key(
+        None,
+        "a folder on a shared disk, which several jobs may use: what happened to each host; "
+        "others are preferred to one that failed; null: nothing is remembered",
+    )
+    probation_hours: float = key(
+        24.0, "how long others are preferred after a fault; doubles with each further one", ge=0
+    )
+    patience_seconds: float = key(
+        120.0,
+        "how long a launch on a host that failed lets others begin without it, for each fault",
+        ge=0,
+    )
+    burn_in_seconds: float = key(
+        30.0, "how long the devices of a host that failed are checked before it takes part", ge=0
+    )
+
+
+@dataclass(slots=True, kw_only=True)
 class TrackConfig:
     """Where numbers go besides metrics.jsonl."""
 
@@ -742,6 +764,7 @@ class RunConfig:
     watchdog: WatchdogConfig = key(WatchdogConfig, "hung and slow ranks")
     preempt: PreemptConfig = key(PreemptConfig, "requests to stop")
     launch: LaunchConfig = key(LaunchConfig, "how launch and supervise start the ranks")
+    cluster: ClusterConfig = key(ClusterConfig, "what is remembered of the machines")
     resume: ResumeConfig = key(ResumeConfig, "what a second command on the same out may change")
     faults: list[str] = key([], "faults on purpose, for drills; see docs/testing.md")
 

@@ -325,7 +325,7 @@ def check_devices(
     own = DeviceReport(
         host=host_name(),
         kind=device_kind(device),
-        bits=_products(device, is_spoilt),
+        bits=products(device, is_spoilt),
         wrong_sums=_wrong_sums(device, ranks),
         broken=health.broken,
         warnings=health.warnings,
@@ -387,7 +387,7 @@ def _cpu_model() -> str:
     return next(names, platform.machine())
 
 
-def _products(device: torch.device, is_spoilt: bool) -> list[str]:
+def products(device: torch.device, is_spoilt: bool) -> list[str]:
     """Multiply as training does: in a GPU's matrix units."""
     size = _SIZE.get(device.type, 1024)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

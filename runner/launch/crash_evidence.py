@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
+from runner.policy.nodes import DIED, SLOW
 from runner.policy.restart import HARDWARE
 from runner.policy.retention.records import State
 from runner.run_dir.paths import RunDir
 from runner.system.error import ConfigError
 from runner.system.json_lines import iter_lines, read_lines, step_of
 
-# The list of nodes that failed (``out/bad_nodes``), and the choice of nodes to train on.
+# The list of nodes that failed (``out/bad_nodes``).
 
 
 class BadNodes:
@@ -41,21 +42,6 @@ class BadNodes:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as file:
                 file.write(text)
-
-
-def choose(
-    nodes: Sequence[str], *, count: int, bad: Collection[str], lost: Collection[str]
-) -> list[str] | None:
-    """Choose ``count`` of ``nodes``, in their order: no lost ones, and bad ones only if needed.
-
-    Returns None if too few nodes are left.
-    """
-    usable = [node for node in nodes if node not in lost]
-    if len(usable) < count:
-        return None
-    good_first = sorted(usable, key=lambda node: node in bad)
-    chosen = set(good_first[:count])
-    return [node for node in usable if node in chosen]
 
 
 def refuse_listed(out: Path, node: str) -> None:
@@ -152,6 +138,36 @@ def has_to_leave(crash: Evidence, *, node: str, least: int) -> bool:
         short_name(fault.host) == short_name(node) and fault.num_hosts - 1 >= least
         for fault in crash.hardware
     )
+
+
+def node_events(out: Path, *, since: int) -> list[tuple[str, str, str, float]]:
+    """What the journal says of hosts from line ``since`` on: host, kind, reason and time of each.
+
+    A host fell silent if all of its ranks did, and others did not.
+    """
+    events: list[tuple[str, str, str, float]] = []
+    hosts: dict[str, set[int]] = {}
+    for number, line in enumerate(read_lines(RunDir(out).journal)[0]):
+        kind, detail = line.get("kind"), line.get("detail")
+        if kind == "start" and isinstance(detail, dict):
+            hosts = {host: set(ranks) for host, ranks in dict(detail.get("hosts") or {}).items()}
+        if number < since:
+            continue
+        ranks = set(line.get("ranks") or ())
+        cause = _detail(line, "cause") if kind == "crash" else None
+        guilty: list[str] = []
+        if cause == HARDWARE and (host := _detail(line, "host")):
+            guilty, what = [host], HARDWARE
+        elif kind == "straggler" or kind == "replica_mismatch":
+            what = SLOW if kind == "straggler" else HARDWARE
+            guilty = [host for host, own in hosts.items() if own & ranks]
+        elif cause == "silence":
+            what = DIED
+            guilty = [host for host, own in hosts.items() if own and own <= ranks]
+        if guilty and len(guilty) < max(2, len(hosts)):
+            reason, when = str(line.get("reason", "")), float(line.get("time") or 0.0)
+            events += [(host, what, reason, when) for host in guilty]
+    return events
 
 
 def _hardware_faults(lines: Iterable[dict[str, Any]]) -> Iterator[HardwareFault]:

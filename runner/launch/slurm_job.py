@@ -19,9 +19,11 @@ from pathlib import Path
 from runner.distributed.env import END_TIME
 from runner.launch import slurm, torchrun
 from runner.launch.attempt import FINAL, Ended, Job, Stop, StopTarget
-from runner.launch.crash_evidence import BadNodes, choose
+from runner.launch.crash_evidence import BadNodes
+from runner.launch.node_memory import NodeMemory
 from runner.launch.slurm import MOST_BYTES, NODE_COMMAND, JobStep, announce
-from runner.launch.supervisor import JobSupervisor
+from runner.launch.supervisor import JobSupervisor, Place
+from runner.policy.nodes import DIED, choose
 from runner.policy.restart import RestartRules, without_progress
 from runner.system.environment import variables
 from runner.system.error import EXIT_DONE, EXIT_PREEMPTED, RunnerError
@@ -43,6 +45,7 @@ class SlurmJob:
         spares: nodes of the allocation beyond those to train on.
         requeues: False where another job of a chain goes on.
         launch_options: for ``runner launch`` on each node.
+        memory: of what happened to nodes in any run.
     """
 
     environment: Mapping[str, str]
@@ -53,6 +56,7 @@ class SlurmJob:
     launch_options: Sequence[str]
     rules: RestartRules
     say: Callable[[str], None]
+    memory: NodeMemory | None = None
     _lost: set[str] = field(default_factory=set)
     _chosen: Sequence[str] = ()
 
@@ -76,6 +80,7 @@ class SlurmJob:
             make_job=self._make_job,
             say=self.say,
             ended=self._note_failed,
+            place=Place(memory=self.memory),
         )
         try:
             end = supervisor.run()
@@ -106,7 +111,9 @@ class SlurmJob:
     def _make_job(self, number: int, diagnose: bool) -> Job:
         self._lost |= slurm.unusable(self._nodes)
         bad = self._bad.read()
-        chosen = choose(self._nodes, count=self._count, bad=bad, lost=self._lost)
+        known, now = self.memory.standings(self._nodes) if self.memory else {}, time.time()
+        badness = {node: standing.badness(now) for node, standing in known.items()}
+        chosen = choose(self._nodes, count=self._count, bad=bad, lost=self._lost, badness=badness)
         if chosen is None:
             raise TooFewNodes(
                 f"{len(self._lost)} of {len(self._nodes)} nodes are lost "
@@ -171,8 +178,8 @@ class SlurmJob:
     def _note_failed(self, number: int, ended: Ended) -> None:
         if ended.code != EXIT_DONE:
             dead = slurm.unusable(self._chosen)
-            self._bad.add(sorted(dead), "died")
-            self._bad.add(sorted(ended.missing - dead), "did not answer when the others ended")
+            self._list(sorted(dead), "died")
+            self._list(sorted(ended.missing - dead), "did not answer when the others ended")
             self._lost |= ended.missing | dead
             failed = sorted(ended.missing | dead)
             if failed:
@@ -185,8 +192,14 @@ class SlurmJob:
             names = (folder / _NODES_FILE).read_text().split() if folder.is_dir() else []
             if names:
                 dead = slurm.unusable(names)
-                self._bad.add([n for n in names if n in dead], "died")
+                self._list([n for n in names if n in dead], "died")
             shutil.rmtree(folder)
+
+    def _list(self, nodes: Sequence[str], reason: str) -> None:
+        self._bad.add(nodes, reason)
+        if self.memory is not None:
+            for node in nodes:
+                self.memory.note(node, DIED, reason)
 
     def _requeue(self) -> int:
         if self.requeues and slurm.requeue(self._job_id):

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from runner.launch.kubernetes import Pods, job_set
+from runner.launch.node_memory import NodeFolder
+from runner.policy.nodes import NodeEvent
 from runner.system.json_lines import read_lines
 from tests import namespaces
 from tests.conftest import MEMORY_DIR
@@ -327,3 +329,70 @@ def test_a_node_whose_device_gives_nan_is_left_out(job: Callable[..., Job], clea
     (crash,) = run.journal("crash")
     assert crash["detail"]["cause"] == "hardware" and crash["ranks"] == [1], crash
     assert run.summary["skipped"] == []
+
+
+def remembered(folder: Path, *hosts: str) -> str:
+    """The setting of a folder in which these hosts have failed in another run, some minutes ago."""
+    for host in hosts:
+        event = NodeEvent(host=host, kind="hardware", time=time.time() - 300, reason="ECC", run="x")
+        NodeFolder(folder).add(event)
+    return f"cluster.nodes={folder}"
+
+
+CHECK = "cluster.burn_in_seconds=0"
+
+
+def test_a_spare_is_preferred_to_a_node_that_failed_in_another_run(
+    job: Callable[..., Job], clean: Result, tmp_path: Path
+) -> None:
+    """It is the head as well: the others meet there without it."""
+    folder = tmp_path / "nodes"
+    fixed = job(remembered(folder, "nodeA"), CHECK, nodes="2")
+    fixed.start("nodeA", "nodeB", "nodeC")
+    run = fixed.wait("nodeB")
+    assert fixed.wait("nodeC").code == 0
+    left = fixed.wait("nodeA")
+    assert left.code == 0 and "nodeA lets other nodes go first (ECC)" in left.text, left.text
+    (start,) = run.journal("start")
+    assert set(start["detail"]["hosts"]) == {"nodeB", "nodeC"}, start
+    assert_follows(run, clean)
+    assert {event.kind for event in NodeFolder(folder).events()} == {"hardware", "passed"}
+
+
+@pytest.mark.full
+def test_no_job_is_starved_by_what_is_remembered(
+    job: Callable[..., Job], clean: Result, tmp_path: Path
+) -> None:
+    """Both failed before, and there is no spare: after their patience they take part."""
+    told = remembered(tmp_path / "nodes", "nodeA", "nodeB")
+    fixed = job(told, CHECK, "cluster.patience_seconds=2", nodes="2")
+    fixed.start("nodeA", "nodeB")
+    run = fixed.wait("nodeA")
+    assert fixed.wait("nodeB").code == 0
+    assert run.text.count("the run does not move without it") == 2, run.text
+    assert_follows(run, clean)
+
+
+@pytest.mark.twin
+@pytest.mark.full
+def test_a_node_that_fails_gives_its_place_to_a_spare_and_is_remembered(
+    network: Network, job: Callable[..., Job], clean: Result, tmp_path: Path
+) -> None:
+    """The spare waits where the nodes meet, from the start or, as here, from later on."""
+    folder = tmp_path / "nodes"
+    fixed = job(
+        f"cluster.nodes={folder}", CHECK, "debug.audit_every=20", "checkpoint.keep=1",
+        "faults=[wrong@step=23,rank=1]", "checkpoint.memory_every=0",
+        nodes="2",
+    )  # fmt: skip
+    fixed.start("nodeA", "nodeB")
+    fixed.until_step(5)
+    fixed.start("nodeC")
+    fixed.until(lambda: len(fixed.worlds()) >= 2, "a second start\n", RECOVERY)
+    (event,) = [one for one in NodeFolder(folder).events() if one.kind == "hardware"]
+    starts, _ = read_lines(fixed.out / "journal.jsonl")
+    hosts = [set(line["detail"]["hosts"]) for line in starts if line["kind"] == "start"]
+    assert event.host not in hosts[-1] and "nodeC" in hosts[-1], (event, hosts)
+    for node in ("nodeA", "nodeB", "nodeC"):
+        assert fixed.wait(node).code == 0, fixed.text
+    assert_follows(fixed.wait("nodeC"), clean)

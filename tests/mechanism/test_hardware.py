@@ -16,9 +16,10 @@ from runner.health.root_cause import HARDWARE, find_root_cause, is_hardware
 from runner.launch import process_tree
 from runner.launch import supervisor as supervisor_module
 from runner.launch.attempt import EXIT_CODES, Ended, Job
-from runner.launch.crash_evidence import BadNodes, choose
+from runner.launch.crash_evidence import BadNodes
 from runner.launch.supervisor import JobSupervisor
 from runner.policy import restart
+from runner.policy.nodes import choose
 from runner.policy.outlier_ranks import RankPace, Stragglers
 from runner.policy.restart import End, RestartRules
 

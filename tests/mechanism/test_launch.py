@@ -21,8 +21,9 @@ from kubeflow_trainer_api.models.trainer_v1alpha1_training_runtime import (
 
 from runner.__main__ import main
 from runner.launch import slurm, torchrun
-from runner.launch.crash_evidence import BadNodes, choose
+from runner.launch.crash_evidence import BadNodes
 from runner.launch.slurm import announce, meeting
+from runner.policy.nodes import choose
 from runner.system.error import ConfigError
 from tests import golden
 from tests.programs import ended

@@ -1,0 +1,281 @@
+"""``cluster.nodes``: what is remembered of hosts, by several jobs, on a disk that may fail."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.__main__ import main
+from runner.health import burn_in as burn_in_module
+from runner.launch import node_memory as module
+from runner.launch.attempt import Stop
+from runner.launch.crash_evidence import node_events
+from runner.launch.node_memory import NodeFolder, NodeMemory
+from runner.launch.stand_by import StandBy
+from runner.policy.nodes import DIED, PASSED, SLOW, NodeEvent, NodeRules
+from runner.policy.restart import HARDWARE
+
+Say = list[str]
+
+
+def memory(folder: Path, said: Say | None = None) -> NodeMemory:
+    say = (lambda text: None) if said is None else said.append
+    return NodeMemory(folder, NodeRules(), run="run", say=say)
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from runner.launch.node_memory import NodeFolder
+from runner.policy.nodes import NodeEvent
+folder, job, began = NodeFolder(Path(sys.argv[1])), sys.argv[2], float(sys.argv[3])
+for number in range(60):
+    folder.add(NodeEvent(host=f"h{number % 3}", kind="died", time=began + number, run=job))
+    folder.add(NodeEvent(host="both", kind="died", time=began + number, run="shared"))
+"""
+
+
+def test_two_jobs_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
+    folder, began = tmp_path / "nodes", str(time.time())
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITER, str(folder), job, began])
+        for job in ("one", "two")
+    ]
+    while any(writer.poll() is None for writer in writers):
+        NodeFolder(folder).events()  # a reader never meets half an event
+    assert [writer.returncode for writer in writers] == [0, 0]
+    events = NodeFolder(folder).events()
+    by_run = {run: sum(event.run == run for event in events) for run in ("one", "two", "shared")}
+    assert by_run == {"one": 60, "two": 60, "shared": 60}, "one crash told by two is one"
+    assert len(NodeFolder(folder).events(["h1"])) == 40
+    assert all(path.suffix == ".json" for path in folder.iterdir()), "no draft is left"
+
+
+def test_old_events_go_and_a_cleared_host_is_forgotten(tmp_path: Path) -> None:
+    folder = NodeFolder(tmp_path)
+    old, new = time.time() - 400 * 86400, time.time()
+    for host in ("a", "a-b"):
+        folder.add(NodeEvent(host=host, kind=DIED, time=old))
+        folder.add(NodeEvent(host=host, kind=DIED, time=new))
+    assert sorted(event.host for event in folder.events()) == ["a", "a-b"]
+    (tmp_path / "a-torn.json").write_text('{"host": "a"')
+    assert folder.clear("a") == 2
+    assert [event.host for event in folder.events()] == ["a-b"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"{", b"\xff\xfe", b"[]", b'{"host": 3}', b"x" * 20000,
+        b'{"host":"a","kind":"other","time":1,"reason":"","run":""}',
+        b'{"host":"a","kind":"died","time":"soon","reason":"","run":""}',
+        b'{"host":"a","kind":"died","time":1e999,"reason":"","run":""}',
+    ],
+)  # fmt: skip
+def test_what_is_torn_or_not_ours_is_passed_over(data: bytes, tmp_path: Path) -> None:
+    said: Say = []
+    known = memory(tmp_path, said)
+    (tmp_path / "a-0.json").write_bytes(data)
+    (tmp_path / "a-1.json").mkdir()
+    assert known.standing("a").faults == 0
+    known.note("a", HARDWARE, "ECC")
+    assert known.standing("a.cluster").faults == 1 and said == []
+
+
+def refusing(number: int) -> Callable[..., None]:
+    def refuse(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.ESTALE])
+def test_what_cannot_be_written_is_written_later(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: Say = []
+    known = memory(tmp_path, said)
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", refusing(number))
+        known.note("a", HARDWARE, "first")
+        known.note("a", HARDWARE, "second")
+    assert len(said) == 1 and "the run goes on without" in said[0], said
+    assert list(tmp_path.iterdir()) == []
+    known.note("a", HARDWARE, "third")
+    assert known.standing("a").faults == 3
+
+
+def test_a_folder_that_cannot_be_one_is_told_once(tmp_path: Path) -> None:
+    said: Say = []
+    (tmp_path / "file").write_text("")
+    known = memory(tmp_path / "file" / "nodes", said)
+    for _ in range(3):
+        known.note("a", HARDWARE, "ECC")
+        assert known.standing("a").is_trusted(time.time())
+    assert len(said) == 1
+
+
+def test_a_disk_that_does_not_answer_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: Say = []
+    answers = threading.Event()
+    monkeypatch.setattr(module, "_WAIT_SECONDS", 0.05)
+    known = memory(tmp_path, said)
+    with monkeypatch.context() as gone:
+        gone.setattr(os, "fsync", lambda number: answers.wait(60))
+        known.note("a", HARDWARE, "ECC")
+        assert known.standing("a").is_trusted(time.time())
+        known.note("a", HARDWARE, "again")
+        assert len(said) == 1 and "no answer within" in said[0]
+        answers.set()
+    limit = time.monotonic() + 30
+    while known.standing("a").faults < 2 and time.monotonic() < limit:
+        known._within(known._write, None)
+    assert known.standing("a").faults == 2, "and what it kept is not lost"
+
+
+def journal(out: Path, *lines: dict[str, Any]) -> None:
+    out.mkdir(exist_ok=True)
+    with (out / "journal.jsonl").open("a") as file:
+        file.writelines(json.dumps({"time": 7.5, "reason": "r"} | line) + "\n" for line in lines)
+
+
+START = {"kind": "start", "detail": {"hosts": {"a": [0, 1], "b": [2, 3]}}}
+
+
+def crash(cause: str, *ranks: int, host: str = "") -> dict[str, Any]:
+    return {"kind": "crash", "ranks": list(ranks), "detail": {"cause": cause, "host": host}}
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (crash("hardware", 2, host="b"), [("b", HARDWARE)]),
+        (crash("silence", 2, 3), [("b", DIED)]),
+        (crash("silence", 2), []),  # one rank was killed: no node's fault
+        (crash("silence"), []),  # all at once
+        (crash("silence", 0, 1, 2, 3), []),
+        (crash("exception", 2, host="b"), []),
+        ({"kind": "straggler", "ranks": [1]}, [("a", SLOW)]),
+        ({"kind": "replica_mismatch", "ranks": [3]}, [("b", HARDWARE)]),
+        ({"kind": "replica_mismatch", "ranks": [0, 3]}, []),  # nobody knows which
+        ({"kind": "discard", "ranks": [3]}, []),
+    ],
+)
+def test_the_journal_tells_what_happened_to_a_host(
+    line: dict[str, Any], told: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    journal(tmp_path, START, line)
+    assert [event[:2] for event in node_events(tmp_path, since=1)] == told
+    assert node_events(tmp_path, since=2) == []
+
+
+def test_of_a_world_of_one_host_its_hardware_is_remembered(tmp_path: Path) -> None:
+    one = {"kind": "start", "detail": {"hosts": {"a": [0, 1]}}}
+    journal(tmp_path, one, crash("hardware", 1, host="a"))
+    assert node_events(tmp_path, since=0) == [("a", HARDWARE, "r", 7.5)]
+
+
+def test_the_check_names_a_device_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert burn_in_module.burn_in(0.0) == ""
+    bits = iter([["x", "y"]])
+    monkeypatch.setattr(burn_in_module, "products", lambda device, is_spoilt: next(bits))
+    assert "other bits for the same product" in burn_in_module.burn_in(0.0)
+
+
+def stand_by(out: Path, known: NodeMemory, said: Say, **more: Any) -> StandBy:
+    facts = {
+        "patience_seconds": 0.0, "check_seconds": 0.0, "begin_seconds": 60.0, "meeting": None,
+        "environment": dict(os.environ), "host": "a",
+    }  # fmt: skip
+    return StandBy(memory=known, out=out, say=said.append, **(facts | more))
+
+
+def test_a_checked_host_takes_part_when_the_run_does_not_begin(tmp_path: Path) -> None:
+    said: Say = []
+    known = memory(tmp_path / "nodes")
+    one = stand_by(tmp_path / "run", known, said)
+    assert one.wait(Stop()) is None and said == [], "nothing is known of it"
+    known.note("a", HARDWARE, "ECC")
+    assert one.wait(Stop()) is None
+    assert known.standing("a").is_tested
+    assert "lets other nodes go first (ECC)" in said[0] and "does not move" in said[1]
+
+
+def test_a_host_that_fails_the_check_takes_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = memory(tmp_path / "nodes")
+    known.note("a", HARDWARE, "ECC")
+    fake = tmp_path / "python"
+    fake.write_text("#!/bin/sh\necho rank 0 on a: its device gives other bits\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    end = stand_by(tmp_path / "run", known, []).wait(Stop())
+    assert end is not None and end.code == 1 and "other bits" in end.reason
+    assert known.standing("a").faults == 2 and not known.standing("a").is_tested
+    fake.write_text("#!/bin/sh\necho no torch here >&2\nexit 1\n")
+    one = stand_by(tmp_path / "run", known, [])
+    assert one.wait(Stop()) is None, "a check that cannot be made proves nothing"
+    assert not known.standing("a").is_tested
+    fake.write_text("#!/bin/sh\necho CUDA error: uncorrectable ECC error encountered >&2\nexit 1\n")
+    end = one.wait(Stop())
+    assert end is not None and "uncorrectable ECC" in end.reason
+
+
+@pytest.mark.parametrize(("status", "code"), [("done", 0), ("halted", 3)])
+def test_it_ends_with_a_run_that_ended_without_it(status: str, code: int, tmp_path: Path) -> None:
+    known, out = memory(tmp_path / "nodes"), tmp_path / "run"
+    known.note("a", HARDWARE, "ECC")
+    known.note("a", PASSED, "")
+    journal(out, START)
+    (out / "summary.json").write_text(json.dumps({"status": status, "of": "an earlier launch"}))
+    said: Say = []
+    one = stand_by(out, known, said, patience_seconds=2.0)
+    assert one.wait(Stop()) is None, "the old summary is no end"
+    ends: list[Any] = []
+    waiting = threading.Thread(target=lambda: ends.append(one.wait(Stop())))
+    waiting.start()
+    while len(said) < 3:
+        time.sleep(0.01)
+    (out / "summary.json").write_text(json.dumps({"status": status}))
+    waiting.join(60)
+    assert ends[0].code == code, said
+
+
+def test_a_stop_ends_the_waiting(tmp_path: Path) -> None:
+    known, stop = memory(tmp_path / "nodes"), Stop()
+    known.note("a", HARDWARE, "ECC")
+    known.note("a", PASSED, "")
+    stop.ask(15)
+    end = stand_by(tmp_path / "run", known, [], patience_seconds=600.0).wait(stop)
+    assert end is not None and end.code == 75
+
+
+def test_the_command_shows_and_forgets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    known = memory(tmp_path)
+    known.note("gpu1", DIED, "did not answer")
+    known.note("gpu2", SLOW, "[bold]slow[/bold]")
+    known.note("gpu2", PASSED, "")
+    assert main(["nodes", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "to be checked" in shown and "probation until" in shown and "[bold]" in shown
+    assert shown.index("gpu1") < shown.index("gpu2"), "the worst first"
+    assert main(["nodes", str(tmp_path), "clear", "gpu1"]) == 0
+    assert "gpu1: 1 events forgotten" in capsys.readouterr().out
+    assert main(["nodes", str(tmp_path), "clear"]) == 2
+    assert main(["nodes", str(tmp_path / "none")]) == 2
