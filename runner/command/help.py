@@ -32,7 +32,7 @@ Holdfast: a training runner that survives NaNs, loss spikes, bad data and crashe
   holdfast launch key=value ...      torchrun on this node, well set, started again after a crash
   holdfast supervise -- COMMAND      the same for your own torchrun command; run: for any script
   holdfast prove-resume -- COMMAND   does your script really resume? kills it, and compares
-  holdfast slurm --nodes 4 key=value ...   the batch script, or its job; k8s: manifests; nodes: who failed
+  holdfast slurm --nodes 4 key=value ...   the batch script, or its job; k8s; nodes: who failed
   holdfast check-model key=value ... what exactness asks of your model and data; preflight: more
   holdfast ring DIR|URL [--verify]   list and verify checkpoints
   holdfast export OUT DIR            weights as safetensors; import: begin a run from others'

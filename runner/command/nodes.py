@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from runner.command.arguments import Parser, at_least
+from runner.command.arguments import Parser
 from runner.launch.node_memory import NodeFolder
 from runner.policy.nodes import PASSED, NodeEvent, NodeRules, standing
 from runner.system.error import ConfigError
@@ -27,11 +27,7 @@ def nodes_command(arguments: Sequence[str]) -> int:
     parser.add_argument("folder", type=Path, metavar="DIR", help="as cluster.nodes")
     parser.add_argument("action", nargs="?", choices=["clear"])
     parser.add_argument("host", nargs="?", help="to forget, as when it was mended")
-    rules = NodeRules()
-    words = "as cluster.probation_hours"
-    parser.option("--probation-hours", rules.probation_hours, words, metavar="HOURS")
     options = parser.parse_args(arguments)
-    at_least(0, probation_hours=options.probation_hours)
     folder = NodeFolder(options.folder)
     if (options.action is None) != (options.host is None):
         raise ConfigError("nodes: write: nodes DIR clear HOST")
@@ -44,29 +40,27 @@ def nodes_command(arguments: Sequence[str]) -> int:
         events = folder.events()
     except OSError as error:
         raise ConfigError(f"nodes: {error}") from None
-    rules = NodeRules(probation_hours=options.probation_hours)
-    Console(soft_wrap=True).print(_table(events, rules, time.time()))
+    if events:
+        Console(soft_wrap=True).print(_table(events, time.time()))
+    else:
+        sys.stdout.write(f"{options.folder}: nothing has happened to any host\n")
     return 0
 
 
-def _table(events: Sequence[NodeEvent], rules: NodeRules, now: float) -> Table:
-    table = Table()
-    for title in ("host", "standing", "faults", "last", "kind", "run"):
-        table.add_column(title, no_wrap=True)
-    table.add_column("reason", overflow="fold")
-    by_host: dict[str, list[NodeEvent]] = defaultdict(list)
-    for event in sorted(events, key=lambda event: event.time):
+def _table(events: Sequence[NodeEvent], now: float) -> Table:
+    """Standings are those of the default probation."""
+    table = Table("host", "standing", "faults", "last", "kind", "run", "reason")
+    by_host = defaultdict[str, list[NodeEvent]](list)
+    for event in sorted(events, key=lambda event: (event.kind != PASSED, event.time)):
         by_host[event.host].append(event)
-    known = {host: standing(of, now=now, rules=rules) for host, of in by_host.items()}
-    for host in sorted(by_host, key=lambda host: (-known[host].badness(now), host)):
-        one = known[host]
+    known = {host: standing(of, now=now, rules=NodeRules()) for host, of in by_host.items()}
+    for host in sorted(by_host, key=lambda host: (-known[host].badness, host)):
+        one, last = known[host], by_host[host][-1]
         words = "trusted"
-        if not one.is_trusted(now):
+        if one.badness:
             words = f"probation until {_at(one.until)}" if one.is_tested else "to be checked"
-        last = [event for event in by_host[host] if event.kind != PASSED][-1:]
-        for event in last or by_host[host][-1:]:
-            cells = (f"{one.faults:g}", _at(event.time), event.kind, event.run, event.reason)
-            table.add_row(*map(Text, (host, words, *cells)))
+        cells = (host, words, f"{one.faults:g}", _at(last.time), last.kind, last.run, last.reason)
+        table.add_row(*map(Text, cells))
     return table
 
 

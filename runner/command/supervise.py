@@ -10,7 +10,7 @@ import shlex
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from runner.launch.node_memory import NodeMemory
 from runner.launch.script import PROGRESS, ScriptSupervisor, Watched
 from runner.launch.slurm import meeting, orders
 from runner.launch.stand_by import StandBy
-from runner.launch.supervisor import JobSupervisor, Place, new_launch_id
+from runner.launch.supervisor import JobSupervisor, new_launch_id
 from runner.launch.warm_start import WarmStart, rank_modules
 from runner.observe.tracker import CommandAlerts
 from runner.policy.nodes import NodeRules
@@ -100,13 +100,14 @@ def run_supervised(
     environment = torchrun.environment(variables(), agent) if agent else variables()
     met = agent if agent and agent.nodes.most > 1 else None  # each node has a supervisor
     diagnose, begin_seconds, alert, watches = False, None, None, False
-    own, place = None, Place()  # others' commands start as they are
+    own, memory, stand_by = None, None, None  # others' commands start as they are
     if "runner" in command:
         overrides = torchrun.overrides_of(command)
         config = torchrun.settings(overrides)
         diagnose, begin_seconds = config.debug.diagnose_on_crash, begin_limit(config)
         own = warm_start(config) if warm is None else None
-        place = _place(config, met, environment)
+        memory = node_memory(config)
+        stand_by = StandBy(config, memory, agent, environment, say) if memory and agent else None
         alert = config.track.command
         watches = config.track.watch and alert is not None
 
@@ -118,8 +119,6 @@ def run_supervised(
 
     def make_job(_: int, diagnosing: bool) -> Job:
         chosen = list(command)
-        if met and place.holds_meeting:
-            chosen = torchrun.command(replace(met, hosts=False), overrides)
         if diagnosing:
             chosen[len(chosen) - len(overrides) :] = torchrun.diagnosing(overrides)
         return Job(
@@ -133,64 +132,29 @@ def run_supervised(
     starter = warm or own
     with own or contextlib.nullcontext():
         if EXIT_DIR in environment:
-            return _run_as_part(make_job(1, False), out, place.stand_by)
+            return _run_as_part(make_job(1, False), out, stand_by)
         supervisor = JobSupervisor(
             out=out,
             launch_id=met.name if met else new_launch_id(environment),
-            place=place,
+            node=os.uname().nodename if met else None,
+            least_nodes=met.nodes.least if met and met.nodes.is_elastic else None,
             rules=rules_of(options, diagnose=diagnose),
             make_job=make_job,
             say=say,
         )
+        supervisor.memory, supervisor.stand_by = memory, stand_by
         end = supervisor.run()
     if end.code:
         say(end.reason)
-    if alert and is_head and not watches and not supervisor.stop.is_set:
+    has_given_up = end.code and not supervisor.stop.is_set
+    if alert and has_given_up and is_head and not watches:
         _alert(alert, out, end, supervisor.attempts[-1:])
-    _keep_meeting(supervisor, place, met, Job(command=[], environment=environment), out)
-    return end.code
-
-
-def _keep_meeting(
-    supervisor: JobSupervisor, place: Place, agent: torchrun.Agent | None, job: Job, out: Path
-) -> None:
-    """Where the nodes meet here and go on without this one, wait for the end of the run."""
-    if place.stand_by and place.holds_meeting:
-        place.stand_by.close(supervisor.stop, at_once=bool(supervisor.attempts))
-    elif supervisor.is_left_out and agent and agent.head and torchrun.is_head(agent):
+    supervisor.leave()
+    if supervisor.is_left_out and met and met.head and is_head:
         say("the nodes still meet here; this ends with the run")
-        hold = meeting_point.command(out, agent.head)
-        run_once(replace(job, command=hold), supervisor.stop)
-
-
-def _place(
-    config: RunConfig, agent: torchrun.Agent | None, environment: Mapping[str, str]
-) -> Place:
-    """This node among those of the run.
-
-    Args:
-        agent: if there are several.
-    """
-    memory, host = node_memory(config), os.uname().nodename
-    if agent is None:
-        if memory and (reason := memory.standing(host).reason):
-            say(f"{host} failed before ({reason}), and there is no other node to prefer")
-        return Place(memory=memory)
-    least = agent.nodes.least if agent.nodes.is_elastic else None
-    if memory is None:
-        return Place(node=host, least_nodes=least)
-    stand_by = StandBy(
-        memory=memory,
-        out=Path(config.out),
-        host=environment.get("SLURMD_NODENAME") or host,
-        environment=environment,
-        patience_seconds=config.cluster.patience_seconds,
-        check_seconds=config.cluster.burn_in_seconds,
-        begin_seconds=begin_limit(config),
-        meeting=agent.head if torchrun.is_head(agent) else None,
-        say=say,
-    )
-    return Place(node=host, least_nodes=least, memory=memory, stand_by=stand_by)
+        hold = meeting_point.command(out, met.head)
+        run_once(Job(command=hold, environment=environment), supervisor.stop)
+    return end.code
 
 
 def node_memory(config: RunConfig) -> NodeMemory | None:
@@ -199,11 +163,12 @@ def node_memory(config: RunConfig) -> NodeMemory | None:
     if cluster.nodes is None:
         return None
     rules = NodeRules(probation_hours=cluster.probation_hours)
-    return NodeMemory(Path(cluster.nodes), rules, run=Path(config.out).name, say=say)
+    run = RunDir(Path(config.out)).alert_name
+    return NodeMemory(Path(cluster.nodes), rules, run=run, say=say)
 
 
 def _alert(command: str, out: Path, end: End, last: Sequence[Attempt]) -> None:
-    """Run ``track.command`` for the end of the launch, if no rank is left to do so."""
+    """Run ``track.command`` for the end of the launch, if no rank was left to do so."""
     if not last or last[0].code in _TOLD_BY_RANKS:
         return
     run_dir = RunDir(out)

@@ -643,7 +643,7 @@ class ClusterConfig:
     )
     patience_seconds: float = key(
         120.0,
-        "how long a launch on a host that failed lets others begin without it, for each fault",
+        "a host that failed takes part, spares or not, if the run has not moved for so long",
         ge=0,
     )
     burn_in_seconds: float = key(

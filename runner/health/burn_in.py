@@ -12,40 +12,20 @@ import time
 
 import torch
 
-from runner.distributed.device import device_name
-from runner.health.checks import DeviceReport, device_kind, judge, products
-from runner.health.nvml import GpuHealth, gpu_health
-from runner.system.process import host_name
+from runner.health.checks import judge, report_of
 
 
-def burn_in(seconds: float, *, spoilt: int | None = None) -> str:
-    """What is wrong with this node's devices; "" if nothing is. A device counts as a rank.
-
-    Args:
-        spoilt: for drills: the products of this device are wrong.
-    """
+def burn_in(seconds: float) -> str:
+    """What is wrong with this node's devices; "" if nothing is. A device counts as a rank."""
     until = time.monotonic() + seconds
     count = torch.cuda.device_count()
     devices = [torch.device("cuda", number) for number in range(count)] or [torch.device("cpu")]
     while True:
-        reports = [_report(device, number == spoilt) for number, device in enumerate(devices)]
-        fault = judge(reports)
+        fault = judge([report_of(device) for device in devices])
         if fault is not None:
             return fault.reason
         if time.monotonic() >= until:
             return ""
-
-
-def _report(device: torch.device, is_spoilt: bool) -> DeviceReport:
-    uuid = device_name(device)
-    health = (gpu_health(uuid) if uuid else None) or GpuHealth()
-    return DeviceReport(
-        host=host_name(),
-        kind=device_kind(device),
-        bits=products(device, is_spoilt),
-        wrong_sums=0,
-        broken=health.broken,
-    )
 
 
 if __name__ == "__main__":

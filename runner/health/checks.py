@@ -11,7 +11,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -320,21 +320,26 @@ def check_devices(
     Args:
         is_spoilt: for drills: this rank's products are wrong.
     """
-    uuid = device_name(device)
-    health = (gpu_health(uuid) if uuid else None) or GpuHealth()
-    own = DeviceReport(
-        host=host_name(),
-        kind=device_kind(device),
-        bits=products(device, is_spoilt),
-        wrong_sums=_wrong_sums(device, ranks),
-        broken=health.broken,
-        warnings=health.warnings,
-    )
+    own = replace(report_of(device, is_spoilt), wrong_sums=_wrong_sums(device, ranks))
     reports = [DeviceReport(**fields) for fields in ranks.gather(asdict(own))]
     for rank, report in enumerate(reports):
         for warning in report.warnings:
             say(f"warning: rank {rank} on {report.host}: {warning}")
     return judge(reports)
+
+
+def report_of(device: torch.device, is_spoilt: bool = False) -> DeviceReport:
+    """Test a device alone: a product of two matrices, several times, and NVML."""
+    uuid = device_name(device)
+    health = (gpu_health(uuid) if uuid else None) or GpuHealth()
+    return DeviceReport(
+        host=host_name(),
+        kind=device_kind(device),
+        bits=_products(device, is_spoilt),
+        wrong_sums=0,
+        broken=health.broken,
+        warnings=health.warnings,
+    )
 
 
 def judge(reports: Sequence[DeviceReport]) -> DeviceFault | None:
@@ -387,7 +392,7 @@ def _cpu_model() -> str:
     return next(names, platform.machine())
 
 
-def products(device: torch.device, is_spoilt: bool) -> list[str]:
+def _products(device: torch.device, is_spoilt: bool) -> list[str]:
     """Multiply as training does: in a GPU's matrix units."""
     size = _SIZE.get(device.type, 1024)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

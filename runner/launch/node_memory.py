@@ -16,9 +16,9 @@ import math
 import os
 import re
 import secrets
-import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from runner.policy.nodes import KINDS, NodeEvent, NodeRules, Standing, standing
 from runner.system.files import make_folder, naming, sync_directory
 from runner.system.json_lines import read_object
 from runner.system.parsing import json_text
+from runner.system.process import in_thread
 
 T = TypeVar("T")
 
@@ -35,7 +36,6 @@ _KEPT_DAYS = 365.0
 _WAIT_SECONDS = 10.0
 _MOST_BYTES = 1 << 13  # of an event
 _MOST_REASON = 300
-_MOST_READ = 20_000  # events
 _NOT_IN_NAME = re.compile(r"[^A-Za-z0-9_.]")
 
 
@@ -65,45 +65,43 @@ class NodeFolder:
             draft.unlink(missing_ok=True)
         sync_directory(self.path)
         oldest = time.time() - _KEPT_DAYS * 86400
-        for path, one in self._files(event.host):
+        for path, one in self._files([event.host]):
             if one is not None and one.time < oldest:
                 path.unlink(missing_ok=True)
 
-    def events(self, hosts: Collection[str] | None = None) -> list[NodeEvent]:
+    def events(self, hosts: Collection[str] | None = None) -> Sequence[NodeEvent]:
         """Those of ``hosts``; None: of all. A file that is torn or not ours is passed over."""
-        if not self.path.is_dir():
-            return []
-        found = [pair for host in hosts or [""] for pair in self._files(host)]
-        return [one for _, one in found if one is not None]
+        return [one for _, one in self._files(hosts) if one is not None]
 
     def clear(self, host: str) -> int:
         """Forget a host, torn files of it as well; returns how many events it had."""
-        found = list(self._files(host))
+        found = list(self._files([host]))
         for path, _ in found:
             path.unlink(missing_ok=True)
         return len(found)
 
-    def _files(self, host: str) -> Iterable[tuple[Path, NodeEvent | None]]:
-        pattern = f"{_begin(host)}*.json" if host else "*.json"
-        for path in sorted(self.path.glob(pattern))[:_MOST_READ]:
-            event = _parsed(read_object(path, _MOST_BYTES))
-            if not host or event is None or event.host == host:
-                yield path, event
+    def _files(self, hosts: Collection[str] | None) -> Iterator[tuple[Path, NodeEvent | None]]:
+        names = sorted(os.listdir(self.path)) if self.path.exists() else []
+        begins = None if hosts is None else tuple(map(_begin, hosts))
+        for name in names:
+            if name.endswith(".json") and (begins is None or name.startswith(begins)):
+                event = _parsed(read_object(self.path / name, _MOST_BYTES))
+                if hosts is None or event is None or event.host in hosts:
+                    yield self.path / name, event
 
 
 def _begin(host: str) -> str:
     return f"{_NOT_IN_NAME.sub('_', host)[:64]}-"
 
 
-def _parsed(tree: Mapping[str, Any]) -> NodeEvent | None:
-    texts = [tree.get(name) for name in ("host", "kind", "reason", "run")]
-    when = tree.get("time")
-    if not all(isinstance(text, str) for text in texts) or texts[1] not in KINDS:
+def _parsed(tree: dict[str, Any]) -> NodeEvent | None:
+    try:
+        event = NodeEvent(**tree)
+        is_one = math.isfinite(event.time) and event.kind in KINDS
+    except TypeError:
         return None
-    if not isinstance(when, int | float) or not math.isfinite(when):
-        return None
-    host, kind, reason, run = map(str, texts)
-    return NodeEvent(host=host, kind=kind, time=float(when), reason=reason, run=run)
+    texts = (event.host, event.reason, event.run)
+    return event if is_one and all(isinstance(text, str) for text in texts) else None
 
 
 class NodeMemory:
@@ -117,12 +115,12 @@ class NodeMemory:
     def __init__(
         self, folder: Path, rules: NodeRules, *, run: str, say: Callable[[str], None]
     ) -> None:
-        self._folder = NodeFolder(folder)
+        self.folder, self.run = folder, run
+        self._files = NodeFolder(folder)
         self._rules = rules
-        self._run = run
         self._say = say
         self._unwritten: list[NodeEvent] = []
-        self._busy: threading.Thread | None = None
+        self._busy: Future[Any] | None = None
         self._has_said = False
 
     def note(self, host: str, kind: str, reason: str, when: float | None = None) -> None:
@@ -131,60 +129,43 @@ class NodeMemory:
         Args:
             when: in seconds since the epoch; None: now.
         """
-        self._unwritten.append(
-            NodeEvent(
-                host=short_name(host),
-                kind=kind,
-                time=round(time.time() if when is None else when, 3),
-                reason=reason[:_MOST_REASON],
-                run=self._run,
-            )
-        )
-        self._within(self._write, None)
-
-    def standings(self, hosts: Collection[str]) -> dict[str, Standing]:
-        """The standing of each host; empty where the folder cannot be read."""
-        names = {host: short_name(host) for host in hosts}
-
-        def read() -> dict[str, Standing]:
-            events, now = self._folder.events(set(names.values())), time.time()
-            return {
-                host: standing(
-                    [one for one in events if one.host == name], now=now, rules=self._rules
-                )
-                for host, name in names.items()
-            }
-
-        return self._within(read, {})
+        when = round(time.time() if when is None else when, 3)
+        host, reason = short_name(host), reason[:_MOST_REASON]
+        event = NodeEvent(host=host, kind=kind, time=when, reason=reason, run=self.run)
+        self._unwritten.append(event)
+        self.ask(self._write)
 
     def standing(self, host: str) -> Standing:
         """The standing of one host; that of a trusted one if nothing is known."""
-        return self.standings([host]).get(host, Standing())
+        return self.standings([host])[host]
+
+    def standings(self, hosts: Collection[str]) -> dict[str, Standing]:
+        """The standing of each host."""
+        short = {host: short_name(host) for host in hosts}
+        events, now = self.ask(lambda: self._files.events(short.values())), time.time()
+        by_host = {
+            name: [one for one in events or () if one.host == name] for name in short.values()
+        }
+        known = {name: standing(of, now=now, rules=self._rules) for name, of in by_host.items()}
+        return {host: known[name] for host, name in short.items()}
 
     def _write(self) -> None:
         while self._unwritten:
-            self._folder.add(self._unwritten[0])
+            self._files.add(self._unwritten[0])
             del self._unwritten[0]
 
-    def _within(self, work: Callable[[], T], otherwise: T) -> T:
-        """What ``work`` returns, in a thread: a disk that is gone may block for ever."""
-        results: list[T] = []
-        errors: list[OSError] = []
-
-        def run() -> None:
+    def ask(self, work: Callable[[], T]) -> T | None:
+        """What ``work`` returns; None if the disk fails, or does not answer in time."""
+        what: object = ""
+        if self._busy is None or self._busy.done():
+            self._busy = asked = in_thread(work, "nodes")
             try:
-                results.append(work())
+                return asked.result(_WAIT_SECONDS)
+            except TimeoutError:
+                what = f"no answer within {_WAIT_SECONDS:g} s"
             except OSError as error:
-                errors.append(error)
-
-        if self._busy is None or not self._busy.is_alive():
-            self._busy = threading.Thread(target=run, name="nodes", daemon=True)
-            self._busy.start()
-            self._busy.join(_WAIT_SECONDS)
-        if results:
-            return results[0]
-        if not self._has_said:
+                what = error
+        if what and not self._has_said:
             self._has_said = True
-            what = errors[0] if errors else f"no answer within {_WAIT_SECONDS:g} s"
-            self._say(f"cluster.nodes={self._folder.path}: {what}; the run goes on without")
-        return otherwise
+            self._say(f"cluster.nodes={self.folder}: {what}; the run goes on without")
+        return None

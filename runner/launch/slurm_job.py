@@ -22,7 +22,7 @@ from runner.launch.attempt import FINAL, Ended, Job, Stop, StopTarget
 from runner.launch.crash_evidence import BadNodes
 from runner.launch.node_memory import NodeMemory
 from runner.launch.slurm import MOST_BYTES, NODE_COMMAND, JobStep, announce
-from runner.launch.supervisor import JobSupervisor, Place
+from runner.launch.supervisor import JobSupervisor
 from runner.policy.nodes import DIED, choose
 from runner.policy.restart import RestartRules, without_progress
 from runner.system.environment import variables
@@ -80,8 +80,8 @@ class SlurmJob:
             make_job=self._make_job,
             say=self.say,
             ended=self._note_failed,
-            place=Place(memory=self.memory),
         )
+        supervisor.memory = self.memory
         try:
             end = supervisor.run()
         except TooFewNodes as error:
@@ -111,9 +111,8 @@ class SlurmJob:
     def _make_job(self, number: int, diagnose: bool) -> Job:
         self._lost |= slurm.unusable(self._nodes)
         bad = self._bad.read()
-        known, now = self.memory.standings(self._nodes) if self.memory else {}, time.time()
-        badness = {node: standing.badness(now) for node, standing in known.items()}
-        chosen = choose(self._nodes, count=self._count, bad=bad, lost=self._lost, badness=badness)
+        known = self.memory.standings(self._nodes) if self.memory else {}
+        chosen = choose(self._nodes, count=self._count, bad=bad, lost=self._lost, known=known)
         if chosen is None:
             raise TooFewNodes(
                 f"{len(self._lost)} of {len(self._nodes)} nodes are lost "

@@ -1,100 +1,165 @@
 """A node that failed before lets others go first, and is checked before others depend on it.
 
 It waits outside of the rendezvous: a spare, which waits inside of it, takes its place. It takes
-part after all once the run does not move without it.
+part where no spare is left, and where the run does not move without it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from subprocess import PIPE
+from typing import Any
 
+from runner.config.schema import RunConfig
 from runner.health.root_cause import is_hardware
 from runner.launch import meeting_point
 from runner.launch.attempt import Stop
+from runner.launch.crash_evidence import short_name
 from runner.launch.node_memory import NodeMemory
-from runner.policy.nodes import PASSED, Standing
+from runner.launch.prepared import Preparation
+from runner.launch.torchrun import Agent, is_head
+from runner.policy.nodes import PASSED, choose
 from runner.policy.restart import HARDWARE, End
+from runner.run_dir.lease import last_beat
 from runner.run_dir.paths import RunDir
 from runner.system.error import EXIT_CRASH, EXIT_DONE, EXIT_HALTED, EXIT_PREEMPTED
-from runner.system.json_lines import last_line
+from runner.system.process import in_thread
 
 _POLL_SECONDS = 1.0
 _START_SECONDS = 300.0  # of the check: imports from a slow disk
 _ENDS = {"done": EXIT_DONE, "halted": EXIT_HALTED}
+_BEAT_SECONDS, _GONE_SECONDS = 5.0, 30.0
+# Nodes of one job do not start at the same instant.
+_TOGETHER_SECONDS = 10.0
 
 
-@dataclass(eq=False)
-class StandBy:
-    """One node of several.
+class Present:
+    """Which hosts have launched one run: a file each, touched while its supervisor lives.
 
-    Args:
-        patience_seconds: for each fault that is remembered.
-        check_seconds: how long its devices are checked.
-        begin_seconds: how long a run that has begun without this node may not move.
-        meeting: host and port where the nodes meet, if that is here.
+    A host is there while its file changes, by this host's own clock: others' may differ.
     """
 
-    memory: NodeMemory
-    out: Path
-    host: str
-    environment: Mapping[str, str]
-    patience_seconds: float
-    check_seconds: float
-    begin_seconds: float
-    meeting: tuple[str, int] | None
-    say: Callable[[str], None]
-    _held: subprocess.Popen[bytes] | None = None
+    def __init__(self, folder: Path, host: str) -> None:
+        self._folder, self._own = folder, folder / host
+        self._is_over = threading.Event()
+        self._seen: dict[str, tuple[int, float]] = {}
+        self._beats = in_thread(self._beat, "present")
 
-    @property
-    def holds_meeting(self) -> bool:
-        """Whether the nodes meet here without this node's torchrun."""
-        return self._held is not None
+    def hosts(self) -> Sequence[str]:
+        """Their names, in order.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
+        now, seen = time.monotonic(), dict[str, tuple[int, float]]()
+        for one in self._folder.iterdir() if self._folder.exists() else ():
+            with contextlib.suppress(FileNotFoundError):
+                mark = one.stat().st_mtime_ns
+                before = self._seen.get(one.name, (None, now))
+                seen[one.name] = mark, before[1] if before[0] == mark else now
+        self._seen = seen
+        return sorted(name for name, (_, at) in seen.items() if now - at < _GONE_SECONDS)
+
+    def close(self) -> None:
+        """This host is there no more; a disk that does not answer is not waited for."""
+        self._is_over.set()
+        with contextlib.suppress(OSError):
+            self._beats.result(_POLL_SECONDS)
+
+    def _beat(self) -> None:
+        while not self._is_over.is_set():
+            with contextlib.suppress(OSError):
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._own.touch()
+            self._is_over.wait(_BEAT_SECONDS)
+        self._own.unlink(missing_ok=True)
+        self._folder.rmdir()  # fails where others are there
+
+
+class StandBy:
+    """This node among those that launched the run.
+
+    Args:
+        agent: how many nodes the run has use for, and where they meet.
+        say: prints one line for a person.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        memory: NodeMemory,
+        agent: Agent,
+        environment: Mapping[str, str],
+        say: Callable[[str], None],
+    ) -> None:
+        self._run = RunDir(Path(config.out))
+        self._rules = config.cluster
+        self._memory, self._environment, self._say = memory, dict(environment), say
+        self._host = short_name(environment.get("SLURMD_NODENAME") or os.uname().nodename)
+        self._count = agent.nodes.most
+        self._head = agent.head if is_head(agent) else None
+        self._others_by = time.monotonic() + _TOGETHER_SECONDS * (self._count > 1)
+        self._present: Present | None = None
+        self._held: subprocess.Popen[str] | None = None  # the place where the nodes meet
+        self._is_waiting = False
+
+    def joining(self, command: Sequence[str]) -> list[str]:
+        """A torchrun command as it is where the nodes may meet here without it."""
+        return [word.replace("is_host=1", f"is_host={int(self._held is None)}") for word in command]
 
     def wait(self, stop: Stop) -> End | None:
         """Wait for this node's turn; None: it takes part now."""
-        if self.memory.standing(self.host).is_trusted(time.time()):
+        if self._present is None and self._count > 1:
+            folder = self._memory.folder / "launched" / self._memory.run
+            self._present = Present(folder, self._host)
+        if not self._memory.standing(self._host).badness:
             return None
-        if self.meeting and not self.holds_meeting:
-            command = meeting_point.command(self.out, self.meeting)
-            self._held = subprocess.Popen(command, env=dict(self.environment))
+        if self._head and not self._held:
+            self._held = self._start(meeting_point.command(self._run.out, self._head))
+        self._is_waiting = True
         if fault := self.check(stop):
-            return End(reason=f"{self.host} does not take part: {fault}", code=EXIT_CRASH)
-        standing = self.memory.standing(self.host)
-        if standing.is_trusted(time.time()):
-            return None
-        return self._let_others_begin(standing, stop)
+            return End(reason=f"{self._host} does not take part: {fault}", code=EXIT_CRASH)
+        end = self._let_others_begin(stop)
+        self._is_waiting = end is not None
+        return end
 
-    def _let_others_begin(self, standing: Standing, stop: Stop) -> End | None:
-        patience = self.patience_seconds * standing.turns
-        self.say(
-            f"{self.host} lets other nodes go first ({standing.reason or 'it failed before'}); it "
-            f"takes part if the run has not begun without it within {patience:g} s"
-        )
-        run, began = RunDir(self.out), time.monotonic()
-        first = seen = _files(run)
+    def _let_others_begin(self, stop: Stop) -> End | None:
+        known = self._memory.standing(self._host)
+        if not known.badness:  # there is no probation but the check
+            return None
+        words = f"{self._host} failed before ({known.reason}), and"
+        first, beat, moved = self._run.stored_summary(), "", time.monotonic()
+        has_told = False
         while stop.sleep(_POLL_SECONDS):
-            now, files = time.monotonic(), _files(run)
-            if files != seen:
-                seen, began = files, now
-            is_new = seen.get(run.summary) != first.get(run.summary)
-            end = (run.stored_summary() or {}).get("status") if is_new else None
-            if end in _ENDS:
-                return End(reason=f"the run is {end} without {self.host}", code=_ENDS[end])
-            is_under_way = seen != first and (last_line(run.journal) or {}).get("kind") != "crash"
-            limit = max(patience, self.begin_seconds) if is_under_way else patience
-            is_over = standing.is_trusted(time.time())
-            if is_over or now - began > limit:
-                why = "its probation is over" if is_over else "the run does not move without it"
-                self.say(f"{self.host} takes part: {why}")
+            summary, now = self._run.stored_summary() or {}, time.monotonic()
+            if summary != first and (end := summary.get("status")) in _ENDS:
+                return End(reason=f"the run is {end} without {self._host}", code=_ENDS[end])
+            if beat != (beat := last_beat(self._run.incarnation)):
+                moved = now
+            is_stuck = now - moved > self._rules.patience_seconds
+            if self._are_better_there() and not is_stuck:
+                if not has_told:
+                    has_told = True
+                    self._say(f"{words} lets other nodes go first")
+            elif is_stuck or now > self._others_by:
+                why = "the run does not move without it" if is_stuck else "no better node is free"
+                self._say(f"{words} takes part: {why}")
                 return None
         return End(reason="asked to stop", code=EXIT_PREEMPTED)
+
+    def _are_better_there(self) -> bool:
+        """Whether the run has enough nodes without this one, as far as anything is known."""
+        hosts = (self._memory.ask(self._present.hosts) if self._present else None) or ()
+        known = self._memory.standings([*hosts, self._host])
+        chosen = choose(hosts, count=self._count, known=known)
+        return known[self._host].badness > 0 and chosen is not None and self._host not in chosen
 
     def check(self, stop: Stop) -> str:
         """Check this node's devices, if they were not since its last fault; the result is noted.
@@ -102,13 +167,12 @@ class StandBy:
         Returns:
             What is wrong; "" also where the check could not be made, which proves nothing.
         """
-        if self.memory.standing(self.host).is_tested:
+        if self._memory.standing(self._host).is_tested:
             return ""
-        command = [sys.executable, "-m", "runner.health.burn_in", str(self.check_seconds)]
-        limit = time.monotonic() + self.check_seconds + _START_SECONDS
-        with subprocess.Popen(
-            command, env=dict(self.environment), stdout=PIPE, stderr=PIPE, text=True
-        ) as process:
+        seconds = self._rules.burn_in_seconds
+        command = [sys.executable, "-m", "runner.health.burn_in", str(seconds)]
+        limit = time.monotonic() + seconds + _START_SECONDS
+        with self._start(command, stdout=PIPE, stderr=PIPE) as process:
             while process.poll() is None and time.monotonic() < limit and stop.sleep(0.1):
                 pass
             process.kill()
@@ -116,25 +180,22 @@ class StandBy:
         if process.returncode and is_hardware(errors):
             fault = errors.splitlines()[-1]
         if fault:
-            self.memory.note(self.host, HARDWARE, f"check before it took part: {fault}")
+            self._memory.note(self._host, HARDWARE, f"check before it took part: {fault}")
         elif process.returncode == 0:
-            self.memory.note(self.host, PASSED, "")
+            self._memory.note(self._host, PASSED, "")
         return fault
 
-    def close(self, stop: Stop, *, at_once: bool) -> None:
-        """End the meeting point, at once or with the run; after a request to stop at once."""
-        if self._held is not None:
-            while not at_once and self._held.poll() is None and stop.sleep(_POLL_SECONDS):
+    def _start(self, command: Sequence[str], **streams: Any) -> subprocess.Popen[str]:
+        alone = Preparation(parent=os.getpid(), shielded=False, is_torchrun=False)
+        words = alone.command(command)
+        return subprocess.Popen(words, env=self._environment, text=True, **streams)
+
+    def close(self, stop: Stop) -> None:
+        """Leave. Where the nodes meet here, and go on without this one, at the end of the run."""
+        if self._present:
+            self._present.close()
+        if self._held:
+            while self._is_waiting and self._held.poll() is None and stop.sleep(_POLL_SECONDS):
                 pass
             self._held.terminate()
             self._held.wait()
-
-
-def _files(run: RunDir) -> dict[Path, tuple[int, int]]:
-    """What changes while a run moves. Not its times against this host's clock, which may differ."""
-    found = {}
-    for path in (run.metrics, run.journal, run.summary):
-        with contextlib.suppress(OSError):
-            facts = path.stat()
-            found[path] = (facts.st_size, facts.st_mtime_ns)
-    return found

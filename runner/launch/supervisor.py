@@ -6,7 +6,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,35 +114,15 @@ def _append_line(path: Path, line: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """This node among those of the run.
-
-    Args:
-        node: its name if each node has its own supervisor. Its attempts are then hidden from the
-            ranks, because all ranks of a group must see the same.
-        least_nodes: without which there is no run, if their number may vary; None if it is fixed.
-        memory: is told what happened to hosts.
-        stand_by: has this node wait for its turn.
-    """
-
-    node: str | None = None
-    least_nodes: int | None = None
-    memory: NodeMemory | None = None
-    stand_by: StandBy | None = None
-
-    @property
-    def holds_meeting(self) -> bool:
-        """Whether the nodes meet here without this node's torchrun."""
-        return self.stand_by is not None and self.stand_by.holds_meeting
-
-
 class JobSupervisor(Supervisor):
     """Supervises a command that trains with this runner.
 
     Args:
         out: the run's directory.
         launch_id: names this launch in every process of it, over all attempts.
+        node: this node's name if each node has its own supervisor. Its attempts are then hidden
+            from the ranks, because all ranks of a group must see the same.
+        least_nodes: without which there is no run, if their number may vary; None if it is fixed.
         make_job: the command of an attempt (number, diagnose), made anew for each.
         ended: called after every attempt with its number.
     """
@@ -152,26 +132,32 @@ class JobSupervisor(Supervisor):
         *,
         out: Path,
         launch_id: str,
-        place: Place = Place(),
+        node: str | None = None,
+        least_nodes: int | None = None,
         rules: RestartRules,
         make_job: Callable[[int, bool], Job],
         say: Callable[[str], None],
         ended: Callable[[int, Ended], None] = lambda number, ended: None,
     ) -> None:
-        node = place.node
         super().__init__(out, launch_id if node is None else f"{launch_id}@{node}", rules, say)
         self._out = out
         self._shared = {LAUNCH_ID: launch_id}
-        self._node, self._least_nodes = node, place.least_nodes
+        self._node, self._least_nodes = node, least_nodes
+        self.memory: NodeMemory | None = None  # is told what happened to hosts
+        self.stand_by: StandBy | None = None  # has this node wait for its turn
         self._make_job = make_job
         self._ended = ended
-        self._memory, self._stand_by = place.memory, place.stand_by
         self._is_stuck = False
         self._restart: dict[str, float] = {}  # when the attempt before failed and ended
         self.is_left_out = False  # the others go on without this node
 
     def wait_for_turn(self) -> End | None:
-        return self._stand_by.wait(self.stop) if self._stand_by else None
+        return self.stand_by.wait(self.stop) if self.stand_by else None
+
+    def leave(self) -> None:
+        """Tell the other nodes that this one is there no more."""
+        if self.stand_by:
+            self.stand_by.close(self.stop)
 
     def end_for_good(self) -> End | None:
         if self._is_stuck:
@@ -194,6 +180,8 @@ class JobSupervisor(Supervisor):
         variables = self._shared | ({ATTEMPT: str(number)} if self._node is None else {})
         if self._restart:
             variables[RESTART] = json_text(self._restart | {"started": time.time()})
+        if self.stand_by:
+            job = replace(job, command=self.stand_by.joining(job.command))
         ended = run_once(replace(job, environment=dict(job.environment) | variables), self.stop)
         ended_at = time.time()
         self._list_bad_nodes(ended)
@@ -206,9 +194,9 @@ class JobSupervisor(Supervisor):
             self._say(f"attempt {number} crashed at step {crash.step}: {crash.reason}")
         for fault in crash.hardware:
             self._list(fault.host, f"hardware: {fault.reason}")
-        if self._memory is not None:
+        if self.memory is not None:
             for host, kind, reason, when in node_events(self._out, since=lines):
-                self._memory.note(host, kind, reason, when)
+                self.memory.note(host, kind, reason, when)
         if self._node is not None and self._least_nodes is not None:
             self.is_left_out = has_to_leave(crash, node=self._node, least=self._least_nodes)
         return Attempt(
@@ -229,8 +217,8 @@ class JobSupervisor(Supervisor):
             pids = ", ".join(map(str, ended.stuck))
             host, reason = os.uname().nodename, f"processes that do not end (state D): {pids}"
             self._list(host, reason)
-            if self._memory is not None:
-                self._memory.note(host, HARDWARE, reason)
+            if self.memory is not None:
+                self.memory.note(host, HARDWARE, reason)
 
     def _list(self, host: str, reason: str) -> None:
         BadNodes(self._out).add([short_name(host)], reason[:_REASON])

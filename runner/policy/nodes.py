@@ -19,7 +19,6 @@ PASSED = "passed"  # the check of its devices, after a fault
 _WEIGHT = {HARDWARE: 1.0, DIED: 1.0, SLOW: 0.25}
 KINDS = (*_WEIGHT, PASSED)
 _MOST_DOUBLINGS = 5
-_MOST_TURNS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,25 +57,15 @@ class Standing:
         faults: how many count, a slow spell as a quarter; 0: the host is trusted.
         is_tested: it passed the check of its devices since the last.
         until: when the probation ends, in seconds since the epoch; without the check it does not.
+        badness: 0 for a trusted host; of two others the better one has less.
         reason: the last fault.
     """
 
     faults: float = 0.0
     is_tested: bool = True
     until: float = 0.0
+    badness: float = 0.0
     reason: str = ""
-
-    def is_trusted(self, now: float) -> bool:
-        return not self.faults or (self.is_tested and now >= self.until)
-
-    def badness(self, now: float) -> float:
-        """0 for a trusted host; of two others the better one has less."""
-        return 0.0 if self.is_trusted(now) else self.faults
-
-    @property
-    def turns(self) -> float:
-        """How many times the patience it lets others go first."""
-        return min(max(1.0, self.faults), _MOST_TURNS)
 
 
 def standing(events: Iterable[NodeEvent], *, now: float, rules: NodeRules) -> Standing:
@@ -94,9 +83,13 @@ def standing(events: Iterable[NodeEvent], *, now: float, rules: NodeRules) -> St
     weight = sum(_WEIGHT[one.kind] for one in faults)
     doublings = min(max(0.0, weight - 1), _MOST_DOUBLINGS)
     hours = rules.probation_hours * min(1.0, weight) * 2**doublings
-    since = min(passed[0] if passed else last.time, now)
+    until = min(passed[0] if passed else last.time, now) + hours * 3600
     return Standing(
-        faults=weight, is_tested=bool(passed), until=since + hours * 3600, reason=last.reason
+        faults=weight,
+        is_tested=bool(passed),
+        until=until,
+        badness=0.0 if passed and now >= until else weight,
+        reason=last.reason,
     )
 
 
@@ -104,15 +97,15 @@ def choose(
     nodes: Sequence[str],
     *,
     count: int,
-    bad: Collection[str],
-    lost: Collection[str],
-    badness: Mapping[str, float] | None = None,
+    bad: Collection[str] = (),
+    lost: Collection[str] = (),
+    known: Mapping[str, Standing] | None = None,
 ) -> list[str] | None:
     """Choose ``count`` of ``nodes``, in their order: no lost ones, and bad ones only if needed.
 
     Args:
         bad: those that failed in this run.
-        badness: of the others, from other runs, as far as known.
+        known: of all, from all runs, as far as anything is.
 
     Returns:
         None if too few nodes are left.
@@ -120,7 +113,7 @@ def choose(
     usable = [node for node in nodes if node not in lost]
     if len(usable) < count:
         return None
-    known = badness or {}
-    better_first = sorted(usable, key=lambda node: (node in bad, known.get(node, 0.0)))
+    badness = {node: one.badness for node, one in (known or {}).items()}
+    better_first = sorted(usable, key=lambda node: (node in bad, badness.get(node, 0.0)))
     chosen = set(better_first[:count])
     return [node for node in usable if node in chosen]

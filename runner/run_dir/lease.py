@@ -281,15 +281,16 @@ def _wait_for_its_end(
 
 
 def _still_beats(folder: Path, seconds: float) -> bool:
-    first, limit = _beat(folder), time.monotonic() + seconds
+    first, limit = last_beat(folder), time.monotonic() + seconds
     while time.monotonic() < limit:
         time.sleep(min(0.2, seconds / 10))
-        if _beat(folder) != first:
+        if last_beat(folder) != first:
             return True
     return False
 
 
-def _beat(folder: Path) -> str:
+def last_beat(folder: Path) -> str:
+    """What changes while the owner lives; empty before it begins."""
     try:
         return read_bounded(folder / "beat", _CLAIM_BYTES).decode(errors="replace")
     except OSError:

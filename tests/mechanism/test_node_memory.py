@@ -16,12 +16,16 @@ from typing import Any
 import pytest
 
 from runner.__main__ import main
+from runner.config.compose import compose
 from runner.health import burn_in as burn_in_module
+from runner.health import checks
 from runner.launch import node_memory as module
+from runner.launch import stand_by as module_of_stand_by
 from runner.launch.attempt import Stop
 from runner.launch.crash_evidence import node_events
 from runner.launch.node_memory import NodeFolder, NodeMemory
-from runner.launch.stand_by import StandBy
+from runner.launch.stand_by import Present, StandBy
+from runner.launch.torchrun import Agent, parse_nodes
 from runner.policy.nodes import DIED, PASSED, SLOW, NodeEvent, NodeRules
 from runner.policy.restart import HARDWARE
 
@@ -121,7 +125,7 @@ def test_a_folder_that_cannot_be_one_is_told_once(tmp_path: Path) -> None:
     known = memory(tmp_path / "file" / "nodes", said)
     for _ in range(3):
         known.note("a", HARDWARE, "ECC")
-        assert known.standing("a").is_trusted(time.time())
+        assert not known.standing("a").badness
     assert len(said) == 1
 
 
@@ -135,13 +139,13 @@ def test_a_disk_that_does_not_answer_is_not_waited_for(
     with monkeypatch.context() as gone:
         gone.setattr(os, "fsync", lambda number: answers.wait(60))
         known.note("a", HARDWARE, "ECC")
-        assert known.standing("a").is_trusted(time.time())
+        assert not known.standing("a").badness
         known.note("a", HARDWARE, "again")
         assert len(said) == 1 and "no answer within" in said[0]
         answers.set()
     limit = time.monotonic() + 30
     while known.standing("a").faults < 2 and time.monotonic() < limit:
-        known._within(known._write, None)
+        known.ask(known._write)
     assert known.standing("a").faults == 2, "and what it kept is not lost"
 
 
@@ -190,76 +194,148 @@ def test_of_a_world_of_one_host_its_hardware_is_remembered(tmp_path: Path) -> No
 def test_the_check_names_a_device_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert burn_in_module.burn_in(0.0) == ""
     bits = iter([["x", "y"]])
-    monkeypatch.setattr(burn_in_module, "products", lambda device, is_spoilt: next(bits))
+    monkeypatch.setattr(checks, "_products", lambda device, is_spoilt: next(bits))
     assert "other bits for the same product" in burn_in_module.burn_in(0.0)
 
 
-def stand_by(out: Path, known: NodeMemory, said: Say, **more: Any) -> StandBy:
-    facts = {
-        "patience_seconds": 0.0, "check_seconds": 0.0, "begin_seconds": 60.0, "meeting": None,
-        "environment": dict(os.environ), "host": "a",
-    }  # fmt: skip
-    return StandBy(memory=known, out=out, say=said.append, **(facts | more))
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("POLL", 0.05), ("BEAT", 0.05), ("GONE", 0.5), ("TOGETHER", 1.0)):
+        monkeypatch.setattr(module_of_stand_by, f"_{name}_SECONDS", seconds)
 
 
-def test_a_checked_host_takes_part_when_the_run_does_not_begin(tmp_path: Path) -> None:
+def stand_by(known: NodeMemory, host: str, said: Say, *, count: int = 2, **rules: float) -> StandBy:
+    """Of one that must be better than patience; the run is ``run`` beside the folder."""
+    defaults = {"patience_seconds": 600.0, "burn_in_seconds": 0.0}
+    told = [f"cluster.{name}={value}" for name, value in (defaults | rules).items()]
+    config = compose([f"out={known.folder.parent / 'run'}", *told])
+    agent = Agent(nodes=parse_nodes(str(count)), num_ranks=1, head=None, name="n")
+    return StandBy(config, known, agent, {**os.environ, "SLURMD_NODENAME": host}, said.append)
+
+
+def failed(tmp_path: Path, *hosts: str, is_tested: bool = True) -> NodeMemory:
+    known = memory(tmp_path / "nodes")
+    for host in hosts:
+        known.note(host, HARDWARE, "ECC")
+        if is_tested:
+            known.note(host, PASSED, "")
+    return known
+
+
+def test_a_host_without_spares_is_checked_and_goes_on(tmp_path: Path) -> None:
     said: Say = []
     known = memory(tmp_path / "nodes")
-    one = stand_by(tmp_path / "run", known, said)
-    assert one.wait(Stop()) is None and said == [], "nothing is known of it"
-    known.note("a", HARDWARE, "ECC")
-    assert one.wait(Stop()) is None
+    assert stand_by(known, "a", said).wait(Stop()) is None and said == [], "nothing is known of it"
+    known = failed(tmp_path, "a", is_tested=False)
+    assert stand_by(known, "a", said).wait(Stop()) is None
     assert known.standing("a").is_tested
-    assert "lets other nodes go first (ECC)" in said[0] and "does not move" in said[1]
+    assert said == ["a failed before (ECC), and takes part: no better node is free"]
+    one = stand_by(known, "a", said, count=1)
+    assert one.wait(Stop()) is None, "a run of one node has no spares"
 
 
+def test_the_worst_of_too_many_stands_by_until_one_of_the_others_leaves(tmp_path: Path) -> None:
+    said, ends = Say(), dict[str, Any]()
+    failed(tmp_path, "a", "b", "b")
+    nodes = {host: stand_by(memory(tmp_path / "nodes"), host, said) for host in "abc"}
+
+    def wait(host: str) -> None:
+        ends[host] = nodes[host].wait(Stop())
+
+    for host in "abc":
+        threading.Thread(target=wait, args=host, daemon=True).start()
+    until(lambda: len(ends) == 2)
+    assert set(ends) == {"a", "c"}, said
+    until(lambda: "b failed before (ECC), and lets other nodes go first" in said)
+    nodes["c"].close(Stop())
+    until(lambda: "b" in ends)
+    assert (
+        ends["b"] is None
+        and said[-1] == "b failed before (ECC), and takes part: no better node is free"
+    )
+    for node in nodes.values():
+        node.close(Stop())
+    assert not list((tmp_path / "nodes" / "launched").glob("*/*")), "they have left"
+
+
+def until(seen: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 60
+    while not seen():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def spares(known: NodeMemory, *hosts: str) -> list[Present]:
+    return [Present(known.folder / "launched" / known.run, host) for host in hosts]
+
+
+def test_better_nodes_that_do_not_begin_starve_no_run(tmp_path: Path) -> None:
+    known, said = failed(tmp_path, "a"), Say()
+    others = spares(known, "b", "c")
+    until(lambda: len(others[0].hosts()) == 2)
+    assert stand_by(known, "a", said, patience_seconds=0.3).wait(Stop()) is None
+    assert said[-1].endswith("takes part: the run does not move without it"), said
+    for other in others:
+        other.close()
+
+
+def test_a_host_that_is_gone_without_a_word_is_not_waited_for(tmp_path: Path) -> None:
+    known, said = failed(tmp_path, "a"), Say()
+    others = spares(known, "b", "c")
+    until(lambda: len(others[0].hosts()) == 2)
+    (tmp_path / "nodes" / "launched" / "run" / "killed").touch()
+    others[0].close()
+    assert stand_by(known, "a", said).wait(Stop()) is None
+    assert said[-1].endswith("takes part: no better node is free"), said
+    others[1].close()
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("echo rank 0 on a: its device gives other bits", "other bits"),
+        ("echo CUDA error: uncorrectable ECC error encountered >&2\nexit 1", "uncorrectable ECC"),
+        ("echo no torch here >&2\nexit 1", ""),  # what cannot be made proves nothing
+    ],
+)
 def test_a_host_that_fails_the_check_takes_no_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = memory(tmp_path / "nodes")
-    known.note("a", HARDWARE, "ECC")
+    known = failed(tmp_path, "a", is_tested=False)
     fake = tmp_path / "python"
-    fake.write_text("#!/bin/sh\necho rank 0 on a: its device gives other bits\n")
+    fake.write_text(f"#!/bin/sh\n{script}\n")
     fake.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(fake))
-    end = stand_by(tmp_path / "run", known, []).wait(Stop())
-    assert end is not None and end.code == 1 and "other bits" in end.reason
-    assert known.standing("a").faults == 2 and not known.standing("a").is_tested
-    fake.write_text("#!/bin/sh\necho no torch here >&2\nexit 1\n")
-    one = stand_by(tmp_path / "run", known, [])
-    assert one.wait(Stop()) is None, "a check that cannot be made proves nothing"
-    assert not known.standing("a").is_tested
-    fake.write_text("#!/bin/sh\necho CUDA error: uncorrectable ECC error encountered >&2\nexit 1\n")
-    end = one.wait(Stop())
-    assert end is not None and "uncorrectable ECC" in end.reason
+    end = stand_by(known, "a", [], count=1).wait(Stop())
+    assert words in (end.reason if end else "") and (end is None) == (not words), end
+    assert end is None or end.code == 1
+    found = known.standing("a")
+    assert found.faults == (2 if words else 1) and not found.is_tested
 
 
 @pytest.mark.parametrize(("status", "code"), [("done", 0), ("halted", 3)])
 def test_it_ends_with_a_run_that_ended_without_it(status: str, code: int, tmp_path: Path) -> None:
-    known, out = memory(tmp_path / "nodes"), tmp_path / "run"
-    known.note("a", HARDWARE, "ECC")
-    known.note("a", PASSED, "")
-    journal(out, START)
+    known, out, said = failed(tmp_path, "a"), tmp_path / "run", Say()
+    out.mkdir()
     (out / "summary.json").write_text(json.dumps({"status": status, "of": "an earlier launch"}))
-    said: Say = []
-    one = stand_by(out, known, said, patience_seconds=2.0)
-    assert one.wait(Stop()) is None, "the old summary is no end"
+    others = spares(known, "b", "c")
+    until(lambda: len(others[0].hosts()) == 2)
     ends: list[Any] = []
-    waiting = threading.Thread(target=lambda: ends.append(one.wait(Stop())))
-    waiting.start()
-    while len(said) < 3:
-        time.sleep(0.01)
+    one = stand_by(known, "a", said)
+    threading.Thread(target=lambda: ends.append(one.wait(Stop())), daemon=True).start()
+    until(lambda: len(said) > 0)
+    assert ends == [], "the old summary is no end"
     (out / "summary.json").write_text(json.dumps({"status": status}))
-    waiting.join(60)
+    until(lambda: len(ends) > 0)
     assert ends[0].code == code, said
+    for other in others:
+        other.close()
 
 
 def test_a_stop_ends_the_waiting(tmp_path: Path) -> None:
-    known, stop = memory(tmp_path / "nodes"), Stop()
-    known.note("a", HARDWARE, "ECC")
-    known.note("a", PASSED, "")
+    stop = Stop()
     stop.ask(15)
-    end = stand_by(tmp_path / "run", known, [], patience_seconds=600.0).wait(stop)
+    end = stand_by(failed(tmp_path, "a"), "a", []).wait(stop)
     assert end is not None and end.code == 75
 
 
@@ -277,5 +353,11 @@ def test_the_command_shows_and_forgets(
     assert shown.index("gpu1") < shown.index("gpu2"), "the worst first"
     assert main(["nodes", str(tmp_path), "clear", "gpu1"]) == 0
     assert "gpu1: 1 events forgotten" in capsys.readouterr().out
+    assert main(["nodes", str(tmp_path), "clear", "gpu2"]) == 0
+    assert main(["nodes", str(tmp_path)]) == 0
+    assert "nothing has happened to any host" in capsys.readouterr().out
     assert main(["nodes", str(tmp_path), "clear"]) == 2
-    assert main(["nodes", str(tmp_path / "none")]) == 2
+    (tmp_path / "file").write_text("")
+    for name in ("none", "file"):
+        assert main(["nodes", str(tmp_path / name)]) == 2
+        assert f"{name} is no folder; name that of cluster.nodes" in capsys.readouterr().err

@@ -53,12 +53,8 @@ def test_a_probation_begins_with_the_check_and_doubles(
     assert (found.faults, found.is_tested) == (faults, is_tested)
     if hours_left is not None:
         assert found.until == pytest.approx(NOW + hours_left * HOUR)
-    trusted = not faults or (is_tested and (hours_left or 0) <= 0)
-    assert found.is_trusted(NOW) is trusted and (found.badness(NOW) == 0) is trusted
-
-
-def test_a_worse_host_waits_longer_but_not_for_ever() -> None:
-    assert [Standing(faults=n).turns for n in (0.25, 1, 2, 50)] == [1, 1, 2, 3]
+    is_trusted = not faults or (is_tested and (hours_left or 0) <= 0)
+    assert found.badness == (0 if is_trusted else faults)
 
 
 @pytest.mark.parametrize(
@@ -78,5 +74,6 @@ def test_a_worse_host_waits_longer_but_not_for_ever() -> None:
 def test_better_nodes_are_preferred_and_too_few_are_all_used(
     bad: str, lost: str, badness: dict[str, float], chosen: str | None
 ) -> None:
-    found = choose("abc", count=2, bad=bad, lost=lost, badness=badness)
+    known = {host: Standing(badness=much) for host, much in badness.items()}
+    found = choose("abc", count=2, bad=bad, lost=lost, known=known)
     assert found == (None if chosen is None else list(chosen))
