@@ -8,6 +8,7 @@ there is not judged.
 --eval-loss: held out. --update-ratio: norm of a step's update over that of the weights.
 --layer-ratio: gradient norm of the first quarter of the layers over the last's. --entropy: of a
 batch's tokens. --corpus-entropy: of the corpus' (unigram, nats), a column or one number.
+--clip: the norm to which gradients were clipped; of a run's folder it is known.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 
 from runner.command.arguments import Parser
 from runner.command.bar import Bar
+from runner.run_dir.paths import RunDir
 from runner.system.error import ConfigError
 from runner.system.json_lines import iter_lines
 from runner.system.parsing import json_text
@@ -31,6 +33,7 @@ from runner.tools.backtest.recording import read_columns
 from runner.tools.reading import held_out, progress, repeats, trouble
 from runner.tools.reading.curve import (
     CORPUS_ENTROPY,
+    ENTROPY,
     FURTHER,
     HELD_OUT,
     LEARNING_RATE,
@@ -78,7 +81,7 @@ def _rules(curve: Curve) -> Iterator[Signature]:
         yield from rule(curve, calm)
 
 
-_OWN = ("step", "loss", "grad_norm", "lr", "eval_loss")  # columns of our own metrics
+_OWN = ("step", "loss", "grad_norm", "lr", "eval_loss", "entropy")  # columns of our own metrics
 
 
 def read_command(arguments: Sequence[str]) -> int:
@@ -97,6 +100,7 @@ def read_command(arguments: Sequence[str]) -> int:
     for name in (*ALWAYS, *FURTHER):
         parser.add_argument(option(name), metavar="NAME")
     words = '{"signature", "rows", "steps", "evidence", "try", "confidence"}'
+    parser.add_argument("--clip", type=float, metavar="NORM")
     parser.flag("--json", f'one line per file: {{"file", "rows", "signatures": [{words}]}}')
     parser.add_argument("files", nargs="*", metavar="FILE")
     parser.add_argument("--stop", type=int, help=argparse.SUPPRESS)
@@ -117,6 +121,8 @@ def read_command(arguments: Sequence[str]) -> int:
             findings = read(curve)
         text = _json_line(file, curve, findings) if options.json else _report(file, curve, findings)
         if not options.json:
+            clip = _clip_of(Path(file)) if options.clip is None else options.clip
+            notes = list(filter(None, [trouble.clipping(curve, clip), *notes]))
             text += "".join(f"\n  note: {note}" for note in notes)
         sys.stdout.write(text + "\n")
     return 0
@@ -149,11 +155,20 @@ def curve_of_run(metrics: Path, stop: int, corpus_entropy: float | None) -> Curv
             for name, column in columns.items():
                 value = line.get(name)
                 column.append(float(value) if isinstance(value, int | float) else np.nan)
-    steps, loss, grad_norm, rate, held_out = (np.array(columns[name]) for name in _OWN)
-    further = {LEARNING_RATE: rate, HELD_OUT: held_out}
+    steps, loss, grad_norm, rate, held_out, entropy = (np.array(columns[name]) for name in _OWN)
+    further = {LEARNING_RATE: rate, HELD_OUT: held_out, ENTROPY: entropy}
     if corpus_entropy:
         further[CORPUS_ENTROPY] = np.full(len(loss), corpus_entropy)
     return Curve.of(steps, loss, grad_norm, further)
+
+
+def _clip_of(out: Path) -> float:
+    """``optim.clip`` of a run's folder; 0 for anything else."""
+    try:
+        clip = RunDir(out).stored_settings().get("optim.clip")
+    except ConfigError:  # of another program
+        return 0.0
+    return float(clip) if isinstance(clip, int | float) else 0.0
 
 
 def _number(text: str | None) -> float | None:

@@ -10,13 +10,16 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from runner.data.dataset import NOT_COUNTED, Dataset, Sample
 from runner.data.draws import read_sample
+from runner.data.feed import MicroBatch
 from runner.observe.metrics import MetricsLine
 from runner.policy.decision.early import SpikeScore
 from runner.policy.decision.history import Incident
@@ -35,6 +38,8 @@ _LONGEST_SECONDS = 60.0
 _NICE = 10
 _IN_WARMUP = frozenset({"plateau", "rate_too_low"})  # signatures that a warm-up resembles
 _SAMPLES = 32
+_TOKENS = 2048  # a few hundred have a low entropy whatever they are; more take time of the step
+_GRAM, _PRIME = 4, 1_000_003
 
 
 def watch_spikes(run: EngineRun) -> None:
@@ -103,9 +108,11 @@ class CurveReader:
             run.reporter.also_applied(reader.applied)
 
     def columns(self, info: StepInfo | None) -> dict[str, float]:
-        """Metrics columns of each evaluation, which ``holdfast read`` also uses."""
-        if info is not None or self._metrics is None:
+        """Metrics columns of each evaluation and step, which ``holdfast read`` also uses."""
+        if self._metrics is None:
             return {}
+        if info is not None:
+            return text_columns(info.share)
         if self._entropy is None:
             self._entropy = unigram_entropy(self._run.corpus.dataset)
         return {_ENTROPY: round(self._entropy, 6)} if self._entropy > 0 else {}
@@ -193,6 +200,35 @@ def unigram_entropy(dataset: Dataset) -> float:
         token_counts = np.bincount(labels[labels != NOT_COUNTED])
         counts = np.pad(counts, (0, max(0, len(token_counts) - len(counts))))
         counts[: len(token_counts)] += token_counts
+    return _entropy(counts)
+
+
+def text_columns(share: Sequence[MicroBatch]) -> dict[str, float]:
+    """The entropy and the repetition of rank 0's first tokens in a step; none with too few.
+
+    ``entropy``: of the counted tokens, in nats, as :func:`unigram_entropy`. ``repeated``: the share
+    of the 4-grams of a sequence that it has had before.
+    """
+    rows: list[NDArray[np.int64]] = []
+    for row in (row for batch in share for row in batch.targets.numpy()):
+        rows.append(row[row != NOT_COUNTED][:_TOKENS])
+        if sum(map(len, rows)) >= _TOKENS:
+            break
+    else:
+        return {}
+    grams, different = 0, 0
+    for row in rows:
+        hashes = np.zeros(max(len(row) - _GRAM + 1, 0), dtype=np.int64)
+        for place in range(_GRAM):
+            hashes = hashes * _PRIME + row[place : place + len(hashes)]  # modulo 2^64
+        grams += len(hashes)
+        different += len(np.unique(hashes))
+    entropy = _entropy(np.bincount(np.concatenate(rows)))
+    return {"entropy": round(entropy, 4), "repeated": round(1 - different / max(grams, 1), 4)}
+
+
+def _entropy(counts: NDArray[np.int64]) -> float:
+    """In nats, corrected for small samples; 0 for no tokens."""
     counts = counts[counts > 0]
     if not len(counts):
         return 0.0

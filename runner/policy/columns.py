@@ -11,11 +11,12 @@ FIELDS: Final = (
     *("norm_limit", "time", "stalls", "nonfinite"),
 )
 EVALUATED: Final = "eval_"  # begins the column of a metric in an evaluation
-LAYERS, SOURCES = "layers", "sources"
+LAYERS, SOURCES, TEXT = "layers", "sources", "text"
 # What our further columns are about, by their names before a slash.
 _FURTHER: Final = {
     LAYERS: LAYERS,
-    **dict.fromkeys(("samples", "loss", "eval_loss", "corpus_entropy"), SOURCES),
+    **dict.fromkeys(("samples", "loss", "eval_loss"), SOURCES),
+    **dict.fromkeys(("corpus_entropy", "entropy", "repeated"), TEXT),
 }
 
 
@@ -26,6 +27,6 @@ def is_ours(name: str) -> bool:
 
 
 def kind_of(column: str) -> str:
-    """What a further column is about: layers, sources, or a metric of the user's: train, eval."""
+    """What a further column is about: layers, sources, text; train or eval: of the user's."""
     own = "eval" if column.startswith(EVALUATED) else "train"
     return _FURTHER.get(column.partition("/")[0], own)

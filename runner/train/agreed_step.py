@@ -17,6 +17,7 @@ import torch
 
 from runner.checkpoint.jobs import JobProgress
 from runner.data.cursor import BatchPlan
+from runner.data.feed import MicroBatch
 from runner.distributed.agreement import FINGERPRINT_SIZE, Ranks
 from runner.policy.decision.history import Incident
 from runner.policy.decision.signals import Bounds, Limits, StepSignals
@@ -46,7 +47,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInfo:
-    """The result of one attempted step, equal on all ranks except for the seconds.
+    """The result of one attempted step, equal on all ranks except for seconds and ``share``.
 
     Args:
         batch: the computed batch; None if nothing was computed.
@@ -66,6 +67,7 @@ class StepInfo:
         shares: number of samples assigned to each rank; given with ``unreadable``.
         measured: measurements inside the model, at this step or, on CUDA, an earlier one.
         metrics: the user's own, by name.
+        share: this rank's part of the batch, on the host; it differs by rank, as seconds do.
     """
 
     signals: StepSignals
@@ -87,6 +89,7 @@ class StepInfo:
     cause: Mapping[str, Any] | None = None
     measured: Measured | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    share: Sequence[MicroBatch] = ()
 
     @property
     def noted_cause(self) -> Mapping[str, Any]:

@@ -281,6 +281,7 @@ class Stepper:
             unreadable=unreadable,
             shares=shares,
             measured=self._measured(step, info.signals),
+            share=step.fetched.micro_batches,
         )
 
     def _measured(self, step: InFlightStep, signals: StepSignals) -> Measured | None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace as parts
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from runner.data.dataset import Sample
-from runner.explain.curve_reader import CurveReader, unigram_entropy
+from runner.data.dataset import NOT_COUNTED, Sample
+from runner.data.feed import MicroBatch
+from runner.explain.curve_reader import CurveReader, text_columns, unigram_entropy
 from runner.observe.metrics import MetricsLine
 from runner.policy.decision.history import Incident
 from runner.system.json_lines import LineFile
@@ -131,6 +133,38 @@ def test_the_entropy_of_a_corpus(tmp_path: Path) -> None:
     assert unigram_entropy(_Uniform()) == pytest.approx(np.log(16), abs=0.005)  # type: ignore[arg-type]
     reader = _Run(tmp_path / "metrics.jsonl").reader
     assert reader.columns(None) == {"corpus_entropy": pytest.approx(np.log(16), abs=0.005)}
+
+
+def _batch(targets: np.ndarray) -> MicroBatch:
+    labels = torch.from_numpy(targets)
+    return MicroBatch(tokens=labels, targets=labels, segments=None, positions=())
+
+
+def test_the_text_of_a_step_is_measured() -> None:
+    various = np.random.default_rng(0).integers(0, 16, (8, 512))
+    assert text_columns([_batch(various[:3])]) == {}, "too few tokens to judge"
+    measured = text_columns([_batch(various[:4]), _batch(various[4:])])
+    assert measured["entropy"] == pytest.approx(np.log(16), abs=0.01)
+    assert measured["repeated"] < 0.02
+    with_padding = np.concatenate([various, np.full((8, 512), NOT_COUNTED)], axis=1)
+    assert text_columns([_batch(with_padding)]) == measured
+    phrase = np.tile(various[:, :8], 64)
+    looped = text_columns([_batch(phrase)])
+    assert looped["repeated"] > 0.98 and looped["entropy"] == pytest.approx(
+        measured["entropy"], abs=0.5
+    )
+    assert text_columns([_batch(np.full((8, 512), 7))])["entropy"] == 0
+
+
+def test_batches_of_few_tokens_are_named(tmp_path: Path) -> None:
+    made = TROUBLED["degenerate_batches"](np.random.default_rng(1))
+    lines = [
+        replace(line, columns={"entropy": entropy})
+        for line, entropy in zip(_lines(made), made.further["entropy"], strict=True)
+    ]
+    run = _Run(tmp_path / "metrics.jsonl", total=len(lines))
+    run.take(lines)
+    assert "degenerate_batches" in {line.detail["signature"] for line in run.reported}
 
 
 _SLOW = (*TINY, "eval.every=40", "eval.samples=8", "steps=120", "optim.lr=1e-6")

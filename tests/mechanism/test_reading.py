@@ -12,6 +12,7 @@ import pytest
 from runner.__main__ import main
 from runner.command.read import read
 from runner.tools.reading.curve import SIGNATURES, Curve
+from runner.tools.reading.trouble import clipping
 from tests.made_curves import HEALTHY, TROUBLED, healthy
 
 _SEEDS = range(4)
@@ -226,3 +227,32 @@ def test_the_page_of_a_reading(tmp_path: Path, capsys: pytest.CaptureFixture[str
         main(["read", "--help"])
     out = capsys.readouterr().out
     assert all(name in out for name in SIGNATURES)
+
+
+# -- clipping --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("clip", "said"), [(0.05, "always engages"), (50.0, "never engages"), (0.5, "engages in 50.")]
+)
+def test_what_clipping_did_is_said(clip: float, said: str) -> None:
+    norms = np.where(np.arange(400) % 2 == 0, 0.2, 0.8)
+    curve = Curve.of(np.arange(400.0), np.linspace(5, 3, 400), norms)
+    assert said in clipping(curve, clip)
+    assert clipping(curve, 0.0) == ""
+
+
+def test_a_spike_that_clipping_did_not_touch_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    loss = [5 - step / 200 + 4 * (300 <= step < 306) for step in range(600)]
+    lines = [{"step": step, "loss": one, "grad_norm": 0.3} for step, one in enumerate(loss)]
+    (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["read", str(out)]) == 0
+    assert "note: clipping" not in capsys.readouterr().out, "nobody knows the clip"
+    (out / "config.yaml").write_text("optim: {clip: 1.0}\n")
+    assert main(["read", str(out)]) == 0
+    words = capsys.readouterr().out
+    assert "clipping at 1 never engages" in words and "1 of 1 spikes" in words and "0.6" in words

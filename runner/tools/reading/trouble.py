@@ -179,6 +179,31 @@ def spikes(curve: Curve, jumps: list[Jump]) -> Iterator[Signature]:
     )  # fmt: skip
 
 
+def clipping(curve: Curve, clip: float) -> str:
+    """What clipping the gradient norm at ``clip`` does in this curve; empty without norms."""
+    norms = curve.grad_norm[np.isfinite(curve.grad_norm)]
+    if not len(norms) or clip <= 0:
+        return ""
+    share = float((norms > clip).mean())
+    usual = float(np.median(norms))
+    if not share:
+        said = f"never engages: the largest norm is {norms.max():.3g}, the median {usual:.3g}"
+    elif share == 1:
+        said = f"always engages: each update is scaled down, to 1/{usual / clip:.3g} at the median"
+    else:
+        said = f"engages in {share:.3%} of the rows; the median norm is {usual:.3g}"
+    begins = [jump.begin for jump in jumps(curve) if jump.is_back]
+    # The update behind a jump is that of the row before it.
+    unclipped = [
+        row for row in begins if not curve.grad_norm[max(row - 1, 0) : row + 1].max() > clip
+    ]
+    if begins:
+        said += f"; {len(unclipped)} of {len(begins)} spikes came with norms that it does not touch"
+    if unclipped or share == 1:
+        said += f"; try a clip of {2 * usual:.2g}, twice the median norm"
+    return f"clipping at {clip:g} {said}"
+
+
 def divergence(curve: Curve, calm: Flags, all_jumps: list[Jump]) -> Iterator[Signature]:
     """The last tenth of the run is well above the best level before it."""
     loss, size = curve.loss, unit(curve.loss)
