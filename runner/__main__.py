@@ -15,8 +15,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+from runner.command import COMMANDS
 from runner.command.arguments import Parser
-from runner.command.table import COMMANDS
 from runner.distributed.env import own_local_rank, own_rank, place_from
 from runner.health.leave import leave, leave_after_exit_functions
 from runner.system import log, output

@@ -40,11 +40,13 @@ from runner.model.blueprint import Blueprint, GuestBlueprint
 from runner.run_dir.paths import RunDir
 from runner.session import parts
 from runner.session.corpus import open_dataset
-from runner.startup.checks import ROUNDING, Check, gradients_reach
-from runner.startup.engine_checks import (
+from runner.startup.checks import (
+    ROUNDING,
     BatchRows,
+    Check,
     are_equal,
     exactness_checks,
+    gradients_reach,
     repeated_step,
     running_buffers,
     sample_losses,

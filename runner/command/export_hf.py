@@ -19,8 +19,7 @@ from runner.checkpoint.disk.directory import Entry
 from runner.command.export import Layout, Output, Read, buffers_in, shapes_in
 from runner.config.network import LoraSettings, lora_of
 from runner.convert.model_config import llama_config, llama_name
-from runner.convert.tokenizer_files import CONFIG, FAST_CLASS, TOKENIZER, copy_tokenizer
-from runner.convert.weights import open_pretrained
+from runner.convert.weights import CONFIG, FAST_CLASS, TOKENIZER, copy_tokenizer, open_pretrained
 from runner.data.tokenizer import BYTE_END, BYTE_VOCAB_SIZE, open_codec
 from runner.model import pretrained
 from runner.model.recompute import NONE

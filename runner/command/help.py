@@ -11,8 +11,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from runner.command import COMMANDS
 from runner.command.arguments import Parser
-from runner.command.table import COMMANDS
 from runner.config.compose import documented, fields, packaged_configs, suggestion, type_name
 from runner.config.schema import RunConfig
 from runner.system.error import (

@@ -22,8 +22,7 @@ import torch
 from rich.console import Console
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
-from runner.checkpoint.disk.index import collect_indexes, numbers
-from runner.checkpoint.disk.shards import Snapshot, write_rank_file
+from runner.checkpoint.disk.shards import Snapshot, collect_indexes, numbers, write_rank_file
 from runner.checkpoint.manifest import Manifest
 from runner.command.arguments import Parser
 from runner.command.bar import Bar

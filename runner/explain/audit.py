@@ -33,7 +33,7 @@ from runner.data.cursor import BatchPlan
 from runner.data.feed import MicroBatch
 from runner.engine.modes import drop_gradients
 from runner.engine.protocol import MicroStep
-from runner.explain.clean_weights import CleanWeights
+from runner.explain.probe import CleanWeights
 from runner.health.checks import DeviceFault, ReplicaInspector, device_kind, sum_of_words
 from runner.policy.decision.history import Incident
 from runner.policy.outlier_ranks import (

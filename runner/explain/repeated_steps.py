@@ -15,7 +15,7 @@ from functools import partial
 from runner.config.schema import GuardConfig
 from runner.explain.bundle import Bundles
 from runner.explain.case import shown
-from runner.explain.clean_weights import CleanWeights, state_restored
+from runner.explain.probe import CleanWeights, state_restored
 from runner.explain.reading import Reading, outstanding, usual
 from runner.explain.replay import Replay
 from runner.policy.decision.finding import (

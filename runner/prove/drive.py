@@ -14,13 +14,13 @@ from functools import partial
 from pathlib import Path
 
 from runner.prove.compare import QUIET, differing, find_start, mean_loss, spread
+from runner.prove.inside import marks
 from runner.prove.judge import Judgement, compare_ranks, judge
 from runner.prove.record import Recorded, Save, Trajectory, Undecided, checkpoints
 from runner.prove.starts import Goal, Place, Scratch, Start, on_other_ranks
 from runner.prove.verdict import Repeats, Verdict
 from runner.system.environment import variables
 from runner.system.error import ConfigError
-from runner.system.listing import marks
 
 _WINDOWS = ((0.2, 0.45), (0.5, 0.75))  # of the steps: where the kills are drawn
 _LEAST_STEPS = 3

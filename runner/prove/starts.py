@@ -12,10 +12,10 @@ from itertools import accumulate
 from pathlib import Path
 
 from runner.launch.attempt import Ended, Job, Stop, run_once
+from runner.prove.inside import marks
 from runner.prove.record import Recorded, Undecided
 from runner.system.error import ConfigError
 from runner.system.files import make_folder, write_json
-from runner.system.listing import marks
 from runner.system.units import format_bytes
 
 COPY_BYTES = 64 << 20  # an entry of the working directory that has more is linked, not copied

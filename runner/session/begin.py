@@ -48,25 +48,36 @@ from runner.session.opening import (
     time_before,
 )
 from runner.session.parts import rules_matched, schedule
-from runner.startup.checks import refuse_or_say
-from runner.startup.engine_checks import (
+from runner.startup.checks import (
     TrialBatch,
     exactness_checks,
+    refuse_or_say,
     running_buffers,
     sanity_checks,
     works_of,
 )
 from runner.startup.memory_need import SavedActivations, memory_line
 from runner.startup.restore import RemoteRun
-from runner.startup.resume import resume_from, settle_mixture
-from runner.startup.resume_check import ResumeCheck, recomputed, tested_before
+from runner.startup.resume import (
+    ResumeCheck,
+    recomputed,
+    resume_from,
+    settle_mixture,
+    tested_before,
+)
 from runner.startup.shared_memory import open_memory
 from runner.system.error import CheckpointError, ConfigError, RankError
 from runner.system.generators import kept_generators
-from runner.train.best_evaluation import BestEvaluation
 from runner.train.checkpoints import Checkpoints, LastProof
 from runner.train.corpus_check import CorpusCheck, known_digest
-from runner.train.evaluate import Evaluator, Inspection, Periodic, falls_due, source_columns
+from runner.train.evaluate import (
+    BestEvaluation,
+    Evaluator,
+    Inspection,
+    Periodic,
+    falls_due,
+    source_columns,
+)
 from runner.train.guard import Guard
 from runner.train.loop import Loop
 from runner.train.recovery import Recovery

@@ -31,8 +31,7 @@ from runner.config.schema import (
     TrackConfig,
 )
 from runner.config.validate import is_zero
-from runner.convert.tokenizer_files import FILES, copy_tokenizer
-from runner.convert.weights import open_pretrained
+from runner.convert.weights import FILES, copy_tokenizer, open_pretrained
 from runner.data.cursor import shard_batch
 from runner.data.dataset import Dataset, RecordDataset
 from runner.distributed.agreement import Ranks

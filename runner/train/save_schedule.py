@@ -22,7 +22,7 @@ from runner.policy.retention.interval import (
     why_snapshots,
 )
 from runner.policy.retention.records import memory_every
-from runner.train.best_evaluation import BestEvaluation
+from runner.train.evaluate import BestEvaluation
 from runner.train.run import Run
 
 _FIRST_LOOK = 4  # first look after so many snapshots, then at each doubling: it is collective

@@ -8,7 +8,7 @@ import pytest
 
 from runner.config.schema import EvalConfig, Goal
 from runner.policy.retention.records import Record, State
-from runner.train.best_evaluation import BestEvaluation, evaluations
+from runner.train.evaluate import BestEvaluation, evaluations
 from tests.run import Result, train
 
 # A rate that first learns and then destroys.

@@ -96,7 +96,7 @@ PHASES = {
     "known": Phase("samples", f"{BENCH}.known 1 3", 14, ANEW),
     "B": Phase("samples", f"{BENCH}.rotated 1 1", 14, ANEW),
     "C": Phase("samples", f"{BENCH}.compute_wider 1 2", 14, ANEW),
-    "D": Phase("samples", "runner.explain.clean_weights:CleanWeights.compute 2 1", 14, ANEW),
+    "D": Phase("samples", "runner.explain.probe:CleanWeights.compute 2 1", 14, ANEW),
     "E": Phase("samples", "runner.explain.culprits:Culprits._without 1 2", 14, ANEW),
     "repetition": Phase("passing", f"{BENCH}.compute 3 1", 14, ANEW),
     "G": Phase("rate", "runner.explain.repeated_steps:RateProbe._is_cured 2 9", 25, ANEW),

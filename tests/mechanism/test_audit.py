@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from runner.explain import clean_weights
+from runner.explain import probe
 from runner.explain.audit import AgreedNumbers, Auditor, Changed, OwnGradients, SameBatch
 from runner.policy.outlier_ranks import Opinion, changed_ranks, named, opinion_on
 from runner.policy.retention.records import Record, State
@@ -162,7 +162,7 @@ def test_no_weights_are_put_in_place_without_memory_for_a_copy_on_every_node(
     free: int, lacking: int, did: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks with 40 bytes each, which may take half of what is free."""
-    monkeypatch.setattr(clean_weights, "free_memory_bytes", lambda: free)
+    monkeypatch.setattr(probe, "free_memory_bytes", lambda: free)
     shard = SimpleNamespace(local=torch.zeros(10))
     engine: Any = SimpleNamespace(
         shards=lambda: [shard], buffers=dict, update_counts=dict, finish_load=lambda counts: None
@@ -172,7 +172,7 @@ def test_no_weights_are_put_in_place_without_memory_for_a_copy_on_every_node(
     stop: Any = SimpleNamespace(now=lambda: None)
     run = of_observers(ranks, stop, engine=engine, ring=ring)
     run.group.place = SimpleNamespace(local_world_size=2)
-    weights = clean_weights.CleanWeights(run)
+    weights = probe.CleanWeights(run)
     assert (weights.compute(Ring().records[0], lambda: "done") == "done") is did
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runner.startup.checks import Check, refuse_or_say
-from runner.startup.engine_checks import exactness_checks, running_buffers, works_of
+from runner.startup.checks import Check, exactness_checks, refuse_or_say, running_buffers, works_of
 from runner.system.error import ConfigError
 from tests.mechanism.test_guest_model import CPU, batch, blueprint, build
 

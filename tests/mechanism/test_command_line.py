@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from runner.__main__ import main
-from runner.command.table import COMMANDS
+from runner.command import COMMANDS
 from runner.config.compose import compose, documented, fields, flat, from_yaml, packaged_configs
 from runner.config.schema import RunConfig
 from tests import golden, warm

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from runner.command.table import COMMANDS
+from runner.command import COMMANDS
 from runner.config.compose import fields
 from runner.config.schema import RunConfig
 from scripts import docs

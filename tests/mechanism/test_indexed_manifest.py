@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 
 from runner.checkpoint.disk import directory
 from runner.checkpoint.disk.directory import CheckpointDirectory, Entry
-from runner.checkpoint.disk.index import collect_indexes
-from runner.checkpoint.disk.shards import Snapshot, files_needed, own_share, stamps
-from runner.checkpoint.layout import PieceRun, check_coverage, compress
-from runner.checkpoint.manifest import data_name, index_name
+from runner.checkpoint.disk.shards import Snapshot, collect_indexes, files_needed, own_share, stamps
+from runner.checkpoint.manifest import PieceRun, check_coverage, compress, data_name, index_name
 from runner.system.error import CheckpointError, CorruptCheckpoint
 from tests.mechanism import test_ring_on_disk as on_disk
 from tests.mechanism.test_ring_on_disk import Tensors, only, rewrite, sound, whole

@@ -14,7 +14,7 @@ from runner.config.compose import compose
 from runner.data.dataset import Sample
 from runner.distributed.env import RankEnv
 from runner.session import begin
-from runner.startup.engine_checks import TrialBatch
+from runner.startup.checks import TrialBatch
 from tests.observed import observers
 
 

@@ -14,8 +14,8 @@ from runner.explain.curve_reader import spike_score
 from runner.policy.decision.early import SpikeScore
 from runner.policy.decision.finding import from_rows
 from runner.policy.decision.history import Incident
-from runner.startup import resume_check
-from runner.startup.resume_check import ResumeCheck
+from runner.startup import resume
+from runner.startup.resume import ResumeCheck
 from runner.system.parsing import json_text
 from tests.observed import observers
 
@@ -103,4 +103,4 @@ def test_a_restart_trusts_the_tests_of_the_start_before_it(
         ranks=parts(sum=lambda numbers: [numbers[0] + change.get("others", 0)]),
     )
     start = Incident(kind="start", step=5, decision="", reason="", detail=now)
-    assert resume_check.tested_before(run, change.get("rows", {6: parts()}), start) is found
+    assert resume.tested_before(run, change.get("rows", {6: parts()}), start) is found

@@ -25,10 +25,11 @@ from safetensors.torch import load_file
 from runner.checkpoint.disk import directory as directory_module
 from runner.checkpoint.disk import shards as shards_module
 from runner.checkpoint.disk.directory import CheckpointDirectory, Entry
-from runner.checkpoint.disk.index import collect_indexes, numbers
 from runner.checkpoint.disk.shards import (
     ShardReader,
     Snapshot,
+    collect_indexes,
+    numbers,
     own_share,
     verify_files,
     write_rank_file,

@@ -13,7 +13,7 @@ from runner.data.feed import MicroBatch
 from runner.engine.buffers import RunningBuffers
 from runner.engine.protocol import Engine, MicroStep
 from runner.session import parts
-from runner.startup.engine_checks import repeated_step, running_buffers, works_of
+from runner.startup.checks import repeated_step, running_buffers, works_of
 from runner.system.error import ConfigError
 from tests.guests import Residual
 from tests.mechanism.test_guest_model import (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runner.checkpoint.disk.index import collect_indexes, write_index
+from runner.checkpoint.disk.shards import collect_indexes, write_index
 from runner.checkpoint.manifest import FileFacts
 from runner.health.rank_report import read_all_reports, write_node
 from runner.health.root_cause import find_root_cause

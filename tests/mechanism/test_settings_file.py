@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from runner.__main__ import main
+from runner.command import COMMANDS
 from runner.command.help import words
-from runner.command.table import COMMANDS
 from runner.config.compose import compose, expanded, to_yaml
 from runner.launch.torchrun import settings
 from runner.system.error import ConfigError

@@ -18,7 +18,7 @@ from runner.model.loss import HeadLosses
 from runner.model.objective import GuestObjective, head_of
 from runner.session import parts
 from runner.session.corpus import open_dataset
-from runner.startup.engine_checks import _differing, samples_alone, works_of
+from runner.startup.checks import _differing, samples_alone, works_of
 from runner.system.error import ConfigError
 from tests import guests, uncommon_guests
 

@@ -315,7 +315,7 @@ def test_apprise_brings_it_to_a_web_hook(
 
 
 def test_help_names_every_command() -> None:
-    from runner.command.table import COMMANDS
+    from runner.command import COMMANDS
 
     text = help_text()
     of_slurm = {"slurm-job", "slurm-node"}  # what slurm's batch script runs

@@ -24,8 +24,7 @@ from runner.checkpoint.jobs import JobProgress
 from runner.checkpoint.memory.snapshot import Memory, SlotLayout, _CudaCopier
 from runner.distributed.agreement import Ranks
 from runner.embed.loop.device_gate import DeviceGate, HostSide
-from runner.embed.loop.logged import Logged
-from runner.embed.loop.measure import Measurer
+from runner.embed.loop.measure import Logged, Measurer
 from runner.embed.opening import SingleProcessRanks
 from runner.embed.ring import TreeState
 from runner.embed.state.loop_state import LoopState

@@ -11,13 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from runner.checkpoint.disk.directory import CheckpointDirectory, Entry
-from runner.checkpoint.disk.index import PieceLayout, collect_indexes, numbers
 from runner.checkpoint.disk.shards import (
+    PieceLayout,
     RateLimit,
     ShardReader,
     Snapshot,
     Stamp,
+    collect_indexes,
     files_needed,
+    numbers,
     own_share,
     stamps,
     verify_files,

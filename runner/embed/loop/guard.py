@@ -22,8 +22,7 @@ from runner.embed.exits import Holder, journal_errors
 from runner.embed.loop.arguments import check_alike, check_arguments, check_clip
 from runner.embed.loop.device_gate import DeviceGate, require_gated
 from runner.embed.loop.guarded_steps import GuardedSteps
-from runner.embed.loop.logged import Logged
-from runner.embed.loop.measure import Measurer
+from runner.embed.loop.measure import Logged, Measurer
 from runner.embed.loop.out_of_memory import MemoryPlan, check_choice
 from runner.embed.loop.rollback_state import (
     DataPosition,

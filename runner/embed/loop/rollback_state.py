@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from runner.distributed.agreement import Ranks
 from runner.embed.data.loaders import Source
-from runner.embed.loop.logged import Logged
+from runner.embed.loop.measure import Logged
 from runner.embed.state.codec import pack, unpack
 from runner.embed.state.generators import Randomness
 from runner.embed.state.loop_state import LoopState

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from runner.distributed.agreement import Ranks
-from runner.embed.loop.logged import Logged
-from runner.embed.loop.measure import Measurer
+from runner.embed.loop.measure import Logged, Measurer
 from runner.embed.state.geometry import Geometry, row
 from runner.embed.state.loop_state import LoopState
 from runner.engine.forward import squared_norm

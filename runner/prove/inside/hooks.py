@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import torch
 
-from ...system.listing import Mark, marks
+from . import Mark, marks
 from .digests import Digests, tensors_in
 from .state import Roots, StepState, random_states
 
