@@ -17,6 +17,7 @@ from runner.distributed.env import RankEnv, is_nccl
 from runner.distributed.rendezvous import Facts, connect_store, spare_connections, wait_for_ranks
 from runner.system.error import ConfigError, RunnerError, StartError
 from runner.system.process import host_name
+from runner.system.units import name_ranks
 
 
 def take_device(device: FoundDevice) -> torch.device:
@@ -86,7 +87,7 @@ def _require_own_gpus(facts_by_rank: Sequence[Facts]) -> None:
             by_gpu.setdefault(str(facts["gpu"]), []).append(int(facts["rank"]))
     shared = {gpu: ranks for gpu, ranks in by_gpu.items() if len(ranks) > 1}
     if shared:
-        pairs = "; ".join(f"rank {', '.join(map(str, r))}: {gpu}" for gpu, r in shared.items())
+        pairs = "; ".join(f"{name_ranks(r)}: {gpu}" for gpu, r in shared.items())
         raise StartError(
             f"{host_name()}: ranks share a GPU ({pairs}); start one rank a GPU (each task may see "
             "one of its own), or use parallel.device=cpu",

@@ -21,7 +21,7 @@ from runner.distributed.env import RankEnv, rendezvous_endpoint
 from runner.system.environment import changeable, variables
 from runner.system.error import StartError
 from runner.system.process import in_thread
-from runner.system.units import first_few
+from runner.system.units import name_ranks
 
 Facts = Mapping[str, Any]
 
@@ -285,7 +285,7 @@ def _verdict(
     if missing:
         return (
             f"{len(missing)} of {world_size} ranks are absent after "
-            f"parallel.start_seconds={seconds:g}: rank {first_few(missing, _MOST_NAMED)}"
+            f"parallel.start_seconds={seconds:g}: {name_ranks(missing)}"
         )
     differing = difference([introduction["facts"]["versions"] for introduction in present])
     return f"ranks have different versions: {differing}" if differing else ""

@@ -13,7 +13,7 @@ from runner.explain.probe import Bench
 from runner.explain.reading import Reading
 from runner.policy.decision.finding import Cause, Finding, Remedy
 from runner.policy.decision.signals import Limits
-from runner.system.units import first_few
+from runner.system.units import first_few, name_ranks
 
 # Computes readings with the weights of the newest clean checkpoint; None if there is none.
 Earlier = Callable[[Callable[[], Sequence[Reading]]], Sequence[Reading] | None]
@@ -118,8 +118,7 @@ def sticky(
         why: with ``{who}`` in place of the ranks.
     """
     ranks = tuple(sorted(ranks))
-    who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-    return shown(Cause.sticky, why.format(who=who), ranks=ranks)
+    return shown(Cause.sticky, why.format(who=name_ranks(ranks)), ranks=ranks)
 
 
 def listing(positions: Sequence[int]) -> str:

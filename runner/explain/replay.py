@@ -38,6 +38,7 @@ from runner.explain.reading import (
 )
 from runner.policy.decision.finding import Cause, Finding, Remedy, relative_difference
 from runner.policy.decision.signals import Limits
+from runner.system.units import name_ranks
 
 _MOST_AGAIN = 5  # repetitions of a step that is bad intermittently
 _REPEATS = 3  # repetitions of a step that was good again, to refute a transient fault
@@ -218,8 +219,8 @@ class _Search(Probes):
         if ranks and self.bench.copies_differ():
             return shown(
                 Cause.state,
-                f"all samples are bad on rank {', '.join(map(str, ranks))}, and its copy of the "
-                "weights differs from the others",
+                f"all samples are bad on {name_ranks(ranks)}, and the copy of the "
+                "weights there differs from the others",
                 ranks=ranks,
             )
         if ranks:

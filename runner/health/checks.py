@@ -19,13 +19,13 @@ import torch
 from runner.distributed.agreement import Ranks
 from runner.distributed.device import device_name
 from runner.engine.protocol import Engine
-from runner.health.flight_recorder import named
 from runner.health.nvml import GpuHealth, GpuMeter, gpu_health
 from runner.policy.decision.history import Incident
 from runner.policy.outlier_ranks import GPU_COLUMNS, RankPace, SlowRuns, Stragglers
 from runner.policy.restart import HARDWARE
 from runner.system.error import LeaveError
 from runner.system.process import host_name
+from runner.system.units import name_ranks
 
 _PROBE_REPEATS = 5
 # Size of the matrices, and products in a row. Eight of 4,096 are the 1.1 TFLOP of one of 8,192, in
@@ -161,7 +161,7 @@ class ReplicaInspector:
             self.good_step = step
             return
         reason = (
-            f"rank {', '.join(map(str, odd))}: replicated state differs from the other copies "
+            f"{name_ranks(odd)}: replicated state differs from the other copies "
             f"at step {step}; it was equal at step {self.good_step}"
         )
         self.report(
@@ -357,12 +357,12 @@ def judge(reports: Sequence[DeviceReport]) -> DeviceFault | None:
             message = "its device gives other bits for one product of two matrices than its like"
             return _fault(odd, reports, message)
         return DeviceFault(
-            reason=f"rank {named(odd)}: equal devices give different bits for one product of two "
+            reason=f"{name_ranks(odd)}: equal devices give different bits for one product of two "
             "matrices; without a majority it is unknown which is wrong"
         )
     if wrong := [rank for rank, one in by_rank if one.wrong_sums]:
         return DeviceFault(
-            reason=f"rank {named(wrong)}: an all-reduce of known numbers gave wrong ones "
+            reason=f"{name_ranks(wrong)}: an all-reduce of known numbers gave wrong ones "
             f"({reports[wrong[0]].wrong_sums} elements); a device or a link is broken"
         )
     return None
@@ -371,7 +371,7 @@ def judge(reports: Sequence[DeviceReport]) -> DeviceFault | None:
 def _fault(ranks: Sequence[int], reports: Sequence[DeviceReport], message: str) -> DeviceFault:
     host = reports[ranks[0]].host
     return DeviceFault(
-        ranks=tuple(ranks), host=host, reason=f"rank {named(ranks)} on {host}: {message}"
+        ranks=tuple(ranks), host=host, reason=f"{name_ranks(ranks)} on {host}: {message}"
     )
 
 

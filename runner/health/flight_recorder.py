@@ -13,13 +13,13 @@ from __future__ import annotations
 import io
 import pickle
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from runner.distributed.env import is_nccl
 from runner.health.rank_report import own_line
-from runner.system.units import first_few
+from runner.system.units import name_ranks
 
 Entry = Mapping[str, Any]
 _LEGACY = "nccl"  # the only one whose recorder may know that a device has begun
@@ -38,7 +38,6 @@ _SAME_SIZES = (
     "barrier",
 )
 _KINDS = ("operation", "shape", "absent", "device", "network")  # the surest sign first
-_MOST_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,9 +156,9 @@ def _at(
     if not absent:
         return _on_devices(group, entered, where) if is_launched(group) else None
     if is_launched(group) and len(absent) > len(waiting):
-        unknown = "waits in what the others never entered, and which of them diverged is unknown"
-        return "absent", (), f"rank {named(waiting)} {unknown}: {where}"
-    missing = f"rank {named(absent)} never entered what the others wait in: {where}"
+        unknown = "alone entered what the others never did, and which of them diverged is unknown"
+        return "absent", (), f"{name_ranks(waiting)} {unknown}: {where}"
+    missing = f"{name_ranks(absent)} never entered what the others wait in: {where}"
     return "absent", absent, missing
 
 
@@ -174,10 +173,10 @@ def _on_devices(
     over = [rank for rank, entry in inside.items() if entry["finished"]]
     begun = [rank for rank, entry in inside.items() if entry["state"] == "started"]
     not_begun = tuple(r for r, e in inside.items() if not e["finished"] and e["state"] != "started")
-    done = f"; on rank {named(over)} it is done" if over else ""
+    done = f"; on {name_ranks(over)} it is done" if over else ""
     if begun and not_begun and len(not_begun) <= len(begun) + len(over):
         behind = (
-            f"the device of rank {named(not_begun)} has not reached what the others wait in: it "
+            f"the device of {name_ranks(not_begun)} has not reached what the others wait in: it "
             f"hangs in a kernel before it, or is slow: {waiting}"
         )
         return "device", not_begun, behind
@@ -188,7 +187,7 @@ def _on_devices(
         )
     elif begun:
         why = (
-            f"the device of rank {named(begun)} waits in what most have not reached; whose device "
+            f"the device of {name_ranks(begun)} waits in what most have not reached; whose device "
             "blocks them is unknown"
         )
     else:
@@ -220,12 +219,7 @@ def _each(seq: int, entered: Mapping[int, Entry]) -> str:
         )
         text = f"{entry['op']} #{seq} ({shape}) at {entry['line'] or 'an unknown line'}"
         groups.setdefault(text, []).append(rank)
-    return "; ".join(f"rank {named(ranks)} entered {text}" for text, ranks in groups.items())
-
-
-def named(ranks: Collection[int]) -> str:
-    """Rank numbers for a message, shortened if there are many."""
-    return first_few(sorted(ranks), _MOST_NAMED)
+    return "; ".join(f"{name_ranks(ranks)} entered {text}" for text, ranks in groups.items())
 
 
 # Reads the dumps of torch's flight recorders, which are pickles; accepts plain values only.

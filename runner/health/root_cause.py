@@ -13,8 +13,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from runner.health.flight_recorder import first_divergence, named, waits_in
+from runner.health.flight_recorder import first_divergence, waits_in
 from runner.health.rank_report import Report
+from runner.system.units import name_ranks
 
 _MOST_NAMED = 8
 # Exceptions of these kinds; the names are those of runner.policy.restart.
@@ -126,7 +127,7 @@ def _own_fault(kind: str, guilty: list[Report], reports: Sequence[Report]) -> Ro
         kind=kind,
         ranks=ranks,
         step=step,
-        reason=f"rank {named(ranks)}: {first.message} in {first.phase} of step {step}{at}{waiting}",
+        reason=f"{name_ranks(ranks)}: {first.message} in {first.phase} of step {step}{at}{waiting}",
         signature=f"{kind} {_without_numbers(first.message)} {_without_numbers(first.where)}",
         first=first,
     )
@@ -134,17 +135,19 @@ def _own_fault(kind: str, guilty: list[Report], reports: Sequence[Report]) -> Ro
 
 def _silent(silent: tuple[int, ...], reports: Sequence[Report], step: int) -> RootCause:
     hung = any(report.kind in ("hang", "called") for report in reports)
+    is_one = len(silent) == 1
     description = (
-        "does not answer: stopped (SIGSTOP), frozen, or cut off"
+        f"{'does' if is_one else 'do'} not answer: stopped (SIGSTOP), frozen, or cut off"
         if hung
-        else "is gone without a report: SIGKILL, out of memory, or its node is down"
+        else f"{'is' if is_one else 'are'} gone without a report: SIGKILL, out of memory, or "
+        f"{'its' if is_one else 'their'} node is down"
     )
     return RootCause(
         kind="silence",
         ranks=silent,
         step=step,
-        reason=f"rank {named(silent)} {description}{_waiting_in(reports)}",
-        signature=f"silence {description}",
+        reason=f"{name_ranks(silent)} {description}{_waiting_in(reports)}",
+        signature=f"silence {'hung' if hung else 'gone'}",
     )
 
 
@@ -182,7 +185,7 @@ def _untold(reports: Sequence[Report]) -> str:
     silent = [report for report in reports if report.untold]
     if not silent:
         return ""
-    return f"; rank {named([r.rank for r in silent])}: {silent[0].untold}"
+    return f"; {name_ranks([r.rank for r in silent])}: {silent[0].untold}"
 
 
 def _waiting_in(reports: Sequence[Report]) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.policy.alert import level_of
 from runner.policy.decision.history import Incident
-from runner.system.units import duration
+from runner.system.units import duration, name_ranks
 
 if TYPE_CHECKING:  # imported by what prints first, after the first step, and on rank 0 alone
     from rich.console import Console as RichConsole
@@ -180,7 +180,7 @@ class Console:
         span = incident.samples
         parts = [
             f"! step {incident.step} {incident.kind}",
-            *([f"rank {','.join(map(str, incident.ranks))}"] if incident.ranks else []),
+            *([name_ranks(incident.ranks)] if incident.ranks else []),
             *([f"samples {span[0]}-{span[1] - 1}"] if span else []),
             *([f"({'; '.join(incident.sample_ids[:2])})"] if incident.sample_ids else []),
         ]

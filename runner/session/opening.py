@@ -55,6 +55,7 @@ from runner.system.environment import variables
 from runner.system.error import ConfigError, Preempted
 from runner.system.json_lines import Backlog, LineFile, iter_lines
 from runner.system.process import host_name, parent_name
+from runner.system.units import name_ranks
 from runner.train.run import (
     Corpus,
     RankGroup,
@@ -70,7 +71,6 @@ from runner.train.run import (
 
 Stored = Callable[[], Mapping[str, Any]]
 _KEY = "compute.precision"
-_MOST_NAMED = 8
 # Caps on the instruction set that oneDNN may use (its "CPU Dispatcher Control"). None of these
 # multiplies in BF16, so under them oneDNN emulates BF16 on any CPU.
 _CAPS_WITHOUT_BF16 = frozenset(
@@ -119,9 +119,7 @@ def settle_precision(
 
 def _message(precision: Precision, began: str | None, lacking: list[int], world_size: int) -> str:
     """A line about an unexpected choice; empty if all ranks have BF16 and use it."""
-    named = ", ".join(map(str, lacking[:_MOST_NAMED]))
-    others = " and others" if len(lacking) > _MOST_NAMED else ""
-    who = f"the processors of rank {named}{others} have"
+    who = f"the processors of {name_ranks(lacking)} have"
     if len(lacking) == world_size:
         who = "the processor has"
     if precision is Precision.fp32:

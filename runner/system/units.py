@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 
@@ -17,13 +17,15 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """4s, 3m07s, 2h05m."""
+    """4s, 3m07s, 2h05m, 12d04h."""
     whole = int(seconds)
     if whole < 60:
         return f"{whole}s"
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    if whole < 100 * 3600:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
 def first_few(
@@ -37,3 +39,11 @@ def first_few(
     """Name the first few, and count the others: "a, b, c and 4 more"."""
     rest = len(values) - most
     return between.join(map(name, values[:most])) + (f" and {rest} more{what}" if rest > 0 else "")
+
+
+def name_ranks(ranks: Iterable[int], most: int = 8) -> str:
+    """rank 3; ranks 0 and 1; ranks 0, 1, 2 and 5 more."""
+    numbers = sorted(ranks)
+    if 1 < len(numbers) <= most:
+        return f"ranks {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+    return f"rank{'s' if len(numbers) > 1 else ''} {first_few(numbers, most)}"

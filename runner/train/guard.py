@@ -19,6 +19,7 @@ from runner.policy.decision.history import (
 from runner.policy.decision.judge import Kind, Verdict
 from runner.policy.decision.ladder import Apply, Discard, Halt, Rebaseline, RemedyRules, Replayed
 from runner.system.error import Halted
+from runner.system.units import name_ranks
 from runner.train.agreed_step import StepInfo
 from runner.train.recovery import Recovery
 from runner.train.run import Run
@@ -144,6 +145,6 @@ def _replayed(info: StepInfo, history: History) -> Replayed:
 def _named(cause: Mapping[str, Any]) -> str:
     """A proven cause in words, with its ranks and their hosts."""
     ranks, hosts = cause["ranks"], cause["hosts"]
-    who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""
+    who = name_ranks(ranks) if ranks else ""
     where = f" on {', '.join(hosts)}" if hosts else ""
     return f"{cause['cause']}: {cause['why']}" + (f" ({who}{where})" if who else "")

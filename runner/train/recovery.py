@@ -262,7 +262,7 @@ class Recovery:
             ranks=ranks,
             samples=(info.signals.start, info.signals.stop),
             sample_ids=names,
-            detail={"verdict": verdict.kind.value, **known},
+            detail={"verdict": verdict.kind.value, "settings": list(action.settings), **known},
         )
         self._written.report(incident)
 

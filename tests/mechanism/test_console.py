@@ -65,7 +65,9 @@ def said_as_text() -> None:
         (3599.9, "59m59s"),
         (3600.0, "1h00m"),
         (7500.0, "2h05m"),
-        (360_000.0, "100h00m"),
+        (359_999.0, "99h59m"),
+        (360_000.0, "4d04h"),
+        (95_841_480.0, "1109d06h"),
     ],
 )
 def test_duration(seconds: float, words: str) -> None:
@@ -136,7 +138,7 @@ def test_long_lines_are_not_broken_in_a_log(capsys: pytest.CaptureFixture[str]) 
 def test_an_incident_says_where_and_what(capsys: pytest.CaptureFixture[str]) -> None:
     Console(silent=False, every=1).incident(INCIDENT)
     assert capsys.readouterr().out == (
-        "! step 17 discard rank 1,3 samples 400-431 (a.py bytes 0-9; b.py [bold]): "
+        "! step 17 discard ranks 1 and 3 samples 400-431 (a.py bytes 0-9; b.py [bold]): "
         "loss 9.10 above 3.20 -> discard\n"
     )
 
@@ -241,7 +243,7 @@ def test_incidents_stay_above_the_live_line(on_terminal: Callable[..., str]) -> 
         console.progress(replace(PROGRESS, step=3))
 
     first, second, live = screen(on_terminal(work))
-    assert first.startswith("! step 17 discard rank 1,3 samples 400-431")
+    assert first.startswith("! step 17 discard ranks 1 and 3 samples 400-431")
     assert second == "resumed"
     assert live.startswith("step 3/20")
 

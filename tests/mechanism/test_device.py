@@ -219,7 +219,7 @@ def test_nccls_communicator_is_made_at_the_start(
 def test_two_ranks_on_one_gpu_are_named() -> None:
     _require_own_gpus([{"rank": 8, "gpu": "GPU-5a"}, {"rank": 9, "gpu": "GPU-7b"}])
     _require_own_gpus([{"rank": 8, "gpu": ""}, {"rank": 9, "gpu": ""}])
-    with pytest.raises(StartError, match=r"rank 8, 9: GPU-5a.*one rank a GPU"):
+    with pytest.raises(StartError, match=r"ranks 8 and 9: GPU-5a.*one rank a GPU"):
         _require_own_gpus([{"rank": 8, "gpu": "GPU-5a"}, {"rank": 9, "gpu": "GPU-5a"}])
 
 

@@ -30,7 +30,7 @@ OTHER = replace(WELL, bits=["b", "b"], host="n2")
         ([WELL, WELL, OTHER, OTHER], (), "it is unknown"),
         ([WELL, replace(OTHER, bits=["a", "b"])], (1,), "rank 1 on n2: its device gives other"),
         ([WELL, WELL, replace(OTHER, broken="NVML: GPU is lost")], (2,), "n2: NVML: GPU is lost"),
-        ([replace(WELL, wrong_sums=3)] * 2, (), "rank 0, 1: an all-reduce of known numbers"),
+        ([replace(WELL, wrong_sums=3)] * 2, (), "ranks 0 and 1: an all-reduce of known numbers"),
         ([replace(WELL, warnings=("hot",))] * 2, None, ""),
     ],
 )

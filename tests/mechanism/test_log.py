@@ -169,7 +169,7 @@ def test_a_pipeline_gets_incidents_progress_and_the_end_as_records(
     assert (warning["level"], warning["message"], warning["step"]) == ("warning", "no room", 17)
     assert (incident["level"], incident["incident"]) == ("warning", "discard")
     assert incident["ranks"] == [1, 3] and incident["samples"] == [400, 432]
-    assert incident["message"].startswith("! step 17 discard rank 1,3 samples 400-431")
+    assert incident["message"].startswith("! step 17 discard ranks 1 and 3 samples 400-431")
     assert [two["step"], four["step"]] == [2, 4] and two["message"].startswith("step 2/20")
     assert two["loss"] is None and two["nonfinite"] == {"loss": "inf"} and two["lr"] == 3e-3
     assert (end["message"], end["summary"]) == ("done: all", {"steps": "4", "loss": "1.2"})

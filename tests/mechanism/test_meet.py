@@ -89,7 +89,7 @@ def test_a_restart_forgets_that_nccls_monitors_were_asked_to_end(prefixes: Seque
 def test_absent_ranks_are_named() -> None:
     port = free_port()
     first, other = said([started(rank, 4, port) for rank in (0, 2)])
-    assert "2 of 4 ranks are absent after parallel.start_seconds=2: rank 1, 3" in first
+    assert "2 of 4 ranks are absent after parallel.start_seconds=2: ranks 1 and 3" in first
     assert not other.strip() or "absent" in other, "rank 0 has said it for all"
 
 

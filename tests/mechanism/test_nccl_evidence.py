@@ -247,7 +247,7 @@ def test_who_is_late_because_he_waits_for_somebody_else_is_not_named(world_size:
 
 def test_few_are_named_of_many() -> None:
     cause = told(64, lambda rank: waiting(rank, "started"))
-    assert "rank 0, 1, 2, 3, 4, 5, 6, 7 and 56 more entered" in cause.reason
+    assert "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 56 more entered" in cause.reason
 
 
 # Asking the recorders

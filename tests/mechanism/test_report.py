@@ -178,6 +178,13 @@ def test_a_halted_run_has_its_last_loss_and_what_to_do(tmp_path: Path) -> None:
     assert now.loss is not None
     assert "if the run were lost now" not in now.sentence()
     assert "Remove the cause" in now.sentence() and "give the same command again" in now.sentence()
+    assert "to try" not in now.sentence(), "of a run of an older version"
+    with (out / "journal.jsonl").open("a") as file:
+        detail = {"settings": ["data.skip=[[64,96]]", "guard.max_rollbacks=10"]}
+        file.write(json.dumps(incident("halt", 101, detail=detail)) + "\n")
+    assert (
+        "(to try: data.skip=[[64,96]], guard.max_rollbacks=10)" in RunStatus(read(out)).sentence()
+    )
 
 
 def test_a_rollback_to_the_initial_state_goes_back_to_the_first_attempt(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +236,11 @@ def test_the_last_rollback_cuts_the_rate_whatever_is_suspected() -> None:
     run = run_to(38, max_rollbacks=3)
     assert [r.cut_factor for r in come_back(run, 2)] == [1.0, 1.0, 0.5]
     run.healthy(12)
-    assert isinstance(bad(run, 3, Kind.non_finite, math.nan)[-1], Halt)
+    halt = bad(run, 3, Kind.non_finite, math.nan)[-1]
+    assert isinstance(halt, Halt)
+    skip, *others = halt.settings
+    assert re.fullmatch(r"data\.skip=\[\[\d+,\d+\]\]", skip)
+    assert others == ["optim.lr", "guard.max_rollbacks=6"]
 
 
 def test_trouble_beyond_the_repeat_window_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -523,6 +528,7 @@ def test_a_proven_cause_that_is_no_sample_skips_none_and_never_settles(
     assert list(run.history.ledger) == before
     if halts or (replayed.blames_weights and num_rollbacks == 2):
         assert isinstance(action, Halt) and replayed.proven in action.reason
+        assert action.settings == (), "no setting mends a device"
 
 
 def test_steps_that_no_precision_can_compute_are_left_out_until_they_persist() -> None:
@@ -531,3 +537,4 @@ def test_steps_that_no_precision_can_compute_are_left_out_until_they_persist() -
     *first, last = (decided(run, replayed) for _ in range(run.rules.guard.persist))
     assert first and all(isinstance(action, Discard) for action in first)
     assert isinstance(last, Halt) and "in FP32 it is good" in last.reason
+    assert last.settings == ("compute.precision=fp32",)

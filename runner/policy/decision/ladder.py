@@ -94,9 +94,13 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Halt:
-    """A person must look. ``lacks_target``: no clean checkpoint lies before the onset, so far."""
+    """A person must look. ``lacks_target``: no clean checkpoint lies before the onset, so far.
+
+    ``settings``: overrides, or keys alone, with which it may go on.
+    """
 
     reason: str
+    settings: tuple[str, ...]
     lacks_target: bool = False
 
 
@@ -304,7 +308,8 @@ def decide(case: DecisionInput) -> Action:
         return Apply(reason=verdict.reason)
     if verdict.kind is not Kind.drift:
         if trouble.in_a_row > _MAX_DISCARDS:
-            return Halt(reason=f"{trouble.in_a_row} steps in a row discarded: {verdict.reason}")
+            reason = f"{trouble.in_a_row} steps in a row discarded: {verdict.reason}"
+            return Halt(reason=reason, settings=_to_try(case))
         if case.reads_again:
             back = _go_back(case)
             if isinstance(back, Rollback) or case.replayed.proven:
@@ -315,7 +320,8 @@ def decide(case: DecisionInput) -> Action:
             return Halt(
                 reason=f"{case.replayed.proven}. No sample is at fault, so "
                 f"{'no more are' if case.replayed.may_discard else 'none is'} skipped: "
-                f"{verdict.reason}"
+                f"{verdict.reason}",
+                settings=_to_try(case),
             )
         # With the guard off, a step that the engine itself skips is discarded, and that is all.
         if trouble.num_recent() < guard.persist or not guard.enabled:
@@ -369,6 +375,17 @@ def _accept(values: Sequence[tuple[float, float]], what: str, *, applied: bool) 
     )
 
 
+def _to_try(case: DecisionInput) -> tuple[str, ...]:
+    """Settings that may remove the cause, as far as it is known; a device needs another node."""
+    replayed = case.replayed
+    if replayed.proven:
+        keys = {"compute.precision=fp32": replayed.may_discard, "optim.lr": replayed.rate_factor}
+        return tuple(key for key, is_cause in keys.items() if is_cause)
+    start, stop = _skip_range(case)
+    skip = () if case.verdict.kind is Kind.drift else (f"data.skip=[[{start},{stop}]]",)
+    return (*skip, "optim.lr")
+
+
 def _go_back(case: DecisionInput) -> Rollback | Halt:
     guard, repeat, reason = case.rules.guard, case.repeat, case.verdict.reason
     rollbacks, step = case.history.rollbacks, case.signals.step
@@ -376,7 +393,8 @@ def _go_back(case: DecisionInput) -> Rollback | Halt:
     if spent >= guard.max_rollbacks:
         return Halt(
             reason=f"{spent} rollbacks within {_BUDGET_WINDOW} steps "
-            f"(guard.max_rollbacks={guard.max_rollbacks}) and trouble again: {reason}"
+            f"(guard.max_rollbacks={guard.max_rollbacks}) and trouble again: {reason}",
+            settings=(*_to_try(case), f"guard.max_rollbacks={2 * guard.max_rollbacks or 1}"),
         )
     onset_step, _ = case.onset
     skip = _skip_range(case)
@@ -391,6 +409,7 @@ def _go_back(case: DecisionInput) -> Rollback | Halt:
         return Halt(
             reason=f"no clean checkpoint at or before sample position {skip[0]} to go back to: "
             f"{reason}",
+            settings=_to_try(case),
             lacks_target=True,
         )
     is_last = spent + 1 == guard.max_rollbacks

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from runner.system.units import name_ranks
 from runner.tools.report.follow import whole
 from runner.tools.report.incident import (
     REMARK_KINDS,
@@ -15,6 +16,7 @@ from runner.tools.report.incident import (
     group_incidents,
     ints,
     list_of,
+    texts,
     verdicts,
 )
 from runner.tools.report.markup import took
@@ -117,7 +119,7 @@ class Episode:
         hosts = list(dict.fromkeys(host for cause in causes for host in texts(cause.get("hosts"))))
         known = [str(line.detail["host"])[:100] for line in self.lines if line.detail.get("host")]
         hosts = hosts[:8] or known[:1]
-        return f"rank {rank_list(ranks)}" + (f" on {', '.join(hosts)}" if hosts else "")
+        return name_ranks(ranks) + (f" on {', '.join(hosts)}" if hosts else "")
 
     def cost(self) -> str:
         """Steps and seconds; empty for nothing."""
@@ -196,11 +198,6 @@ def command(run: RunReader) -> str:
 def rank_list(ranks: Sequence[int]) -> str:
     """The first ranks, with commas."""
     return ", ".join(map(str, ranks[:32]))
-
-
-def texts(value: object) -> list[str]:
-    """The bounded texts of a list; none for anything else."""
-    return [str(one)[:300] for one in list_of(value)[:16]]
 
 
 def _known(seconds: float) -> float:

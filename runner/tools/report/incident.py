@@ -139,6 +139,11 @@ def list_of(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
+def texts(value: Any) -> list[str]:
+    """The bounded texts of a list; none for anything else."""
+    return [str(one)[:300] for one in list_of(value)[:16]]
+
+
 def ints(value: Any) -> list[int]:
     """The whole numbers of a list; none for anything else."""
     return [item for item in list_of(value) if type(item) is int]

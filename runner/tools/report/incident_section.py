@@ -6,9 +6,10 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from runner.system.units import name_ranks
 from runner.tools.reading.curve import SIGNATURES
 from runner.tools.report.drawing import MOST_INCIDENTS, number
-from runner.tools.report.episode import Episode, rank_list, texts
+from runner.tools.report.episode import Episode, rank_list
 from runner.tools.report.follow import number as number_of
 from runner.tools.report.follow import whole
 from runner.tools.report.incident import (
@@ -16,6 +17,7 @@ from runner.tools.report.incident import (
     ints,
     notices,
     readings,
+    texts,
     verdicts,
 )
 from runner.tools.report.markup import (
@@ -147,7 +149,7 @@ def _incident(run: RunReader, one: Episode, place: int, *, is_late: bool) -> Htm
         f"step {group[0].step:,}",
         one.deeds,
         tag("span", one.verdict, cls="verdict") if one.verdict else "",
-        f"rank {rank_list(one.ranks()[:4])}" if one.ranks() else "",
+        name_ranks(one.ranks(), 4) if one.ranks() else "",
         one.cost(),
         one.recovered,
     )

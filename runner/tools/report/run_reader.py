@@ -20,7 +20,7 @@ from runner.system.files import read_bounded
 from runner.system.units import duration
 from runner.tools.report.attempts import AttemptIndex, AttemptRow, Thinned, is_odd, row_of
 from runner.tools.report.follow import Follower, whole
-from runner.tools.report.incident import Line, line_of
+from runner.tools.report.incident import Line, line_of, texts
 from runner.tools.report.side_files import LayerFold, MetricFold, RankFold, RingFold, SourceFold
 from runner.tools.report.vitals import Vitals
 from runner.tools.ring_files import StoredCheckpoint, checkpoints
@@ -335,6 +335,8 @@ class RunStatus:
         self.step = _step(last, summary)
         total = run.settings().get("steps")
         self.total: int | None = total if type(total) is int else None
+        halt = run.last("halt")
+        self.to_try = texts(halt.detail.get("settings")) if halt else []
         self.loss = _finite(fold.applied_loss)
         self.as_of = run.clock()
         self.eval_loss = _finite(fold.eval_loss)
@@ -426,9 +428,9 @@ class RunStatus:
     def to_do(self) -> str:
         """What a person has to do; empty for nothing."""
         if self.status == "halted":
+            suggested = f" (to try: {', '.join(self.to_try)})" if self.to_try else ""
             return (
-                "The run has ended. Remove the cause that the last "
-                "incident names (data.skip, optim.lr, or guard.max_rollbacks for more tries), and "
+                f"The run has ended. Remove the cause that the last incident names{suggested}, and "
                 "give the same command again."
             )
         if self.status == "silent":
