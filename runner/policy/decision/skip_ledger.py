@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from runner.system.units import name_ranks
-
 
 class Ledger:
     """Disjoint half-open ranges ``[start, stop)`` of sample positions."""
@@ -131,10 +129,11 @@ def decide(
     lost = [rank for rank, num in refused.items() if num >= max(shares[rank], _LEAST_SHARE)]
     if lost:
         one = next(one for one in unreadable if one.rank == lost[0])
-        its = "its" if len(lost) == 1 else "their"
+        its, plural = ("its", "") if len(lost) == 1 else ("their", "s")
+        who = f"rank{plural} {' and '.join(map(str, sorted(lost)))}"
         return GiveUp(
-            reason=f"{name_ranks(lost)} could not read one sample of {its} share, so {its} "
-            f"storage failed, not the samples: {one}. Restart when the storage is back",
+            reason=f"{who} could not read one sample of {its} share, so {its} storage failed, not "
+            f"the samples: {one}. Restart when the storage is back",
             may_pass=True,
         )
     num_all = len({*known, *(one.index for one in unreadable)})
