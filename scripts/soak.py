@@ -265,7 +265,7 @@ class Soak:
         elif kind == "notice":
             self._notice.touch()
             self._after(partial(self._notice.unlink, missing_ok=True))
-        elif kind == "store_gone":
+        elif kind == "store_gone" and not self._store.is_down:
             self._store.stop()
             self._after(self._store.start)
         elif kind == "disk_full":

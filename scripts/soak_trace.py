@@ -12,21 +12,34 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
 from runner.run_dir.paths import RunDir
 from runner.system.json_lines import read_lines
+from runner.tools.goodput import (
+    Costs,
+    Strategy,
+    measured,
+    one_tier,
+    plan,
+    ring_goodput,
+    trace_goodput,
+)
 from scripts.bench.provenance import head
 from tests.namespaces import Network
 from tests.run import environment_of, metrics_step
@@ -36,11 +49,11 @@ SERVERS, DAYS, SPEED = 400, 349.0, 10_000
 DAY_SECONDS = 86_400 / SPEED
 NODES, WORLD, SERVERS_A_NODE = 8, 4, 12
 # A step waits most of its time, so that the two cores of a small machine are enough.
-STEPS, STEP_SECONDS = 300, 0.25
+STEPS, STEP_SECONDS, EVERY = 300, 0.25, 10
 SETTINGS = f"""
 model=tiny model.layers=1 compute.precision=fp32 data=synthetic data.workers=0 steps={STEPS}
 eval.every=20 eval.samples=8 optim.ema=0.9 schedule.warmup=5 debug.preflight=false
-checkpoint.every=10 checkpoint.clean_after=5 checkpoint.memory_every=4 guard.min_history=10
+checkpoint.every={EVERY} checkpoint.clean_after=5 checkpoint.memory_every=4 guard.min_history=10
 track.every=1000 track.report_minutes=null watchdog.floor_seconds=8 watchdog.slow_seconds=60
 resume.stale_seconds=5 parallel.timeout_seconds=10 preempt.grace_seconds=20
 faults=[slow@step=1-{STEPS},seconds={STEP_SECONDS}]
@@ -110,6 +123,7 @@ class Slot:
 
     node: str
     agent: subprocess.Popen[bytes]
+    is_hit: bool = False
 
 
 @dataclass
@@ -173,13 +187,22 @@ class Segment:
         broken[node] = max(broken.get(node, 0.0), day + failure.end - failure.begin)
         line = {"day": round(day, 2), "node": node, "class": failure.kind, "what": failure.text}
         hit = slot is not None and slot.agent.poll() is None and is_first
-        self.told.append(line | {"effect": effect, "hit": hit, "time": time.time()})
+        self.told.append(line | {"effect": effect, "hit": hit})
+        if slot:
+            slot.is_hit = True
         if effect == "crash" and self.network.is_up(node):
             self.network.crash(node)
         elif effect == "cut" and is_first:
             self.network.cut(node)
-        if slot is None or not hit or effect == "crash":
-            return
+        if slot and hit and effect == "cut":  # nobody reaches it; it goes on by itself
+            self.slots[self.slots.index(slot)] = None
+            self.left.append(slot.agent)
+        elif slot and hit and effect != "crash":
+            self._harm(node, effect)
+            wait = FREEZE_SECONDS if effect == "freeze" else self.dice.uniform(0, 2)
+            self._after(wait, partial(self._ask_to_stop, slot))
+
+    def _harm(self, node: str, effect: str) -> None:
         ranks = [pid for pid in self.network.processes(node) if "RANK" in environment_of(pid)]
         signals = {"abort": ABORT, "freeze": FREEZE, "kill": KILL}
         if effect in signals:
@@ -190,12 +213,6 @@ class Segment:
             subprocess.run(self.network.command(node, ["bash", "-c", words]), check=False)
         elif effect == "flip_byte":
             self._flip_byte()
-        if effect == "cut":  # nobody reaches it; it is given up, and goes on by itself
-            self.slots[self.slots.index(slot)] = None
-            self.left.append(slot.agent)
-            return
-        wait = FREEZE_SECONDS if effect == "freeze" else self.dice.uniform(0, 2)
-        self._after(wait, lambda: self._ask_to_stop(slot))
 
     def _flip_byte(self) -> None:
         entries, _ = CheckpointDirectory(RunDir(self.out).ring).entries()
@@ -211,7 +228,7 @@ class Segment:
     def _ask_to_stop(self, slot: Slot) -> None:
         for pid in self._supervisors(slot.node):
             send(pid, signal.SIGTERM)
-        self._after(GRACE_SECONDS, lambda: self._end(slot.node, slot.agent))
+        self._after(GRACE_SECONDS, partial(self._end, slot.node, slot.agent))
 
     def _supervisors(self, node: str) -> list[int]:
         found = self.network.processes(node).items()
@@ -230,21 +247,21 @@ class Segment:
             self.network.heal(node)
             words = f"umount {self.out} 2>/dev/null; true"
             subprocess.run(self.network.command(node, ["bash", "-c", words]), check=False)
-            if not any(slot and slot.node == node for slot in self.slots):
-                # What was cut off is back for a moment, before it is removed.
-                self._after(self.dice.uniform(0, 3), lambda node=node: self._free(node, broken))
-                broken[node] = self.clock + 4 / DAY_SECONDS
-            if not self.network.processes(node):
-                del broken[node]
+            broken[node] = math.inf
+            # What was cut off is back for a moment, before it is removed.
+            self._after(self.dice.uniform(0, 3), partial(self._free, node, broken))
 
     def _free(self, node: str, broken: dict[str, float]) -> None:
-        if node in broken:
+        if any(slot and slot.node == node for slot in self.slots):  # it is still saving
+            self._after(1, partial(self._free, node, broken))
+        else:
             self._end(node)
+            del broken[node]
 
     def _schedule(self, broken: dict[str, float]) -> None:
         for place, slot in enumerate(self.slots):
             if slot and (code := slot.agent.poll()) not in (None, 0):
-                if slot.node not in broken:
+                if not slot.is_hit:
                     self.given_up.append(f"{slot.node} ended with {code}")
                 self.slots[place] = None
             if self.slots[place] is None:
@@ -282,8 +299,47 @@ class Segment:
             "skipped": summary.get("skipped"),
             "goodput": summary.get("goodput"),
             "starts": sum(line["kind"] == "start" for line in journal),
+            "measured": _measured(self.out, journal),
             "faults": self.told,
         }
+
+
+def _measured(out: Path, journal: list[dict[str, Any]]) -> dict[str, float]:
+    names = ("step_seconds", "save_seconds", "stall_seconds", "restart_seconds")
+    found = measured(out, journal)
+    return {name: round(found[name].number, 4) for name in names if name in found}
+
+
+def _planned(segments: list[dict[str, Any]]) -> dict[str, float]:
+    """What ``holdfast plan`` says of such a run: of independent failures, and of these.
+
+    At the interval that it had; the snapshots in memory are lost with their node.
+    """
+    seen = defaultdict(list)
+    for segment in segments:
+        for name, seconds in segment["measured"].items():
+            seen[name].append(seconds)
+    seconds = {name: statistics.median(found) for name, found in seen.items()}
+    ends = list(accumulate((s["seconds"] for s in segments), initial=0.0))
+    hits = [
+        end + (fault["day"] - one["day"]) * DAY_SECONDS
+        for end, one in zip(ends, segments, strict=False)
+        for fault in one["faults"]
+        if fault["hit"]
+    ]
+    costs = Costs(
+        nodes=WORLD,
+        mtbf_seconds=ends[-1] / max(1, len(hits)),
+        memory_restart_seconds=seconds["restart_seconds"],
+        detect_seconds=0.0,  # within the restart
+        state_bytes=0.0,
+        memory_share=0.0,
+        **seconds,
+    )
+    best = replace(plan(costs, Strategy.asynchronous), steps=EVERY, disk_steps=EVERY)
+    over = trace_goodput(costs, hits, ends[-1], best, random.Random(0))
+    independent = ring_goodput(one_tier(costs, waits=False), steps=EVERY, per_disk=1)
+    return seconds | {"goodput_if_independent": independent, "goodput_of_these": over}
 
 
 def send(pid: int, number: signal.Signals) -> None:
@@ -338,10 +394,12 @@ def _segment(
     coming = sorted(((one.begin - first) % DAYS, nodes[node], one) for one, node in played)
     lap = clock // DAYS * DAYS
     coming = [(day + at, node, one) for at in (lap, lap + DAYS) for day, node, one in coming]
+    broken = {node: day + one.end - one.begin for day, node, one in coming if day < clock}
+    broken = {node: end for node, end in broken.items() if end > clock}
     coming = [one for one in coming if one[0] >= clock]
     with Network(f"ht{os.getpid()}", nodes, folder / "net", 81) as network:
         run = Segment(network, folder / "run", clock, coming, random.Random(seed))
-        result = run.run({})
+        result = run.run(broken)
     same = result["digest"] == peace and result["skipped"] == []
     return {"day": clock, "until_day": run.clock, "same_digest": same} | result
 
@@ -363,4 +421,5 @@ def totals(segments: list[dict[str, Any]]) -> dict[str, Any]:
         "seconds": round(seconds),
         "waited_for_repair_seconds": round(sum(s["waited_for_repair_seconds"] for s in segments)),
         "goodput": round(sum((s["goodput"] or 0) * s["seconds"] for s in segments) / seconds, 4),
+        "plan": {name: round(value, 4) for name, value in _planned(segments).items()},
     }

@@ -69,6 +69,10 @@ class Store:
             self._server = make_server("127.0.0.1", self.port, self._answer, threaded=True, fd=fd)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
+    @property
+    def is_down(self) -> bool:
+        return self._server is None
+
     def _listening(self) -> socket.socket:
         limit = time.monotonic() + 60
         while True:

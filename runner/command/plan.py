@@ -8,11 +8,15 @@ it says instead what a rank's memory would have to hold.
 
 from __future__ import annotations
 
+import json
+import math
+import random
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -34,15 +38,18 @@ from runner.tools.goodput import (
     Costs,
     RunPlan,
     Strategy,
+    Trace,
     Value,
     Values,
     daly_interval,
     measured,
     plan,
     share_in_memory,
+    trace_goodput,
     young_interval,
 )
 
+_JOBS = 20  # over a trace
 _TIERS = {"sync": Strategy.synchronous, "async": Strategy.asynchronous, "ring": Strategy.ring}
 # As the options spell them: the lower bound, whether it is allowed itself, and the help.
 _INPUTS = {
@@ -73,9 +80,12 @@ def plan_command(arguments: Sequence[str]) -> int:
     if not names or not set(names) <= _TIERS.keys():
         allowed = ", ".join(_TIERS)
         raise ConfigError(f"--tiers {options.tiers}: choose from {allowed}, with commas between")
-    values = _values(options)
+    trace = _read_trace(options)
+    values = _values(options, trace)
     costs = _costs(values, mirrored=options.mirror)
     plans = [plan(costs, _TIERS[name]) for name in names]
+    if trace:
+        plans = [replace(one, over_trace=_over(trace, costs, one)) for one in plans]
     if options.json:
         sys.stdout.write(json_text(_json(values, costs, plans), indent=1) + "\n")
     else:
@@ -93,7 +103,7 @@ def _of_memory(options: Namespace) -> int:
             f"plan {options.overrides[0]}: settings are for a plan of memory, which needs to know "
             "over how many ranks: --ranks N"
         )
-    others = [*_INPUTS, "params", "run", "preset"]
+    others = [*_INPUTS, "params", "run", "preset", "trace"]
     if given := [_option(name) for name in others if getattr(options, name) is not None]:
         raise ConfigError(
             f"{', '.join(given)}: not with --ranks, which plans memory; leave out either"
@@ -114,6 +124,10 @@ def _parser() -> Parser:
     parser.option("--tiers", ",".join(_TIERS), "strategies to compare")
     parser.add_argument("--run", metavar="OUT", help="take what it measured from a run")
     parser.add_argument("--preset", choices=["llama3"], help="405B on 2,048 nodes")
+    words = "play these failures too: JSON, events as in stepfun-ai/InfiniteHBD-Trace"
+    parser.add_argument("--trace", metavar="FILE", help=words)
+    words = "nodes that were traced; default: those that failed"
+    parser.add_argument("--trace-nodes", type=int, metavar="N", help=words)
     parser.flag("--json")
     memory = parser.add_argument_group("memory of a rank, from the settings of a run")
     memory.add_argument("--ranks", type=int, help="over how many ranks")
@@ -126,8 +140,39 @@ def _parser() -> Parser:
 # -- where the numbers come from ------------------------------------------------------------
 
 
-def _values(options: Namespace) -> Values:
-    """Merge defaults, the preset, a run's measurements and the options, in this order."""
+def _read_trace(options: Namespace) -> Trace | None:
+    """
+    Raises:
+        ConfigError: the file has no failures, or they are of more nodes than were traced.
+    """
+    if options.trace is None:
+        return None
+    try:
+        events = json.loads(Path(options.trace).read_text())
+        begun = [event for event in events if event["event_type"] == "fault_start"]
+        failures = sorted((one["event_time"] * 86_400.0, str(one["node_id"])) for one in begun)
+        named = len({node for _, node in failures})
+        if not 0 < failures[-1][0] < math.inf:
+            raise ValueError("its last failure is at its beginning")
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise ConfigError(
+            f"--trace {options.trace}: not a list of events with node_id, event_type (fault_start) "
+            f"and event_time in days ({error!r})"
+        ) from None
+    if (options.trace_nodes or named) < named:
+        raise ConfigError(f"--trace-nodes {options.trace_nodes}: {named} nodes failed")
+    return Trace(failures=failures, num_nodes=options.trace_nodes or named)
+
+
+def _over(trace: Trace, costs: Costs, chosen: RunPlan) -> float:
+    """Goodput over the trace, of jobs on other nodes and at other times of it."""
+    dice = random.Random(0)
+    jobs = (trace.of_job(costs.nodes, dice) for _ in range(_JOBS))
+    return fmean(trace_goodput(costs, times, trace.seconds, chosen, dice) for times in jobs)
+
+
+def _values(options: Namespace, trace: Trace | None) -> Values:
+    """Merge defaults, the preset, a run, the trace and the options, in this order."""
     share = share_in_memory(mirrored=options.mirror)
     values = {
         "detect_seconds": Value(0.0, "default"),
@@ -141,6 +186,9 @@ def _values(options: Namespace) -> Values:
         if not (out / "journal.jsonl").is_file():
             raise ConfigError(f"--run {out}: no journal.jsonl there, so it is not a run")
         values |= measured(out, read_journal(out / "journal.jsonl")[0])
+    if trace:
+        source = f"{options.trace}: {len(trace.failures)} failures of {trace.num_nodes} nodes"
+        values["mtbf_node_hours"] = Value(trace.mtbf_node_hours, source)
     if options.params is not None:
         size = options.params * BYTES_PER_PARAMETER / 1e9
         values["state_gb"] = Value(size, f"{BYTES_PER_PARAMETER} bytes a parameter")
@@ -257,9 +305,10 @@ def _print(values: Values, costs: Costs, plans: Sequence[RunPlan]) -> None:
 
 def _plans_table(costs: Costs, plans: Sequence[RunPlan]) -> Table:
     table = Table(title="At the best interval; memory is of each host", title_justify="left")
+    over = [] if plans[0].over_trace is None else ["over the trace"]
     heads = ["every", "on disk every", "goodput", "stalled", "lost per failure", "down per failure"]
     table.add_column("checkpoints")
-    for name in (*heads, "memory"):
+    for name in (*heads, "memory", *over):
         table.add_column(name, justify="right")
     for best in plans:
         table.add_row(
@@ -268,6 +317,7 @@ def _plans_table(costs: Costs, plans: Sequence[RunPlan]) -> Table:
             *(f"{share:.2%}" for share in (best.goodput, best.stall_share)),
             *(_seconds(seconds) for seconds in (best.lost_seconds, best.down_seconds)),
             f"{best.memory_bytes / 1e9:,.1f} GB",
+            *([] if best.over_trace is None else [f"{best.over_trace:.2%}"]),
         )
     return table
 

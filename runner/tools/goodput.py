@@ -1,8 +1,9 @@
 """Models the cost of checkpoints and failures in a large run. Numbers only.
 
-Failures are a Poisson process over the whole job. A run alternates between work and stalls of the
-training thread; a failure loses the work since the last usable checkpoint, is detected, and the job
-restarts; failures also occur during a restart. Sources, by the names used below:
+Failures are a Poisson process over the whole job, or those of a trace. A run alternates between
+work and stalls of the training thread; a failure loses the work since the last usable checkpoint,
+is detected, and the job restarts; failures also occur during a restart. Sources, by the names used
+below:
 
 Young 1974: J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17(9).
 Daly 2006: J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart
@@ -13,10 +14,11 @@ Saxena 2024 and Llama 3 2024: see :mod:`runner.policy.retention.interval`.
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import chain
@@ -111,7 +113,7 @@ class RunPlan:
     ``steps`` between snapshots, ``disk_steps`` between checkpoints on disk. On average a failure
     loses ``lost_seconds`` of running, and ``down_seconds`` pass before the next step.
     ``stall_share`` is the share of uptime spent in stalls; ``memory_bytes`` is host memory per
-    node.
+    node; ``over_trace`` is the goodput over a trace, if there is one.
     """
 
     strategy: Strategy
@@ -122,6 +124,7 @@ class RunPlan:
     down_seconds: float
     stall_share: float
     memory_bytes: float
+    over_trace: float | None = None
 
 
 def down_time(costs: Costs, restart_seconds: float) -> float:
@@ -172,6 +175,69 @@ def ring_goodput(costs: Costs, *, steps: int, per_disk: int) -> float:
     if power > _TOO_LARGE:
         return 0.0
     return work * lag * falls / (spent * math.expm1(power))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """Failures that a cluster had: (seconds since the beginning, node), in order."""
+
+    failures: Sequence[tuple[float, str]]
+    num_nodes: int
+
+    @property
+    def seconds(self) -> float:
+        return self.failures[-1][0]
+
+    @property
+    def mtbf_node_hours(self) -> float:
+        return self.seconds * self.num_nodes / len(self.failures) / 3600
+
+    def of_job(self, nodes: int, dice: random.Random) -> list[float]:
+        """When the nodes of a job fail: nodes of the trace, each at most once.
+
+        A job of more nodes than the trace has others of the same cluster at another time.
+        """
+        named = sorted({node for _, node in self.failures})
+        all_nodes = named + [""] * (self.num_nodes - len(named))  # these never failed
+        times: list[float] = []
+        while nodes > 0:
+            chosen = set(dice.sample(all_nodes, min(nodes, len(all_nodes))))
+            shift = dice.uniform(0, self.seconds)
+            mine = [time for time, node in self.failures if node in chosen]
+            times += [(time + shift) % self.seconds for time in mine]
+            nodes -= len(all_nodes)
+        return sorted(times)
+
+
+def trace_goodput(
+    costs: Costs, failures: Iterable[float], until: float, plan: RunPlan, dice: random.Random
+) -> float:
+    """The share of wall time that counts, where failures come at these times, in seconds.
+
+    No failure is taken as independent of another: of those that come while the job restarts from
+    one, each begins the restart anew.
+    """
+    if plan.strategy is not Strategy.ring:
+        costs = one_tier(costs, waits=plan.strategy is Strategy.synchronous)
+    period = plan.steps * costs.step_seconds + costs.stall_seconds
+    per_disk = plan.disk_steps // plan.steps
+    snapshots = on_disk = 0  # that the state holds, and that the disk does
+    noticed = ready = 0.0
+    from_memory, last = True, 0
+    for failure in chain(failures, [until]):
+        if failure < noticed:
+            continue
+        whole = failure >= ready  # else it is within the restart, from a memory that may be gone
+        written = snapshots + math.floor((failure - ready - costs.save_seconds) / period)
+        newest = written // per_disk * per_disk
+        on_disk = newest if newest > snapshots else on_disk
+        snapshots += max(0, math.floor((failure - ready) / period))
+        held = (whole or from_memory) and dice.random() < costs.memory_share
+        from_memory, last = held, snapshots
+        snapshots = snapshots if held else on_disk
+        noticed = failure + costs.detect_seconds
+        ready = noticed + (costs.memory_restart_seconds if held else costs.restart_seconds)
+    return last * plan.steps * costs.step_seconds / until
 
 
 def plan(costs: Costs, strategy: Strategy) -> RunPlan:

@@ -49,6 +49,25 @@ def test_the_preset_and_what_overrides_it(capsys: pytest.CaptureFixture[str]) ->
     assert plan["goodput"] < found["plans"][0]["goodput"]
 
 
+def test_over_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def event(node: str, day: float, kind: str = "fault_start") -> dict[str, Any]:
+        return {"node_id": node, "event_time": day, "event_type": kind}
+
+    trace = tmp_path / "trace.json"
+    days = [day for day in range(1, 101) for _ in range(4)]  # four at once, every day
+    events = [event(f"n{number % 7}", day) for number, day in enumerate(days)]
+    trace.write_text(json.dumps([*events, event("n1", 100.5, "fault_end")]))
+    words = [*GIVEN, "--trace", str(trace), "--nodes", "7"]
+    found = told(capsys, *words[:3], *words[5:])  # without --mtbf-node-hours
+    assert found["inputs"]["mtbf_node_hours"]["value"] == pytest.approx(100 * 24 * 7 / 400)
+    for plan in found["plans"]:
+        assert plan["goodput"] < plan["over_trace"] < 1, "independent ones would cost four times"
+    assert main([*words, "--trace-nodes", "3"]) == 2
+    assert "--trace-nodes 3: 7 nodes failed" in capsys.readouterr().err
+    assert main([*words[:3], *words[5:]]) == 0
+    assert f"{found['plans'][0]['over_trace']:.2%}" in capsys.readouterr().out
+
+
 def test_a_mirror_makes_more_failures_cheap(capsys: pytest.CaptureFixture[str]) -> None:
     alone = told(capsys, *GIVEN)
     mirrored = told(capsys, *GIVEN, "--mirror")
@@ -89,6 +108,7 @@ def test_a_job_that_gets_nowhere_is_still_json(capsys: pytest.CaptureFixture[str
         ("plan --preset llama3 --tiers disk", "--tiers disk: choose from sync, async, ring"),
         ("plan --run /nowhere", "--run /nowhere: no journal.jsonl"),
         ("plan --preset llama4", "invalid choice"),
+        ("plan --preset llama3 --trace /nowhere", "--trace /nowhere: not a list of events"),
     ],
 )
 def test_mistakes(arguments: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:

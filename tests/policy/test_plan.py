@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from itertools import accumulate
+from operator import eq
 
 import pytest
 from hypothesis import given, settings
@@ -18,12 +20,14 @@ from runner.policy.retention.interval import (
 from runner.tools.goodput import (
     Costs,
     Strategy,
+    Trace,
     daly_interval,
     down_time,
     one_tier,
     plan,
     ring_goodput,
     share_in_memory,
+    trace_goodput,
     young_interval,
 )
 from tests.policy.simulate import Job
@@ -208,3 +212,28 @@ def check_against_simulation(costs: Costs, factor: float, seed: int) -> None:
         found = job.run(FAILURES)
         allowed = TOLERANCE * (1 - expected) + NEGLECTED
         assert abs(found - expected) <= allowed, (strategy, found, expected, best, per_disk)
+        # And so does what walks over a trace, over one whose failures are independent.
+        chosen, dice = replace(best, steps=steps, disk_steps=steps * per_disk), random.Random(seed)
+        times = list(accumulate(dice.expovariate(1 / costs.mtbf_seconds) for _ in range(FAILURES)))
+        found = trace_goodput(costs, times, times[-1], chosen, dice)
+        assert abs(found - expected) <= allowed, (strategy, found, expected, best, per_disk)
+
+
+def test_failures_at_once_cost_one_restart() -> None:
+    """A trace's clusters are kept; taken as independent, each would cost as much as the first."""
+    best = plan(COSTS, Strategy.ring)
+    apart = [10_000.0 * number for number in range(1, 100)]
+    alone = trace_goodput(COSTS, apart, 1e6, best, random.Random(1))
+    after_10_s = [time + offset for time in apart for offset in (0.0, 10.0)]
+    assert trace_goodput(COSTS, after_10_s, 1e6, best, random.Random(1)) == alone
+    in_restart = [time + offset for time in apart for offset in (0.0, 60.0)]
+    assert alone - 0.02 < trace_goodput(COSTS, in_restart, 1e6, best, random.Random(1)) < alone
+
+
+def test_a_job_is_of_nodes_of_the_trace() -> None:
+    trace = Trace(failures=[(10.0, "a"), (10.0, "b"), (90.0, "a"), (100.0, "b")], num_nodes=4)
+    assert trace.mtbf_node_hours == pytest.approx(100 * 4 / 4 / 3600)
+    whole = trace.of_job(4, random.Random(1))
+    assert len(whole) == 4 and whole == sorted(whole) and any(map(eq, whole, whole[1:]))
+    assert len(trace.of_job(9, random.Random(1))) >= 8
+    assert {len(trace.of_job(1, random.Random(seed))) for seed in range(20)} == {0, 2}
