@@ -330,6 +330,8 @@ def test_no_line_ends_it(data: st.DataObject, name: str, torn: bytes) -> None:
         ("layers", {"layers": {"a": {"grad": 10**400}}, "model": {"b": "c"}}, b"{"),
         ("ranks", {"own_seconds": [1, None, "x"], "ranks_a_value": -3}, b""),
         ("ring", {"tier": [], "serial": 1, "state": {}, "time": "x"}, b""),
+        ("ring", {"time": 0}, b""),
+        ("ring", {"time": 1.4e17}, b""),
     ],
 )
 def test_known_lines_do_not_end_it(name: str, line: dict[str, Any], torn: bytes) -> None:

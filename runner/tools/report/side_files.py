@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.policy.columns import EVALUATED, is_ours, kind_of
+from runner.run_dir.time_account import plausible_seconds
 from runner.tools.report.follow import number, whole
 
 # By column of ranks.jsonl: what it is of a rank's GPU, and its unit.
@@ -291,8 +292,12 @@ class RingFold:
         self._gone: dict[str, list[TierCopy]] = {tier: [] for tier in TIERS}
 
     def add(self, line: Mapping[str, Any]) -> None:
-        name, serial, time = line.get("tier"), line.get("serial"), number(line.get("time"))
-        if name not in TIERS or type(serial) is not int or math.isnan(time):
+        name, serial, time = (
+            line.get("tier"),
+            line.get("serial"),
+            plausible_seconds(line.get("time")),
+        )
+        if name not in TIERS or type(serial) is not int or not time:
             return
         live, gone, state = self._live[name], self._gone[name], line.get("state")
         if state == "committed":
