@@ -38,7 +38,7 @@ from runner.fault.spec import ENDINGS, POINTS
 from runner.system.json_lines import read_lines
 from scripts import soak_trace
 from scripts.bench.provenance import head
-from tests.run import Started, environment_of, metrics_step, naming, skip_override
+from tests.run import Started, environment_of, kill_naming, metrics_step, naming, skip_override
 from tests.store import BUCKET, Store
 
 # A tiny model's step takes 0.03 s; a start several seconds. No lower rate after a rollback: it is
@@ -121,27 +121,37 @@ def _inner(kind: str, step: int, dice: random.Random, ranks: int) -> str:
 
 
 def main() -> int:
-    """Soak, compare, print one line; 1 when the ends differ."""
-    options = _options()
+    """Sittings, or segments of a trace; 1 when the ends of one differ."""
+    options, began = _options(), time.monotonic()
+    name, one, sum_up = "sittings", _sitting, totals
     if options.trace:
-        return soak_trace.play(options)
-    if not options.record:
-        return 0 if _sitting(options)["same_digest"] else 1
-    began, record = time.monotonic(), {}
+        name, one, sum_up = "segments", soak_trace.segment, soak_trace.totals
+    record: dict[str, Any] = {}
+    if options.record and options.record.exists():
+        record = json.loads(options.record.read_text())
+    done = record.get(name, [])
     while True:
-        if options.record.exists():
-            record = json.loads(options.record.read_text())
-        sittings = record.get("sittings", [])
-        options.seed = max((one["seed"] for one in sittings), default=options.seed - 1) + 1
-        told = ("--faults", str(options.faults), "--record", options.record.name)
-        origin = head(["python", "-m", "scripts.soak", *told])
-        sittings.append({name: origin[name] for name in ("date", "commit")} | _sitting(options))
-        record = origin | {"totals": totals(sittings), "sittings": sittings}
-        options.record.write_text(json.dumps(record, indent=1) + "\n")
-        if not sittings[-1]["same_digest"]:
+        origin = head(["python", "-m", "scripts.soak", *_told(options)])
+        with _folder(options.keep, str(len(done))) as folder:
+            entry = one(options, folder, done)
+        done.append({key: origin[key] for key in ("date", "commit")} | entry)
+        print(json.dumps(done[-1]), flush=True)
+        if options.record:
+            record = origin | {"totals": sum_up(done), name: done}
+            options.record.write_text(json.dumps(record, indent=1) + "\n")
+        if not entry["same_digest"]:
             return 1
         if time.monotonic() - began > options.minutes * 60:
             return 0
+
+
+def _told(options: Any) -> list[str]:
+    """The command without this machine's folders."""
+    if options.trace:
+        told = ["--trace", options.trace.name, "--seed", str(options.seed)]
+    else:
+        told = ["--faults", str(options.faults)]
+    return [*told, *(["--record", options.record.name] if options.record else [])]
 
 
 def totals(sittings: list[dict[str, Any]]) -> dict[str, Any]:
@@ -156,29 +166,30 @@ def totals(sittings: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _sitting(options: Any) -> dict[str, Any]:
-    store = Store()
-    with _folder(options.keep) as folder, _disk(folder) as (out, can_fill):
-        began = time.monotonic()
+def _sitting(options: Any, folder: Path, earlier: list[dict[str, Any]]) -> dict[str, Any]:
+    seed = max((one["seed"] for one in earlier), default=options.seed - 1) + 1
+    store, began = Store(), time.monotonic()
+    with _disk(folder) as (out, can_fill):
         kinds = [kind for kind in options.only or WEIGHTS if can_fill or kind != "disk_full"]
-        soak = Soak(out, folder / "soak.log", store, options, kinds)
-        code = soak.run()
+        soak = Soak(out, folder / "soak.log", store, options, kinds, seed)
+        try:
+            code, left = soak.run(), len(naming(f"out={out}"))
+        finally:
+            kill_naming(f"out={out}")
         result = {
-            "seed": options.seed,
+            "seed": seed,
             "ranks": options.ranks,
             "code": code,
             "seconds": round(time.monotonic() - began),
             "launches": soak.launches,
             "fork_server_mb": soak.server,
-            "processes_left": len(naming(f"out={out}")),
+            "processes_left": left,
             "same_digest": False,
             **soak.told(),
         }
         if code == 0:
             result |= _compare(out, folder / "peace", options)
-        store.stop()
-        print(json.dumps(result), flush=True)
-        (folder / "result.json").write_text(json.dumps(result) + "\n")
+    store.stop()
     return result
 
 
@@ -190,10 +201,10 @@ class Soak:
     """
 
     def __init__(
-        self, out: Path, log: Path, store: Store, options: Any, kinds: Collection[str]
+        self, out: Path, log: Path, store: Store, options: Any, kinds: Collection[str], seed: int
     ) -> None:
         self.out, self._log, self._store, self._options = out, log, store, options
-        self._dice = random.Random(options.seed)
+        self._dice = random.Random(seed)
         self._inner, self._outer = plan(
             options.faults, self._dice, ranks=options.ranks, kinds=kinds
         )
@@ -358,10 +369,10 @@ def _fill(out: Path) -> None:
 
 
 @contextlib.contextmanager
-def _folder(keep: str | None) -> Iterator[Path]:
+def _folder(keep: str | None, name: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="holdfast-soak-") as temporary:
-        folder = Path(keep or temporary).absolute()
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = Path(keep or temporary).absolute() / name
+        folder.mkdir(parents=True)
         yield folder
 
 

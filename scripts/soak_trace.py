@@ -40,7 +40,6 @@ from runner.tools.goodput import (
     ring_goodput,
     trace_goodput,
 )
-from scripts.bench.provenance import head
 from tests.namespaces import Network
 from tests.run import environment_of, metrics_step
 
@@ -360,48 +359,28 @@ def in_peace(folder: Path) -> str:
     return str(json.loads((out / "summary.json").read_text())["state_digest"][:16])
 
 
-def play(options: Any) -> int:
-    """Segments until ``options.minutes`` are over; 1 where one did not end as the run in peace."""
-    record = json.loads(options.record.read_text()) if options.record.exists() else {}
-    segments = record.get("segments", [])
-    earlier = [one for one in segments if one["seed"] == options.seed]
-    clock = earlier[-1]["until_day"] if earlier else 0.0
-    played, first = drawn(read_trace(options.trace), options.seed)
-    began = time.monotonic()
-    while True:
-        folder = Path(options.keep).absolute() / f"{options.seed}-{len(segments)}"
-        folder.mkdir(parents=True)
-        segment = _segment(folder, played, first, clock, options.seed + len(segments))
-        print(json.dumps(segment), flush=True)
-        clock = segment["until_day"]
-        told = ("--trace", "fault_trace.json", "--record", options.record.name)
-        origin = head(["python", "-m", "scripts.soak", *told])
-        where = {"seed": options.seed} | {name: origin[name] for name in ("date", "commit")}
-        segments.append(where | segment)
-        record = origin | {"trace": TRACE, "totals": totals(segments), "segments": segments}
-        options.record.write_text(json.dumps(record, indent=1) + "\n")
-        if not segment["same_digest"]:
-            return 1
-        if time.monotonic() - began > options.minutes * 60:
-            return 0
-
-
-def _segment(
-    folder: Path, played: list[tuple[Failure, int]], first: float, clock: float, seed: int
-) -> dict[str, Any]:
+def segment(options: Any, folder: Path, earlier: list[dict[str, Any]]) -> dict[str, Any]:
+    """Play on from where the segments with this seed ended."""
+    mine = [one for one in earlier if one["seed"] == options.seed]
+    clock = mine[-1]["until_day"] if mine else 0.0
     peace = in_peace(folder)
     nodes = [f"node{number}" for number in range(NODES)]
-    coming = sorted(((one.begin - first) % DAYS, nodes[node], one) for one, node in played)
+    played, first = drawn(read_trace(options.trace), options.seed)
     lap = clock // DAYS * DAYS
-    coming = [(day + at, node, one) for at in (lap, lap + DAYS) for day, node, one in coming]
+    coming = sorted(
+        (lap + more + (one.begin - first) % DAYS, nodes[node], one)
+        for one, node in played
+        for more in (0, DAYS)
+    )
     broken = {node: day + one.end - one.begin for day, node, one in coming if day < clock}
     broken = {node: end for node, end in broken.items() if end > clock}
     coming = [one for one in coming if one[0] >= clock]
     with Network(f"ht{os.getpid()}", nodes, folder / "net", 81) as network:
-        run = Segment(network, folder / "run", clock, coming, random.Random(seed))
+        run = Segment(network, folder / "run", clock, coming, random.Random(len(earlier)))
         result = run.run(broken)
     same = result["digest"] == peace and result["skipped"] == []
-    return {"day": clock, "until_day": run.clock, "same_digest": same} | result
+    days = {"day": round(clock, 3), "until_day": round(run.clock, 3)}
+    return {"seed": options.seed} | days | {"same_digest": same} | result
 
 
 def totals(segments: list[dict[str, Any]]) -> dict[str, Any]:
