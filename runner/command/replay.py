@@ -151,8 +151,9 @@ def repeated_lines(
         if _list(finding, name):
             named = ", ".join(map(str, _list(finding, name)[:64]))
             lines.append(_shown(f"  {label:12} {named}"))
-    if finding.get("module"):
-        lines.append(f"  module       {_text(finding, 'module')}")
+    for name in ("module", "operation"):
+        if finding.get(name):
+            lines.append(f"  {name:12} {_text(finding, name)}")
     return lines
 
 

@@ -7,11 +7,20 @@ weights or samples occurs again; a fault of a device does not. The run itself is
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from runner.checkpoint.disk.directory import CheckpointDirectory, Entry, again_while_retired
 from runner.config.compose import compose
@@ -42,7 +51,8 @@ def replay_again(
         copy: an empty folder.
 
     Returns:
-        The step of the checkpoint, and the cause that was found; None: the step is good here.
+        The step of the checkpoint, and the cause that was found; None: the step is good here. With
+        it ``operation``: the first one that made a NaN.
 
     Raises:
         ConfigError: no checkpoint from before the incident is left, or the settings do not fit.
@@ -74,11 +84,70 @@ def _find_cause(run: EngineRun, step: int) -> Mapping[str, Any] | None:
     num_known = len(history.incidents)
     run.loop.begin()
     while run.state.updates < step:
-        run.loop.step()
+        watch = NanWatch() if run.state.updates == step - 1 else contextlib.nullcontext()
+        with watch:
+            run.loop.step()
         causes = [cause for line in history.incidents[num_known:] if (cause := _cause(line, step))]
         if causes:
-            return causes[0]
+            return {**causes[0], "operation": getattr(watch, "operation", "")}
     return None
+
+
+class NanWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Looks at what every operation computes, forward and backward.
+
+    Attributes:
+        operation: the first one with a NaN in its result and none in its arguments, and where it
+            was called; "" while there is none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operation = ""
+        self._made_infinite = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        had = [] if self.operation else list(_floats((args, kwargs)))
+        had_nan, had_inf = _any(had, torch.isnan), _any(had, torch.isinf)
+        result = func(*args, **(kwargs or {}))
+        if self.operation or had_nan:
+            return result
+        given = list(_floats(result))
+        if _any(given, torch.isnan) and not _is_meant(func, (args, kwargs)):
+            after = f", of an infinite argument; {self._made_infinite}" if had_inf else ""
+            self.operation = f"{_called(func)}{after}"
+        elif not (had_inf or self._made_infinite) and _any(given, torch.isinf):
+            self._made_infinite = f"the first infinite number is from {_called(func)}"
+        return result
+
+
+def _floats(tree: Any) -> Iterator[Tensor]:
+    for leaf in tree_leaves(tree):
+        local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+        if isinstance(local, Tensor) and local.is_floating_point() and not local.is_meta:
+            yield local
+
+
+def _any(tensors: list[Tensor], test: Callable[[Tensor], Tensor]) -> bool:
+    return any(bool(test(tensor).any()) for tensor in tensors)
+
+
+def _is_meant(func: Any, arguments: Any) -> bool:
+    """Whether the result is memory as it was found, or was told to be NaN."""
+    told = any(isinstance(leaf, float) and math.isnan(leaf) for leaf in tree_leaves(arguments))
+    return told or "empty" in str(func)
+
+
+def _called(func: Any) -> str:
+    """The operation and its place: in the backward pass the node, else the line outside torch."""
+    node = torch._C._current_autograd_node()
+    if node is not None:
+        return f"{func} in the backward pass ({node.name()})"
+    own = (Path(torch.__file__).parent, Path(__file__))
+    for frame in reversed(traceback.extract_stack()):
+        if not any(Path(frame.filename).is_relative_to(folder) for folder in own):
+            return f"{func} in {frame.name}, {frame.filename}:{frame.lineno}"
+    return str(func)
 
 
 def _cause(line: Incident, step: int) -> Mapping[str, Any] | None:

@@ -293,7 +293,10 @@ def test_an_incident_is_computed_again_elsewhere(tmp_path: Path) -> None:
         told = [sys.executable, "-m", "runner", "replay", str(hit.out), "--incident", number, "--"]
         again = finished([*told, *TINY, VERDICT, faults], timeout=200)
         assert again.returncode == 0 and words in again.stdout, again.stdout + again.stderr
+        named = [word for word in again.stdout.splitlines() if "operation " in word]
+        assert bool(named) is words.startswith("module"), again.stdout
     assert sorted(path.relative_to(hit.out) for path in hit.out.rglob("*")) == before
+    assert "wrap.py" in named[0], "the fault stands in for the operation"
 
 
 @pytest.mark.twin

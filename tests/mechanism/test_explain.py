@@ -19,7 +19,7 @@ import torch
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
 from runner.command.replay import _number, repeated_lines, replay_command
-from runner.command.replay_again import _checkpoint_before
+from runner.command.replay_again import NanWatch, _checkpoint_before
 from runner.config.compose import compose
 from runner.data.cursor import BatchPlan
 from runner.distributed.agreement import Ranks
@@ -926,3 +926,24 @@ def test_a_replay_does_not_clear_weights_that_were_spoilt_after_its_checkpoint()
     for cause, words in (("state corrupted", "spoilt later"), ("hardware, sticky", "weights nor")):
         evidence = {"finding": {"cause": cause, "why": ""}, "step": 33}
         assert words in repeated_lines(1, evidence, 20, None)[-1]
+
+
+def test_the_operation_that_made_a_nan_is_named() -> None:
+    with NanWatch() as forward:
+        made = torch.log(torch.tensor([-1.0])) + 1
+    assert made.isnan() and forward.operation.startswith("aten.log.default in test_the_operation")
+    at_zero = torch.zeros(3, requires_grad=True)
+    with NanWatch() as backward:
+        at_zero.square().sum().sqrt().backward()
+    assert at_zero.grad is not None and at_zero.grad.isnan().all()
+    assert "(PowBackward0), of an infinite argument" in backward.operation
+    assert "(SqrtBackward0)" in backward.operation
+
+
+def test_what_is_meant_to_be_infinite_or_nan_is_not_named() -> None:
+    with NanWatch() as watch:
+        logits = torch.randn(4, 4).masked_fill(torch.ones(4, 4).triu(1) > 0, -torch.inf)
+        logits.softmax(-1).sum()
+        torch.full((2,), torch.nan)
+        torch.empty(8).resize_(16)
+    assert watch.operation == ""
