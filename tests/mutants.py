@@ -408,7 +408,7 @@ MUTANTS = (
     ),
     Mutant(
         "copies compared by a plain sum",
-        "runner/health/checks.py",
+        "runner/health/rank_checks.py",
         "_mixed(piece, places[: len(piece)]).sum()",
         "piece.sum()",
         "tests/mechanism/test_inspection.py",
@@ -448,7 +448,7 @@ MUTANTS = (
     ),
     Mutant(
         "Guard: what reading a refused step's later batches drew is drawn again",
-        "runner/embed/state/generators.py",
+        "runner/embed/state/randomness.py",
         "        self.left.take(after, drew)\n",
         "",
         "tests/mechanism/test_strange_loops.py",

@@ -28,7 +28,7 @@ from runner.session import parts
 from runner.session.corpus import open_dataset, open_validation, prepare_data, sample_stream
 from runner.startup.checks import Check
 from runner.startup.preflight import hardware, learning, probes
-from runner.startup.preflight.corpus import TrialCorpus, corpus_checks
+from runner.startup.preflight.corpus_trials import TrialCorpus, corpus_checks
 from runner.startup.preflight.subject import Subject, Trial, tried
 from runner.train.evaluate import spread_over
 

@@ -34,7 +34,7 @@ from runner.data.feed import MicroBatch
 from runner.engine.modes import drop_gradients
 from runner.engine.protocol import MicroStep
 from runner.explain.probe import CleanWeights
-from runner.health.checks import DeviceFault, ReplicaInspector, device_kind, sum_of_words
+from runner.health.rank_checks import DeviceFault, ReplicaInspector, device_kind, sum_of_words
 from runner.policy.decision.history import Incident
 from runner.policy.outlier_ranks import (
     ByRank,

@@ -21,7 +21,7 @@ from runner.explain.mark import ObserverNote
 from runner.explain.probe import Bench
 from runner.explain.repeated_steps import RepeatedSteps, without_rate
 from runner.explain.replay import Replay
-from runner.health.checks import DeviceFault
+from runner.health.rank_checks import DeviceFault
 from runner.policy.decision.finding import Cause, Finding, Remedy
 from runner.policy.decision.history import (
     EXPLAIN,

@@ -27,8 +27,8 @@ from runner.data.feed import MicroBatch
 from runner.distributed.observers import Failure
 from runner.engine.modes import drop_gradients, same_bits
 from runner.engine.protocol import Engine, LocalSums, MicroStep, Shard
-from runner.explain.reading import Reading, Row, Share
-from runner.health.checks import differing_copies
+from runner.explain.reading import Reading, SampleRow, Share
+from runner.health.rank_checks import differing_copies
 from runner.policy.retention.records import Record
 from runner.system.error import CheckpointError, RankError, ReadError
 from runner.system.generators import kept_generators
@@ -287,7 +287,7 @@ class Bench:
         own_share = _share(sums, batches, names)
         by_rank = self._ranks.gather(own_share)
         rows = {
-            int(name): Row(rank, float(loss), float(norm), int(count))
+            int(name): SampleRow(rank, float(loss), float(norm), int(count))
             for rank, (_, of_rank) in enumerate(by_rank)
             for name, loss, norm, count in of_rank
         }

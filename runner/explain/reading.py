@@ -25,7 +25,7 @@ _LEAST_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SampleRow:
     """One sample.
 
     Attributes:
@@ -69,7 +69,7 @@ class Reading:
     gradient of zero. ``unit`` is what the guard takes for a nat: a model's losses may have others.
     """
 
-    rows: Mapping[int, Row]
+    rows: Mapping[int, SampleRow]
     shares: Sequence[Share]
     tokens: float
     usual_loss: float | None = None
@@ -129,11 +129,11 @@ class Usual:
     norm: float
     above: float = _NATS_ABOVE
 
-    def excess(self, row: Row) -> float:
+    def excess(self, row: SampleRow) -> float:
         """How far a finite sample lies above; it stands out from 1 on."""
         return max((row.level - self.level) / self.above, row.norm / (self.norm * _NORMS_ABOVE))
 
-    def stands_out(self, row: Row) -> bool:
+    def stands_out(self, row: SampleRow) -> bool:
         """Whether the sample is bad by itself."""
         return (
             not row.is_finite
@@ -204,7 +204,7 @@ def _largest_difference(one: Reading, other: Reading) -> float:
     return _largest(pairs)
 
 
-def _pairs(rows: Mapping[int, Row], other: Reading) -> list[tuple[float, float]]:
+def _pairs(rows: Mapping[int, SampleRow], other: Reading) -> list[tuple[float, float]]:
     """The numbers of samples, and theirs in another reading."""
     both = [(row, other.rows[position]) for position, row in rows.items()]
     return [pair for a, b in both for pair in ((a.loss, b.loss), (a.norm, b.norm))]

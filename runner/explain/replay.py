@@ -28,7 +28,7 @@ from runner.explain.culprits import Culprits
 from runner.explain.probe import Bench
 from runner.explain.reading import (
     Reading,
-    Row,
+    SampleRow,
     differing_ranks,
     is_beyond,
     noise_floor,
@@ -503,12 +503,12 @@ def _turning_ranks(again: Reading, rotated: Reading) -> set[int]:
     }
 
 
-def _turns(row: Row, other: Row) -> bool:
+def _turns(row: SampleRow, other: SampleRow) -> bool:
     """Whether a sample has other numbers on another rank."""
     return row.rank != other.rank and _differs_far(row, other)
 
 
-def _differs_far(row: Row, other: Row) -> bool:
+def _differs_far(row: SampleRow, other: SampleRow) -> bool:
     return (
         relative_difference(row.loss, other.loss) > _FAR_LOSS
         or relative_difference(row.norm, other.norm) > _FAR_NORM

@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from runner.health.checks import judge, report_of
+from runner.health.rank_checks import judge, report_of
 
 
 def burn_in(seconds: float) -> str:

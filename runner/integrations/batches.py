@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from runner.embed.loop.guard import Guard
-from runner.embed.state.generators import Randomness
+from runner.embed.state.randomness import Randomness
 
 
 class GuardedBatches:

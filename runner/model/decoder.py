@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from runner.config.network import head_problem
-from runner.model.documents import Documents, attend, document_attention, documents_of
 from runner.model.loss import HeadLosses, TokenTap
 from runner.model.recompute import NONE, SELECTIVE, recomputed
+from runner.model.segments import Documents, attend, document_attention, documents_of
 from runner.system.error import ConfigError
 
 _FFN_MULTIPLE = 64

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from runner.config.network import LoraSettings
 from runner.model.blueprint import GuestBlueprint
-from runner.model.documents import segment_mask
 from runner.model.objective import (
     SEGMENTS,
     Batch,
@@ -34,6 +33,7 @@ from runner.model.objective import (
 from runner.model.quantised import NO_BASE, Held, digest_of, quantise, quantised_layers
 from runner.model.recompute import NONE, SELECTIVE, selective_contexts
 from runner.model.recorded import named_tensors, put_tensor
+from runner.model.segments import segment_mask
 from runner.system.error import ConfigError, imported
 from runner.system.files import read_bounded
 from runner.system.parsing import parse_json

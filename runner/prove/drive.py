@@ -16,8 +16,8 @@ from pathlib import Path
 from runner.prove.compare import QUIET, differing, find_start, mean_loss, spread
 from runner.prove.inside import marks
 from runner.prove.judge import Judgement, compare_ranks, judge
-from runner.prove.record import Recorded, Save, Trajectory, Undecided, checkpoints
-from runner.prove.starts import Goal, Place, Scratch, Start, on_other_ranks
+from runner.prove.record import Save, StartRecord, Trajectory, Undecided, checkpoints
+from runner.prove.starts import Ending, Place, Scratch, Start, on_other_ranks
 from runner.prove.verdict import Repeats, Verdict
 from runner.system.environment import variables
 from runner.system.error import ConfigError
@@ -184,7 +184,7 @@ class _Proof:
             kills = self.plan.kills or choose_kills(saves, reference.last, self.plan.seed)
             kills = kills[:1] if self.plan.other_ranks else kills
             _check_kills(kills, saves, reference.last)
-            goal = Goal(stop=lambda _: kills[0], number=self.plan.number)
+            goal = Ending(stop=lambda _: kills[0], number=self.plan.number)
             chain = self._start("killed", "killed", goal)
             if self.plan.other_ranks:
                 self._resume_on_other_ranks(reference, chain, kills[0])
@@ -203,7 +203,7 @@ class _Proof:
             repeats=repeats,
         )
 
-    def _start(self, run: str, name: str, goal: Goal, *, resumes: bool = False) -> Trajectory:
+    def _start(self, run: str, name: str, goal: Ending, *, resumes: bool = False) -> Trajectory:
         """Start the script in the place of a run, which is made first; returns what it did."""
         place = self.places.get(run) or self.scratch.place(run)
         self.places[run] = place
@@ -231,7 +231,7 @@ class _Proof:
         return start.recorded.trajectory()
 
     def _undisturbed(self, name: str) -> Trajectory:
-        found = self._start(name, name, Goal(stop=lambda _: self.plan.steps, ends=True))
+        found = self._start(name, name, Ending(stop=lambda _: self.plan.steps, ends=True))
         if found.last < _LEAST_STEPS:
             raise Undecided(
                 f"The script ended after {found.last} steps; at least {_LEAST_STEPS} are needed"
@@ -263,7 +263,7 @@ class _Proof:
             self.kills.append(kill)
             known = _overlaid(reference, chain, kill, repeats)
             before = _before(chain, kill)
-            goal = Goal(
+            goal = Ending(
                 stop=partial(_steps_to, after, known, before),
                 number=self.plan.number if after in kills else signal.SIGKILL,
                 ends=after not in kills,
@@ -302,7 +302,7 @@ class _Proof:
     def _resume_on_other_ranks(self, reference: Trajectory, chain: Trajectory, kill: int) -> None:
         self.kills.append(kill)
         before = _before(chain, kill)
-        goal = Goal(stop=lambda _: reference.last - before[-1].after, ends=True)
+        goal = Ending(stop=lambda _: reference.last - before[-1].after, ends=True)
         resumed = self._start("killed", "resumed 1", goal, resumes=True)
         self.judgements.append(compare_ranks(reference, resumed, before))
 
@@ -341,7 +341,7 @@ def _before(chain: Trajectory, kill: int) -> list[Save]:
     return found
 
 
-def _steps_to(last: int, known: Trajectory, saves: Sequence[Save], recorded: Recorded) -> int:
+def _steps_to(last: int, known: Trajectory, saves: Sequence[Save], recorded: StartRecord) -> int:
     """How many steps a resumed start does to the last one."""
     return last - find_start(known, recorded.trajectory().steps.get(1, {}), saves) + 1
 

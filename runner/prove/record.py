@@ -109,7 +109,7 @@ class Process:
         return max((int(line["step"]) for line in self.lines if "end" not in line), default=0)
 
 
-class Recorded:
+class StartRecord:
     """The files of one start of the script."""
 
     def __init__(self, folder: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from runner.launch.attempt import Ended, Job, Stop, run_once
 from runner.prove.inside import marks
-from runner.prove.record import Recorded, Undecided
+from runner.prove.record import StartRecord, Undecided
 from runner.system.error import ConfigError
 from runner.system.files import make_folder, write_json
 from runner.system.units import format_bytes
@@ -213,7 +213,7 @@ _QUIET = {"WANDB_MODE": "offline", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Goal:
+class Ending:
     """Where a start is to end.
 
     Args:
@@ -223,7 +223,7 @@ class Goal:
         ends: whether the state after the last step is wanted.
     """
 
-    stop: Callable[[Recorded], int]
+    stop: Callable[[StartRecord], int]
     number: int = signal.SIGKILL
     ends: bool = False
 
@@ -243,9 +243,9 @@ class Start:
     environment: Mapping[str, str]
     scratch: Scratch
     limit_seconds: float
-    goal: Goal
+    goal: Ending
     say: Callable[[str], None] = lambda text: None
-    recorded: Recorded = field(init=False)
+    recorded: StartRecord = field(init=False)
     ended: Ended = field(init=False)
     _moved: float = field(default_factory=time.monotonic, init=False)
     _said: float = field(default=0.0, init=False)
@@ -259,7 +259,7 @@ class Start:
             Undecided: it failed, hung, or trained nothing that can be seen.
         """
         make_folder(self.folder)
-        self.recorded = Recorded(self.folder)
+        self.recorded = StartRecord(self.folder)
         self._moved = time.monotonic()
         inherited = self.environment.get("PYTHONPATH")
         variables = {

@@ -29,7 +29,7 @@ from runner.explain.mark import ObserverNote, leave_out_ended
 from runner.fault.inject import FaultInjector
 from runner.fault.spec import parse_faults
 from runner.fault.wrap import wrap_feed, wrap_group, wrap_heart
-from runner.health.checks import PaceInspector, ReplicaInspector, check_devices
+from runner.health.rank_checks import PaceInspector, ReplicaInspector, check_devices
 from runner.model.blueprint import GuestBlueprint
 from runner.observe.page_writer import PageWriter
 from runner.observe.side_lines import RankTimes, SideLines

@@ -12,7 +12,7 @@ from runner.policy.decision.history import History, Incident
 from runner.policy.retention.interval import (
     MOST_SNAPSHOT_STEPS,
     IntervalRules,
-    Measured,
+    MeasuredCosts,
     SaveCosts,
     SnapshotRules,
     next_steps,
@@ -88,11 +88,11 @@ class _IntervalByCost(FixedInterval):
                 )
             )
 
-    def _measure(self, updates: int) -> Measured | None:
+    def _measure(self, updates: int) -> MeasuredCosts | None:
         """Rank 0's costs, if it is time to estimate the interval anew. Collective then."""
         raise NotImplementedError
 
-    def _next(self, measured: Measured) -> tuple[int, str]:
+    def _next(self, measured: MeasuredCosts) -> tuple[int, str]:
         """The next interval, and why."""
         raise NotImplementedError
 
@@ -113,14 +113,14 @@ class AutoInterval(_IntervalByCost):
         self._last = min(self._last, updates - 1)
         return updates - self._last >= self.steps
 
-    def _measure(self, updates: int) -> Measured | None:
+    def _measure(self, updates: int) -> MeasuredCosts | None:
         self._last = updates
         numbers = self._run.ranks.from_first(
             self._own().to_json() if self._costs.is_known else None
         )
-        return None if numbers is None else Measured(**numbers)
+        return None if numbers is None else MeasuredCosts(**numbers)
 
-    def _own(self) -> Measured:
+    def _own(self) -> MeasuredCosts:
         spent, history = dict(self._run.reporter.spent()), self._run.history
         down = spent.pop("restart", 0.0)
         return self._costs.measured(
@@ -129,7 +129,7 @@ class AutoInterval(_IntervalByCost):
             up=sum(spent.values()),
         )
 
-    def _next(self, measured: Measured) -> tuple[int, str]:
+    def _next(self, measured: MeasuredCosts) -> tuple[int, str]:
         steps = next_steps(self.steps, measured, self._rules)
         return steps, why(self.steps, steps, measured, self._rules)
 
@@ -148,15 +148,15 @@ class SnapshotInterval(_IntervalByCost):
         self._rules = rules
         self._count = 0
 
-    def _measure(self, updates: int) -> Measured | None:
+    def _measure(self, updates: int) -> MeasuredCosts | None:
         self._count += 1
         is_look = self._count >= _FIRST_LOOK and self._count & (self._count - 1) == 0
         if not is_look or self._rules.bounded(self._rules.most) == self._rules.first:
             return None
         own = self._costs.measured(restart=0.0, failures=0, up=0.0)
-        return Measured(**self._run.ranks.from_first(own.to_json()))
+        return MeasuredCosts(**self._run.ranks.from_first(own.to_json()))
 
-    def _next(self, measured: Measured) -> tuple[int, str]:
+    def _next(self, measured: MeasuredCosts) -> tuple[int, str]:
         steps = snapshot_steps(self.steps, measured, self._rules)
         return steps, why_snapshots(self.steps, measured)
 

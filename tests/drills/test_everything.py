@@ -42,7 +42,7 @@ GPUS = """\
 import os, sys, threading
 from types import ModuleType, SimpleNamespace
 
-import runner.health.checks as checks
+import runner.health.rank_checks as checks
 
 
 class Nvml(ModuleType):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from runner.checkpoint.tensor_sums import Summing
-from runner.health.checks import checksum
+from runner.health.rank_checks import checksum
 from runner.model.loss import HeadLosses, sequence_losses
 from runner.train.agreed_step import HostNumbers
 

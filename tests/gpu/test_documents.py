@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runner.model.documents import FLEX, MASK, attend, document_attention, documents_of
+from runner.model.segments import FLEX, MASK, attend, document_attention, documents_of
 from tests.mechanism.test_documents import documents
 
 

@@ -11,7 +11,7 @@ import pytest
 from runner.policy.decision.history import History, Incident
 from runner.policy.retention.interval import (
     IntervalRules,
-    Measured,
+    MeasuredCosts,
     SaveCosts,
     SnapshotRules,
     snapshot_steps,
@@ -107,8 +107,8 @@ def test_an_incarnation_crashes_once_however_often_it_is_told() -> None:
     assert num_failures(history) == 2
 
 
-def costs(step: float, save: float) -> Measured:
-    return Measured(
+def costs(step: float, save: float) -> MeasuredCosts:
+    return MeasuredCosts(
         step=step, blocked=save, slowed=0.0, write=save, restart=0.0, failures=0, up=0.0
     )
 

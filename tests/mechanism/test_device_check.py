@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from runner.health.checks import DeviceReport, check_devices, judge
 from runner.health.nvml import GpuHealth, GpuMeter, gpu_health
+from runner.health.rank_checks import DeviceReport, check_devices, judge
 from runner.health.root_cause import is_hardware
 
 WELL = DeviceReport(host="n1", kind="H200 13.0", bits=["a", "a"], wrong_sums=0)

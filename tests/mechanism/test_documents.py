@@ -11,7 +11,8 @@ import torch.nn.attention.flex_attention as torchs
 from torch import Tensor, nn
 
 from runner.model.decoder import Decoder, DecoderShape
-from runner.model.documents import (
+from runner.model.recompute import recompute_units
+from runner.model.segments import (
     FLEX,
     MASK,
     attend,
@@ -20,7 +21,6 @@ from runner.model.documents import (
     documents_of,
     segment_mask,
 )
-from runner.model.recompute import recompute_units
 
 SHAPE = DecoderShape(vocab_size=32, dim=32, layers=2, heads=2, kv_heads=1, ffn_dim=64, seq_len=300)
 

@@ -31,7 +31,7 @@ from runner.explain.explaining_guard import ExplainingGuard, ExplainRules
 from runner.explain.probe import Bench, without_samples
 from runner.explain.reading import (
     Reading,
-    Row,
+    SampleRow,
     Share,
     differing_ranks,
     noise_floor,
@@ -386,7 +386,7 @@ class World:
             if rank == passing or self._is_nan(position, rank):
                 level = math.nan
             level *= 1 + self.noise * self.dice.uniform(-1, 1)
-            rows[position] = Row(rank, level * 10, level, 10)
+            rows[position] = SampleRow(rank, level * 10, level, 10)
         shares = []
         for rank in range(ranks):
             own = [row for row in rows.values() if row.rank == rank]
@@ -897,13 +897,15 @@ def test_a_batch_without_a_counted_label_is_named_without_a_probe(tmp_path: Path
 
 @pytest.mark.parametrize("unit", [0.01, 1.0, 100.0])
 def test_samples_stand_out_in_the_units_of_the_guard(unit: float) -> None:
-    rows = {-1 - n: Row(0, unit * (2.0 + 0.01 * n), 1.0, 1) for n in range(4)}
+    rows = {-1 - n: SampleRow(0, unit * (2.0 + 0.01 * n), 1.0, 1) for n in range(4)}
     level = usual(Reading(rows=rows, shares=(), tokens=4.0, unit=unit))
-    assert not level.stands_out(Row(0, unit * 2.4, 1.0, 1))
-    assert level.stands_out(Row(0, unit * 2.7, 1.0, 1))
-    wide = {-1 - n: Row(0, unit * (2.0 + 4 * n), 1.0, 1) for n in range(4)}
+    assert not level.stands_out(SampleRow(0, unit * 2.4, 1.0, 1))
+    assert level.stands_out(SampleRow(0, unit * 2.7, 1.0, 1))
+    wide = {-1 - n: SampleRow(0, unit * (2.0 + 4 * n), 1.0, 1) for n in range(4)}
     level = usual(Reading(rows=wide, shares=(), tokens=4.0, unit=unit))
-    assert level is not None and not level.stands_out(Row(0, unit * 15.0, 1.0, 1)), "as known ones"
+    assert level is not None and not level.stands_out(SampleRow(0, unit * 15.0, 1.0, 1)), (
+        "as known ones"
+    )
 
 
 def test_two_that_are_both_not_finite_are_the_same() -> None:

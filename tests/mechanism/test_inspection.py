@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.health import checks
-from runner.health.checks import PaceInspector, checksum, odd_ones
+from runner.health import rank_checks
+from runner.health.rank_checks import PaceInspector, checksum, odd_ones
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
 
@@ -18,7 +18,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small tensors have several of them, and a shorter one at the end."""
-    monkeypatch.setattr(checks, "_PIECE", 64)
+    monkeypatch.setattr(rank_checks, "_PIECE", 64)
 
 
 def tensors(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
@@ -89,11 +89,11 @@ def test_the_numbers_are_the_same_on_every_machine() -> None:
     for start in range(0, 600, 64):
         piece = 0
         for place, word in enumerate(words[start : start + 64].tolist()):
-            mixed = ((word + place * checks._PLACE) * checks._FACTOR) & mask
+            mixed = ((word + place * rank_checks._PLACE) * rank_checks._FACTOR) & mask
             signed = mixed - (1 << 64) if mixed >> 63 else mixed
             piece += mixed ^ ((signed >> 29) & mask)
-        total = (total * checks._FACTOR + piece) & mask
-    assert checks.sum_of_words(words).item() & mask == total
+        total = (total * rank_checks._FACTOR + piece) & mask
+    assert rank_checks.sum_of_words(words).item() & mask == total
 
 
 def test_the_odd_one_is_named() -> None:
@@ -129,7 +129,7 @@ def test_the_probe_of_a_gpu_is_long_against_a_launch(monkeypatch: pytest.MonkeyP
     options: Any = dict.fromkeys(("ranks", "stragglers", "take_seconds", "report"))
     inspector = PaceInspector(**options, device=torch.device("meta"))
     inspector._device = torch.device("cuda")
-    inspector._matrix = torch.ones(checks._PROBE["cuda"][0], 1, device="meta")
-    inspector._products = checks._PROBE["cuda"][1]
+    inspector._matrix = torch.ones(rank_checks._PROBE["cuda"][0], 1, device="meta")
+    inspector._products = rank_checks._PROBE["cuda"][1]
     assert 1e-3 < inspector._probe() < 5e-3
     assert PaceInspector(**options, device=torch.device("cpu"))._probe() >= 0

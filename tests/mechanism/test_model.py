@@ -32,8 +32,8 @@ from runner.model.decoder import (
     flops_per_token,
     num_parameters,
 )
-from runner.model.documents import segment_mask
 from runner.model.loss import NOT_COUNTED, HeadLosses, sequence_losses
+from runner.model.segments import segment_mask
 from runner.system.error import ConfigError
 from tests.mechanism.weights import set_initial_weights
 

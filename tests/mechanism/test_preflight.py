@@ -11,7 +11,7 @@ import torch
 from runner.__main__ import main
 from runner.command.preflight import TRIALS
 from runner.startup.checks import Check
-from runner.startup.preflight.corpus import _longest_repeat, _numbers
+from runner.startup.preflight.corpus_trials import _longest_repeat, _numbers
 from runner.startup.preflight.hardware import all_reduce_speed, judged
 from runner.startup.preflight.learning import _error, by_heart, rate_range
 from runner.startup.preflight.subject import Subject, Trial

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from runner.data.cursor import BatchPlan
-from runner.explain.reading import Reading, Row
+from runner.explain.reading import Reading, SampleRow
 from runner.explain.repeated_steps import RateProbe, RateResult
 from runner.policy.decision.history import History
 from runner.policy.decision.skip_ledger import Ledger
@@ -61,7 +61,7 @@ def tried(
 
     def known() -> Reading:
         level = known_level(newest[0].step, newest[0].learning_rate)
-        return Reading(rows={-1: Row(0, level, 1.0, 1)}, shares=(), tokens=1.0)
+        return Reading(rows={-1: SampleRow(0, level, 1.0, 1)}, shares=(), tokens=1.0)
 
     def restore(records: Any) -> Any:
         state = TrainState(guard_settings())

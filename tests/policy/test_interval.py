@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from runner.policy.retention.interval import (
     IntervalRules,
-    Measured,
+    MeasuredCosts,
     SaveCosts,
     best_steps,
     mtbf_seconds,
@@ -23,7 +23,9 @@ from runner.policy.retention.interval import (
 HOUR = 3600.0
 RULES = IntervalRules(clean_after=10, most=1000, prior_seconds=24 * HOUR)
 # A day between failures, 2 s a save, 1 s a step: sqrt(2 * 86400 * 2) = 588 s.
-USUAL = Measured(step=1.0, blocked=1.0, slowed=1.0, write=5.0, restart=60.0, failures=0, up=0.0)
+USUAL = MeasuredCosts(
+    step=1.0, blocked=1.0, slowed=1.0, write=5.0, restart=60.0, failures=0, up=0.0
+)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,7 @@ USUAL = Measured(step=1.0, blocked=1.0, slowed=1.0, write=5.0, restart=60.0, fai
         (USUAL, replace(RULES, most=77), 77),
     ],
 )
-def test_the_best_interval(measured: Measured, rules: IntervalRules, steps: int) -> None:
+def test_the_best_interval(measured: MeasuredCosts, rules: IntervalRules, steps: int) -> None:
     assert best_steps(measured, rules) == steps
 
 
@@ -58,7 +60,7 @@ def test_the_formula_is_that_of_the_paper() -> None:
 
 @given(
     st.builds(
-        Measured,
+        MeasuredCosts,
         step=st.floats(0, 1e4),
         blocked=st.floats(0, 1e5),
         slowed=st.floats(0, 1e5),
@@ -69,7 +71,7 @@ def test_the_formula_is_that_of_the_paper() -> None:
     ),
     st.integers(1, 1000),
 )
-def test_it_stays_within_its_bounds_and_settles(measured: Measured, now: int) -> None:
+def test_it_stays_within_its_bounds_and_settles(measured: MeasuredCosts, now: int) -> None:
     best = best_steps(measured, RULES)
     assert RULES.clean_after <= best <= RULES.most
     then = next_steps(now, measured, RULES)

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import runner.engine.fsdp as fsdp_module
-import runner.model.documents as documents_module
+import runner.model.segments as documents_module
 from runner.config.compose import compose
 from runner.config.schema import RunConfig
 from runner.data.feed import MicroBatch

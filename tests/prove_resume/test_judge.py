@@ -16,7 +16,7 @@ from runner.prove.compare import KINDS
 from runner.prove.drive import choose_kills
 from runner.prove.inside.hooks import written
 from runner.prove.judge import Judgement, compare_ranks, judge
-from runner.prove.record import Recorded, Save, Step, Trajectory, checkpoints
+from runner.prove.record import Save, StartRecord, Step, Trajectory, checkpoints
 from runner.prove.verdict import Repeats, Verdict
 from runner.system.parsing import json_text
 from tests.prove_resume import table as tables
@@ -609,7 +609,7 @@ def test_a_file_is_saved_once_it_has_its_name(tmp_path: Path) -> None:
         for n, (before, now) in enumerate(pairwise(looks), start=1)
     ]
     (tmp_path / "steps-1.jsonl").write_text("".join(json_text(line) + "\n" for line in lines))
-    recorded = Recorded(tmp_path)
+    recorded = StartRecord(tmp_path)
     recorded.poll()
     saves = recorded.trajectory().saves
     assert [(save.after, save.names) for save in saves] == [

@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from runner.embed.data.sampler import Sampler, keeps_own_position
-from runner.embed.state.generators import Randomness, generators_of
+from runner.embed.state.randomness import Randomness, generators_of
 from runner.system.error import ConfigError
 
 # By these the wrappers of Accelerate and of Lightning Fabric count their passes, and shuffle each

@@ -14,7 +14,7 @@ from torch.utils.data import Sampler as TorchSampler
 
 from runner.data.cursor import Indices, OneSource, SampleStream
 from runner.distributed.env import place_from
-from runner.embed.state.generators import Randomness, generators_of
+from runner.embed.state.randomness import Randomness, generators_of
 from runner.policy.decision.skip_ledger import Ledger
 from runner.system.environment import variables
 from runner.system.error import ConfigError, DataError

@@ -33,8 +33,8 @@ from runner.embed.loop.rollback_state import (
 from runner.embed.loop.zero_engine import ZeroMeasurer, ZeroState, engine_in
 from runner.embed.opening import handle_signals, joined, open_run
 from runner.embed.settings import run_config
-from runner.embed.state.generators import Randomness, StepDraws
 from runner.embed.state.loop_state import LoopState
+from runner.embed.state.randomness import Randomness, StepDraws
 from runner.embed.state.stages import Pipeline, Stages
 from runner.health.preemption import StopRequested
 from runner.session.summary import RunEnd, sum_up

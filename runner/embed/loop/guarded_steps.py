@@ -21,8 +21,8 @@ from runner.embed.loop.measure import Measurer
 from runner.embed.loop.out_of_memory import MemoryPlan
 from runner.embed.loop.rollback_state import RollbackState
 from runner.embed.opening import OpenRun
-from runner.embed.state.generators import Randomness
 from runner.embed.state.loop_state import LoopState
+from runner.embed.state.randomness import Randomness
 from runner.policy.decision.history import Incident, discarded_signals
 from runner.policy.decision.judge import Verdict
 from runner.policy.decision.ladder import RemedyRules

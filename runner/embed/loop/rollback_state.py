@@ -12,8 +12,8 @@ from runner.distributed.agreement import Ranks
 from runner.embed.data.loaders import Source
 from runner.embed.loop.measure import Logged
 from runner.embed.state.codec import pack, unpack
-from runner.embed.state.generators import Randomness
 from runner.embed.state.loop_state import LoopState
+from runner.embed.state.randomness import Randomness
 from runner.system.error import CheckpointError, RunnerError
 
 

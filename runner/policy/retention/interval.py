@@ -67,7 +67,7 @@ class IntervalRules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredCosts:
     """One rank's numbers, in seconds.
 
     Args:
@@ -103,12 +103,12 @@ def prior_seconds(num_nodes: int) -> float:
     return 3600 * min(_OWN_HOURS, NODE_MTBF_HOURS / num_nodes)
 
 
-def mtbf_seconds(measured: Measured, rules: IntervalRules) -> float:
+def mtbf_seconds(measured: MeasuredCosts, rules: IntervalRules) -> float:
     """Posterior mean under a gamma prior worth one failure in ``prior_seconds``."""
     return (rules.prior_seconds + measured.up) / (1 + measured.failures)
 
 
-def best_steps(measured: Measured, rules: IntervalRules) -> int:
+def best_steps(measured: MeasuredCosts, rules: IntervalRules) -> int:
     """Optimal steps between checkpoints, in two digits, within the bounds.
 
     At least the write time and the probation: a checkpoint before that could not serve a rollback.
@@ -127,14 +127,14 @@ def _two_digits(number: float) -> int:
     return round(number / unit) * unit
 
 
-def next_steps(current: int, measured: Measured, rules: IntervalRules) -> int:
+def next_steps(current: int, measured: MeasuredCosts, rules: IntervalRules) -> int:
     """The next interval: ``current``, unless the best one is far from it."""
     best = best_steps(measured, rules)
     is_near = current / _CALM <= best <= current * _CALM
     return current if is_near and current == rules.bounded(current) else best
 
 
-def why(was: int, steps: int, measured: Measured, rules: IntervalRules) -> str:
+def why(was: int, steps: int, measured: MeasuredCosts, rules: IntervalRules) -> str:
     """Explain the interval in one sentence."""
     hours = mtbf_seconds(measured, rules) / 3600
     return (
@@ -158,7 +158,7 @@ class SnapshotRules:
         return max(self.first, min(steps, self.most) // self.first * self.first)
 
 
-def snapshot_steps(current: int, measured: Measured, rules: SnapshotRules) -> int:
+def snapshot_steps(current: int, measured: MeasuredCosts, rules: SnapshotRules) -> int:
     """The fewest steps between snapshots at which they cost little.
 
     Keeps ``current`` if it is close. Ignores recomputation after rollbacks, which are rare.
@@ -168,7 +168,7 @@ def snapshot_steps(current: int, measured: Measured, rules: SnapshotRules) -> in
     return current if current / _CALM <= best <= current * _CALM else best
 
 
-def why_snapshots(was: int, measured: Measured) -> str:
+def why_snapshots(was: int, measured: MeasuredCosts) -> str:
     """Explain the snapshot interval in one sentence."""
     return (
         f"a snapshot costs {measured.save:.3g} s ({measured.blocked:.3g} of it blocking), a step "
@@ -205,11 +205,11 @@ class SaveCosts:
     def is_known(self) -> bool:
         return len(self._saves) >= _LEAST_SAVES
 
-    def measured(self, *, restart: float, failures: int, up: float) -> Measured:
+    def measured(self, *, restart: float, failures: int, up: float) -> MeasuredCosts:
         """The medians, which are robust to one slow step or write."""
         step = statistics.median(self._idle or self._busy or [0.0])
         slowed = [max(0.0, spent - steps * step) for _, steps, spent in self._saves]
-        return Measured(
+        return MeasuredCosts(
             step=step,
             blocked=statistics.median([blocked for blocked, _, _ in self._saves] or [0.0]),
             slowed=statistics.median(slowed or [0.0]),
