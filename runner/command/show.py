@@ -22,7 +22,7 @@ from runner.tools.report.live_server import ADDRESS, server
 from runner.tools.report.page import page, read_runs
 from runner.tools.report.run_reader import RunReader
 from runner.tools.report.terminal import drawn_runs, frame
-from runner.tools.report.vitals import Runs, find_runs, is_run
+from runner.tools.report.vitals import Runs, is_run
 
 _COMPARISON = "comparison.html"
 _HEAD_BYTES = 1 << 16  # the title comes before the style
@@ -97,11 +97,11 @@ def top_command(arguments: Sequence[str]) -> int:
     at_least(0.05, seconds=options.seconds)
     out, console = Path(options.out), Console(highlight=False)
     try:
-        has_runs = out.is_dir() and not is_run(out) and any(find_runs(out))
+        is_folder = out.is_dir() and not is_run(out)
         if options.once or not console.is_terminal:
-            console.print(_runs(out, console.width) if has_runs else _run(out, console.width))
+            console.print(_runs(out, console.width) if is_folder else _run(out, console.width))
             return 0
-        if not has_runs:
+        if not is_folder:
             RunReader(out)  # or a sentence, before the screen is taken
         if not is_installed("top"):
             raise ConfigError(f"{lacking('top', 'top')}; or give --once, which needs none")
@@ -114,7 +114,7 @@ def top_command(arguments: Sequence[str]) -> int:
 
 
 def _runs(folder: Path, width: int) -> RenderableType:
-    return drawn_runs(Runs(folder).update(), width)
+    return drawn_runs(Runs([folder]).update(), width)
 
 
 def _run(out: Path, width: int) -> RenderableType:

@@ -16,10 +16,9 @@ from typing import Any
 from runner.policy import alert
 from runner.policy.alert import Episodes, addressed, merged
 from runner.run_dir.time_account import plausible_seconds
-from runner.system.error import ConfigError
 from runner.system.process import host_name, in_thread
 from runner.system.units import duration
-from runner.tools.report.vitals import Glance, find_runs
+from runner.tools.report.vitals import Glance, Runs
 
 _LEVELS = ("info", "warning", "error")
 _MOST_WAITING = 1000  # messages; older ones are dropped
@@ -88,49 +87,49 @@ class Rules:
 
 
 class _Watched:
-    """One run, and its episodes."""
+    """One run, and its episodes.
+
+    Args:
+        state: of :meth:`to_json`; anything else is left out.
+        tells_past, tells_state: whether the first look tells of what was before it, and how the
+            run is.
+    """
 
     def __init__(
-        self,
-        out: Path,
-        rules: Rules,
-        clock: Callable[[], float],
-        *,
-        state: Any,
-        is_patient: bool,
+        self, glance: Glance, rules: Rules, state: Any, *, tells_past: bool, tells_state: bool
     ) -> None:
         state = state if isinstance(state, dict) else {}
-        self._clock = clock
-        self.glance = Glance(
-            out, clock=clock, alive_seconds=rules.silent_seconds, is_patient=is_patient
-        )
-        self.glance.resume(state.get("glance", {}))
-        name = self.glance.run_dir.alert_name
+        self.glance, self._tells_past, self._tells_state = glance, tells_past, tells_state
+        self.has_looked = False
+        glance.resume(state.get("glance", {}))
         self.episodes = Episodes(
-            name, every_seconds=rules.every_seconds, state=state.get("episodes")
+            glance.run_dir.alert_name,
+            every_seconds=rules.every_seconds,
+            state=state.get("episodes"),
         )
 
     def to_json(self) -> dict[str, Any]:
         return {"glance": self.glance.to_json(), "episodes": self.episodes.to_json()}
 
-    def look(self, *, tells_past: bool, tells_state: bool) -> Iterator[dict[str, Any]]:
-        """The messages since the last look.
-
-        Raises:
-            OSError, ConfigError: a file cannot be read.
-        """
-        lines, now = self.glance.update(), self._clock()
-        for line in lines:
-            at = plausible_seconds(line.get("time")) or now
-            yield from self.episodes.add(line, at, is_told=tells_past)
+    def look(self, now: float) -> Iterator[dict[str, Any]]:
+        """The messages since the last look."""
         glance = self.glance
+        for line in glance.fresh:
+            at = plausible_seconds(line.get("time")) or now
+            yield from self.episodes.add(line, at, is_told=self._tells_past)
         said: dict[str, Any] = {"reason": glance.reason or "ended"}
         if glance.status == alert.SILENT:
             said["reason"] = f"no sign of life for {duration(glance.silent_seconds())}"
         said["decision"] = _ADVICE.get(glance.status, "")
         yield from self.episodes.see(
-            glance.status, glance.step, now, line=said, moved=glance.moved, is_told=tells_state
+            glance.status,
+            glance.step,
+            now,
+            line=said,
+            moved=glance.moved,
+            is_told=self._tells_state,
         )
+        self.has_looked = self._tells_past = self._tells_state = True
 
     @property
     def is_settled(self) -> bool:
@@ -164,7 +163,8 @@ class Watch:
         self._paths, self._sends, self._rules = paths, sends, rules
         self._keep, self._clock = keep, clock
         self._known: dict[str, Any] = dict(state.get("runs", {}))
-        self._runs: dict[str, _Watched] = {}
+        self._watched: dict[Glance, _Watched] = {}
+        self._runs = Runs(paths, self._glance, self._known)
         self._waiting: list[dict[str, Any]] = list(state.get("waiting", []))
         self._is_first = not state
         self._host = host_name()
@@ -178,14 +178,15 @@ class Watch:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values that ``state`` takes."""
-        runs = self._known | {name: one.to_json() for name, one in self._runs.items()}
+        seen = (one for one in self._watched.values() if one.has_looked)
+        runs = self._known | {_name(one.glance): one.to_json() for one in seen}
         own = {"own": self._own.to_json(), "away_since": self._away_since}
         return {"runs": runs, "waiting": self._waiting, **own}
 
     @property
     def is_settled(self) -> bool:
         """Whether every run has ended or is known to be silent, and all was sent."""
-        return not self._waiting and all(one.is_settled for one in self._runs.values())
+        return not self._waiting and all(one.is_settled for one in self._watched.values())
 
     def poll(self) -> None:
         """Look at all runs once, and send what is new. Never raises for a run or a message."""
@@ -194,7 +195,7 @@ class Watch:
         if wait([self._reading], _READ_SECONDS).done:
             messages, self._reading = self._reading.result(), None
         else:
-            self._unread = [str(path) for path in self._paths]
+            self._unread = [str(self._runs.reading)]
         messages += self._away()
         self._waiting = merged([*self._waiting, *filter(self._is_wanted, messages)])
         del self._waiting[:-_MOST_WAITING]
@@ -204,38 +205,33 @@ class Watch:
             self._keep(self.to_json())
 
     def _look(self) -> list[dict[str, Any]]:
-        messages, unread = [], []
-        for path in self._paths:
-            try:
-                found = list(find_runs(path)) if path.exists() else []
-            except OSError as error:
-                unread.append(f"{path} ({error.strerror})")
-                continue
-            was_there = any(_is_within(name, path) for name in self._known | self._runs)
-            if not found and was_there:
-                unread.append(f"{path} (its runs are gone)")
-            for out in found:
-                messages += self._look_at(out, unread, is_named=out == path)
-        self._unread, self._is_first = unread, False
+        messages = []
+        for glance in self._runs.update():
+            if not glance.unread:
+                now, name = self._clock(), _name(glance)
+                told = list(self._watched[glance].look(now))
+                messages += [addressed(one, name, self._host, now) for one in told]
+        self._unread, self._is_first = self._runs.unread, False
         return messages
 
-    def _look_at(self, out: Path, unread: list[str], *, is_named: bool) -> list[dict[str, Any]]:
-        name = str(out.absolute())
-        is_new = name not in self._runs and name not in self._known
-        try:
-            is_past = is_new and self._is_first
-            one = self._runs.get(name)
-            if one is None:
-                # Of old runs in a folder that have died long ago nobody needs to be told.
-                is_patient = is_named or not is_past
-                state = self._known.get(name)
-                one = _Watched(out, self._rules, self._clock, state=state, is_patient=is_patient)
-            messages = list(one.look(tells_past=not is_past, tells_state=not is_past or is_named))
-        except (OSError, ConfigError) as error:
-            unread.append(f"{out} ({error})")
-            return []
-        self._runs[name] = one
-        return [addressed(message, name, self._host, self._clock()) for message in messages]
+    def _glance(self, out: Path, path: Path) -> Glance:
+        state = self._known.get(str(out.absolute()))
+        is_past, is_named = self._is_first and state is None, out == path
+        glance = Glance(
+            out,
+            clock=self._clock,
+            alive_seconds=self._rules.silent_seconds,
+            # Of old runs in a folder that have died long ago nobody needs to be told.
+            is_patient=is_named or not is_past,
+        )
+        self._watched[glance] = _Watched(
+            glance,
+            self._rules,
+            state,
+            tells_past=not is_past,
+            tells_state=is_named or not is_past,
+        )
+        return glance
 
     def _away(self) -> list[dict[str, Any]]:
         """Messages about runs that cannot be read, together one episode."""
@@ -281,5 +277,5 @@ class Watch:
         return has_sent
 
 
-def _is_within(name: str, path: Path) -> bool:
-    return Path(name).is_relative_to(path.absolute())
+def _name(glance: Glance) -> str:
+    return str(glance.run_dir.out.absolute())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -127,7 +128,7 @@ def test_tabs_scroll_and_an_incident_opens(tmp_path: Path, size: tuple[int, int]
         await pilot.press("1", "end")
         await comes(application, pilot, "productive")
         await pilot.press("2")
-        await comes(application, pilot, "steps discarded")
+        await comes(application, pilot, "2 steps")
         await pilot.press("down", "enter")
         await comes(application, pilot, "Recovered: clean since")
         assert "\\x1b[2J[bold]x" in shown(application), "as text"
@@ -206,6 +207,42 @@ def test_a_run_of_the_list_opens_and_closes_and_a_new_one_appears(tmp_path: Path
     piloted(tmp_path, steps)
 
 
+def test_a_folder_without_runs_waits_for_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["top", str(tmp_path), "--once"]) == 0
+    assert "last incident" in capsys.readouterr().out
+
+    async def steps(application: Any, pilot: Any) -> None:
+        await comes(application, pilot, "no run yet")
+        Made(steps=20).write(tmp_path / "a")
+        await comes(application, pilot, "20 of 20")
+        await comes(application, pilot, "1 runs")
+
+    piloted(tmp_path, steps)
+
+
+def test_every_column_of_incidents_is_seen_in_80_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = TROUBLED.write(tmp_path / "run")
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["top", str(out), "--once"]) == 0
+    told = capsys.readouterr().out
+    assert "recovered" in told and re.search(r"since step \d+", told)
+    assert all(len(line) <= 80 for line in told.splitlines())
+
+    async def steps(application: Any, pilot: Any) -> None:
+        await comes(application, pilot, "No heartbeat")
+        await pilot.press("2")
+        await comes(application, pilot, "recovered")
+        assert re.search(r"since step \d+", shown(application))
+        await pilot.resize_terminal(200, 50)
+        await comes(application, pilot, "2 steps discarded")
+
+    piloted(out, steps)
+
+
 # -- in a terminal -------------------------------------------------------------------------------
 
 
@@ -246,11 +283,11 @@ def test_real_keys_in_a_terminal(
 
     until(lambda: "halt, step 60" in tmux("capture-pane", "-p"))
     press("Down Enter", "c: No heartbeat")
-    press("2", "steps discarded")
+    press("2", "2 steps")
     press("Enter", "Done: step computed again")
-    press("Escape", "steps discarded")
+    press("Escape", "2 steps")
     press("?", "open the incident")
-    press("Escape", "steps discarded")
+    press("Escape", "2 steps")
     tmux("resize-window", "-x", "60", "-y", "20")
     press("1", "No heartbeat")
     tmux("send-keys", "q")

@@ -66,17 +66,17 @@ class _Rows(DataTable[Text]):
     def __init__(self) -> None:
         super().__init__(cursor_type="row", zebra_stripes=True)
         self._shown: Listing | None = None
+        self._wide: list[int] = []
 
     def show(self, listing: Listing) -> None:
-        if listing == self._shown:
+        wide = terminal.widths(listing.heads, listing.rows, self.app.size.width - 2)
+        if (listing, wide) == (self._shown, self._wide):
             return
-        at = self.selected()
-        if self._shown is None or listing.heads != self._shown.heads:
-            self.clear(columns=True)
-            self.add_columns(*listing.heads)
-        self._shown = listing
-        y = self.scroll_y
-        self.clear()
+        at, y = self.selected(), self.scroll_y
+        self.clear(columns=True)
+        for head, width in zip(listing.heads, wide, strict=True):
+            self.add_column(head, width=width)
+        self._shown, self._wide = listing, wide
         for row in listing.rows:
             self.add_row(*terminal.cells_of(row), key=row.key)
         keys = [row.key for row in listing.rows]
@@ -225,7 +225,7 @@ class RunsScreen(_Following):
     def __init__(self, folder: Path, seconds: float) -> None:
         super().__init__(seconds)
         self._folder = folder
-        self._runs = Runs(folder)
+        self._runs = Runs([folder])
 
     def compose(self) -> ComposeResult:
         yield Static("reading", id="state")
@@ -236,8 +236,12 @@ class RunsScreen(_Following):
         return terminal.runs(self._runs.update())
 
     def show(self, told: Listing) -> None:
-        at = time.strftime("%H:%M:%S")
-        self.tell(f"{self._folder}: {len(told.rows)} runs, as of {at}")
+        words = f"{self._folder}: {len(told.rows)} runs, as of {time.strftime('%H:%M:%S')}"
+        if not told.rows:
+            words = f"{self._folder}: no run yet; those that begin are shown"
+        if self._runs.unread:
+            words = f"cannot be read: {', '.join(self._runs.unread)}"
+        self.tell(words)
         self.query_one(_Rows).show(told)
 
     def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:

@@ -29,7 +29,8 @@ _EIGHTHS = " ▁▂▃▄▅▆▇█"
 COLOURS = {"done": "green", "running": "cyan", "halted": "red", "failed": "red"}
 _MOST = 5  # incidents, checkpoints
 _MOST_ROWS = 500
-_NARROW = 8  # characters
+_NARROW = 16  # characters; wider columns are cut first
+_LEAST = 6
 _IN_SENTENCE = ("loss", "held-out")
 RUN_HEADS = ("run", "status", "step", "loss", "last incident", "age")
 
@@ -257,20 +258,40 @@ def drawn_runs(glances: Sequence[Glance], width: int) -> Table:
 
 def _drawn(listing: Listing, width: int, most: int = _MOST + 1) -> Table:
     """The newest rows of a listing; what is too wide is cut."""
-    table = Table(title=listing.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=listing.title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+        padding=(0, 1, 0, 0),
+    )
     rows = listing.rows[:most]
-    for place, head in enumerate(listing.heads):
-        longest = max(len(text) for text in [head, *(row.cells[place] for row in rows)])
-        # A column that may wrap is made narrower; its cells are cut instead.
-        table.add_column(
-            Text(head, no_wrap=True, overflow="ellipsis"),
-            overflow="ellipsis",
-            no_wrap=longest <= _NARROW,
-            max_width=max(20, width // 3),
-        )
+    for head, wide in zip(listing.heads, widths(listing.heads, rows, width), strict=True):
+        table.add_column(Text(head, no_wrap=True, overflow="ellipsis"), width=wide, no_wrap=True)
     for row in rows:
         table.add_row(*cells_of(row))
     return table
+
+
+def widths(heads: Sequence[str], rows: Sequence[Row], room: int) -> list[int]:
+    """Of the columns, so that all are seen in a line of ``room`` characters if they can be.
+
+    What is long is cut first: it is read in full where its row is opened.
+    """
+    wanted = [
+        max(len(plain(text)) for text in [head, *(row.cells[place] for row in rows)])
+        for place, head in enumerate(heads)
+    ]
+    found = list(wanted)
+    for shortest in (_NARROW, _LEAST):
+        cut = [place for place, length in enumerate(wanted) if length > shortest]
+        while cut and sum(found) + 2 * len(found) > room:
+            widest = max(cut, key=found.__getitem__)
+            if found[widest] <= _LEAST:
+                break
+            found[widest] -= 1
+    return found
 
 
 def cells_of(row: Row) -> list[Text]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +64,12 @@ class Vitals:
     def settings(self) -> dict[str, Any]:
         """The settings by dotted key; empty if they cannot be read."""
         try:
-            status = self._run_dir.config.stat()
-            version = status.st_mtime_ns, status.st_size
-            if self._settings is None or self._settings[0] != version:
+            version = version_of(self._run_dir.config)
+            if version and (self._settings is None or self._settings[0] != version):
                 self._settings = version, self._run_dir.stored_settings()
         except (ConfigError, OSError):
             return {}
-        return self._settings[1]
+        return self._settings[1] if version and self._settings else {}
 
     def silent_seconds(self) -> float | None:
         """Seconds since the last heartbeat of the run's owner; None without an owner.
@@ -114,6 +112,8 @@ class Glance:
         reason: how the newest start ended; empty until it has.
         name: of the run, in the folder where it was found.
         incident: the newest line of trouble; None without any.
+        fresh: the journal lines that the last look found new.
+        unread: why the last look failed; empty if it did not.
     """
 
     def __init__(
@@ -128,6 +128,8 @@ class Glance:
         self.run_dir = RunDir(out)
         self.name = name or out.name or str(out)
         self.incident: Line | None = None
+        self.fresh: list[dict[str, Any]] = []
+        self.unread = ""
         self.vitals = Vitals(
             self.run_dir, clock, alive_seconds=alive_seconds, is_patient=is_patient
         )
@@ -141,6 +143,8 @@ class Glance:
         self.status, self.reason = STARTING, ""
         self.step, self.loss, self.moved = 0, float("nan"), 0.0
         self.total: int | None = None
+        self._metrics: tuple[int, int] | None = None  # of the file as it was read
+        self._has_steps = False
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Take a state of :meth:`to_json`: its lines are not new."""
@@ -170,13 +174,16 @@ class Glance:
         one = self.incident
         return f"{one.kind.replace('_', ' ')}, step {one.step:,}" if one else ""
 
-    def update(self) -> list[dict[str, Any]]:
-        """Read how the run is; returns the journal lines that are new.
+    def update(self) -> None:
+        """Read how the run is; where that fails it stays as it was, and ``unread`` says why."""
+        try:
+            self.fresh = self._read()
+            self.unread = ""
+        except (OSError, ConfigError) as error:
+            self.fresh, self.unread = [], str(error)
 
-        Raises:
-            OSError: a file cannot be read.
-            ConfigError: the metrics are no regular file.
-        """
+    def _read(self) -> list[dict[str, Any]]:
+        """Returns the journal lines that are new."""
         if self._journal.was_replaced():  # each start puts it in place anew
             self._journal.restart()
         fresh, place = [], 0 if self._journal.offset == 0 else self.num_lines
@@ -194,15 +201,17 @@ class Glance:
                 detail = line.get("detail")
                 self.incarnation = detail.get("incarnation") if isinstance(detail, dict) else None
         self.num_lines = max(place, self.num_lines)
-        last = last_line(self.run_dir.metrics) or {}
-        self.step = max(0, whole(last.get("step")) - (last.get("action") != "apply"))
-        self.loss = number(last.get("loss"))
-        self.moved = plausible_seconds(last.get("time")) or 0.0
+        if (version := version_of(self.run_dir.metrics)) != self._metrics:
+            last = last_line(self.run_dir.metrics) or {}
+            self.step = max(0, whole(last.get("step")) - (last.get("action") != "apply"))
+            self.loss = number(last.get("loss"))
+            self.moved = plausible_seconds(last.get("time")) or 0.0
+            self._has_steps, self._metrics = bool(last), version
         total = self.vitals.settings().get("steps")
         self.total = total if type(total) is int else None
         summary = self.vitals.summary(self.incarnation) or {}
         self.reason = str(summary.get("reason", ""))[:2000]
-        self.status = self.vitals.status(self.incarnation, has_steps=bool(last))
+        self.status = self.vitals.status(self.incarnation, has_steps=self._has_steps)
         if self.status == SILENT and self.silent_seconds() < self._alive_seconds:
             self.status = STARTING  # it has not beaten yet
         return fresh
@@ -213,31 +222,65 @@ def _trouble(line: Mapping[str, Any]) -> Line | None:
 
 
 class Runs:
-    """The runs of a folder, or one run; those that come later as well. Only reads.
+    """The runs in folders, or runs themselves; those that come later as well. Only reads.
 
     Args:
-        folder: in which runs are, or will be.
-        clock: seconds since the epoch.
+        paths: folders in which runs are, or will be, or directories of runs.
+        make: makes the glance of a run that was found in one of the paths.
+        known: directories of runs that were seen in an earlier life.
+
+    Attributes:
+        unread: what the last look could not read, with the reason.
+        reading: what is being read just now: a disk that hangs does so here.
     """
 
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
-        self._folder, self._clock = folder, clock
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        make: Callable[[Path, Path], Glance] | None = None,
+        known: Iterable[str] = (),
+    ) -> None:
+        self._paths = paths
+        self._make = make or _glance
+        self._known = {Path(name) for name in known}
         self._glances: dict[Path, Glance] = {}
+        self.unread: list[str] = []
+        self.reading = paths[0]
 
     def update(self) -> list[Glance]:
-        """The runs that are there now, by name; one that cannot be read stays as it was.
-
-        Raises:
-            OSError: the folder cannot be read.
-        """
-        known, self._glances = self._glances, {}
-        for out in find_runs(self._folder):
-            name = str(out.relative_to(self._folder)) if out != self._folder else ""
-            one = known.get(out) or Glance(out, clock=self._clock, name=name)
-            self._glances[out] = one
-            with suppress(OSError, ConfigError):
+        """The runs that are there now, by name; one that cannot be read stays as it was."""
+        found, unread = [], []
+        for path in self._paths:
+            self.reading = path
+            try:
+                outs = list(find_runs(path)) if path.exists() else []
+            except OSError as error:
+                unread.append(f"{path} ({error.strerror})")
+                continue
+            if not outs and any(out.is_relative_to(path.absolute()) for out in self._known):
+                unread.append(f"{path} (its runs are gone)")
+            for out in outs:
+                one = self._glances.get(out) or self._make(out, path)
+                self._glances[out] = one
+                self._known.add(out.absolute())
+                self.reading = out
                 one.update()
-        return list(self._glances.values())
+                found.append(one)
+        self.unread = unread + [f"{one.run_dir.out} ({one.unread})" for one in found if one.unread]
+        return found
+
+
+def _glance(out: Path, folder: Path) -> Glance:
+    return Glance(out, name="" if out == folder else str(out.relative_to(folder)))
+
+
+def version_of(path: Path) -> tuple[int, int] | None:
+    """What changes with a file's content; None if it is not there."""
+    try:
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_mtime_ns, status.st_size
 
 
 def is_run(folder: Path) -> bool:
