@@ -12,14 +12,16 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from runner.fault.spec import ENDINGS, LASTING, Fault
+from runner.system.process import host_name
 
+_NOBODY = -1  # no rank has this number
 _WRONG = 1.01  # what a device that is wrong in silence makes of 1
 
 
@@ -43,7 +45,9 @@ class FaultInjector:
     """All faults of one rank. ``markers`` is a directory shared by restarts."""
 
     def __init__(self, faults: Sequence[Fault], *, rank: int, markers: Path) -> None:
-        self._faults = faults
+        # Those of another host stay in the list: all ranks agree on the steps in which one is due.
+        here = ("", host_name())
+        self._faults = [one if one.host in here else replace(one, rank=_NOBODY) for one in faults]
         self.rank = rank
         self._markers = markers
         self._step_faults: set[str] = set()

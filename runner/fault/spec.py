@@ -37,7 +37,8 @@
     corrupt_checkpoint@step=40       one byte of the newest checkpoint on disk is flipped
     corrupt_snapshots@step=40,rank=1 one byte of each of the rank's snapshots in memory
 
-Ranges are inclusive. Without ``rank`` every rank is meant. A fault bound to one step fires
+Ranges are inclusive. Without ``rank`` every rank is meant; with ``host=NAME`` those on this host,
+and on no other that takes its place. A fault bound to one step fires
 once per run, also across restarts.
 """
 
@@ -55,7 +56,7 @@ KINDS = (
     *("skip_collective", "other_collective", "other_shape", "flip_bit", "mismatch"),
     *("wrong_product", "slow", "no_break", "oom", "corrupt_checkpoint", "corrupt_snapshots"),
 )
-# The others need a step, and may name a rank.
+# The others need a step, and may name a rank or a host.
 _REQUIRED = {
     "wrong_grad": {"step", "module"},
     "overflow": {"step", "module"},
@@ -70,7 +71,7 @@ ENDINGS = ("kill", "abort", "raise", "stop", "hang")
 LASTING = ("slow", "no_break", "sticky", "wrong", "wrong_grad", "oom", "overflow")
 POINTS = ("fetch", "forward", "backward", "agree", "apply", "save", "rollback")
 _OPTIONAL = {
-    **{kind: {"rank", "at", "observer", "call"} for kind in ENDINGS},
+    **{kind: {"rank", "host", "at", "observer", "call"} for kind in ENDINGS},
     "spike": {"scale"},
     "poison": set[str](),
     "corrupt_checkpoint": set[str](),
@@ -82,13 +83,14 @@ _SHOWN = 500  # characters of what is wrong
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """``steps`` and ``samples`` are half-open; ``rank`` None means every rank."""
+    """``steps`` and ``samples`` are half-open; ``rank`` None and ``host`` "" mean every one."""
 
     text: str
     kind: str
     steps: tuple[int, int] = (0, 0)
     samples: tuple[int, int] = (0, 0)
     rank: int | None = None
+    host: str = ""
     scale: float = _DEFAULT_SCALE
     seconds: float = 0.0
     rows: int = 0
@@ -120,7 +122,7 @@ def _parse(text: str) -> Fault:
     if len(given) < len(pairs):
         raise _refusal(text, "a key is repeated")
     required = _REQUIRED.get(kind, {"step"})
-    allowed = sorted(required | _OPTIONAL.get(kind, {"rank"}))
+    allowed = sorted(required | _OPTIONAL.get(kind, {"rank", "host"}))
     if missing := required - given.keys():
         raise _refusal(text, f"{kind} needs {', '.join(sorted(missing))}")
     if unknown := given.keys() - set(allowed):
@@ -135,6 +137,7 @@ def _parse(text: str) -> Fault:
         steps=_range(text, given, "step"),
         samples=_range(text, given, "samples"),
         rank=int(_number(text, given, "rank")) if "rank" in given else None,
+        host=given.get("host", ""),
         scale=_number(text, given, "scale", _DEFAULT_SCALE),
         seconds=_number(text, given, "seconds"),
         rows=int(_number(text, given, "rows")),

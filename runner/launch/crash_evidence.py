@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from runner.policy.retention.records import State
 from runner.run_dir.paths import RunDir
 from runner.system.error import ConfigError
 from runner.system.json_lines import iter_lines, read_lines, step_of
+
+_SPAN = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 
 # The list of nodes that failed (``out/bad_nodes``).
 
@@ -148,26 +151,31 @@ def node_events(out: Path, *, since: int) -> list[tuple[str, str, str, float]]:
     events: list[tuple[str, str, str, float]] = []
     hosts: dict[str, set[int]] = {}
     for number, line in enumerate(read_lines(RunDir(out).journal)[0]):
-        kind, detail = line.get("kind"), line.get("detail")
-        if kind == "start" and isinstance(detail, dict):
-            hosts = {host: set(ranks) for host, ranks in dict(detail.get("hosts") or {}).items()}
-        if number < since:
+        kind, cause, when = line.get("kind"), _detail(line, "cause"), line.get("time")
+        if kind == "start":
+            hosts = {host: _ranks(text) for host, text in _hosts(line).items()}
+        if number < since or not isinstance(when, int | float):
             continue
-        ranks = set(line.get("ranks") or ())
-        cause = _detail(line, "cause") if kind == "crash" else None
-        guilty: list[str] = []
-        if cause == HARDWARE and (host := _detail(line, "host")):
-            guilty, what = [host], HARDWARE
-        elif kind == "straggler" or kind == "replica_mismatch":
+        told = line.get("ranks")
+        ranks = set(told if isinstance(told, list) else ())
+        guilty, what = list[str](), HARDWARE
+        if kind == "crash" and cause == HARDWARE:
+            guilty = [_detail(line, "host") or ""]
+        elif kind in ("straggler", "replica_mismatch"):
             what = SLOW if kind == "straggler" else HARDWARE
             guilty = [host for host, own in hosts.items() if own & ranks]
-        elif cause == "silence":
+        elif kind == "crash" and cause == "silence":
             what = DIED
-            guilty = [host for host, own in hosts.items() if own and own <= ranks]
-        if guilty and len(guilty) < max(2, len(hosts)):
-            reason, when = str(line.get("reason", "")), float(line.get("time") or 0.0)
-            events += [(host, what, reason, when) for host in guilty]
+            guilty = [host for host, own in hosts.items() if own <= ranks]
+        if any(guilty) and len(guilty) < max(2, len(hosts)):
+            events += [(host, what, str(line.get("reason", "")), float(when)) for host in guilty]
     return events
+
+
+def _ranks(text: object) -> set[int]:
+    """Of ``0-3,8``."""
+    spans = _SPAN.findall(str(text))
+    return {rank for first, last in spans for rank in range(int(first), int(last or first) + 1)}
 
 
 def _hardware_faults(lines: Iterable[dict[str, Any]]) -> Iterator[HardwareFault]:
@@ -176,9 +184,7 @@ def _hardware_faults(lines: Iterable[dict[str, Any]]) -> Iterator[HardwareFault]
     is_ended = True
     for line in lines:
         if line.get("kind") == "start":
-            detail = line.get("detail")
-            ranks = detail.get("hosts") if isinstance(detail, dict) else None
-            hosts = {short_name(host) for host in ranks} if isinstance(ranks, dict) else set()
+            hosts = set(map(short_name, _hosts(line)))
             is_ended = False
         elif line.get("kind") == "crash" and not is_ended:
             is_ended = True
@@ -186,6 +192,12 @@ def _hardware_faults(lines: Iterable[dict[str, Any]]) -> Iterator[HardwareFault]
             if host and _detail(line, "cause") == HARDWARE:
                 reason = str(line.get("reason", ""))
                 yield HardwareFault(host=host, reason=reason, num_hosts=len(hosts))
+
+
+def _hosts(start: dict[str, Any]) -> dict[str, Any]:
+    detail = start.get("detail")
+    hosts = detail.get("hosts") if isinstance(detail, dict) else None
+    return hosts if isinstance(hosts, dict) else {}
 
 
 def _detail(crash: dict[str, Any], name: str) -> str | None:

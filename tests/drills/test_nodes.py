@@ -130,6 +130,7 @@ def job(network: Network, tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 
 SLOW = "faults=[slow@step=1-60,seconds=0.25]"
+CHECK = "cluster.burn_in_seconds=0"
 
 
 def assert_follows(run: Result, clean: Result) -> None:
@@ -144,10 +145,12 @@ def assert_follows(run: Result, clean: Result) -> None:
 
 @pytest.mark.twin
 def test_a_lost_node_is_done_without_and_taken_back(
-    network: Network, job: Callable[..., Job], clean: Result
+    network: Network, job: Callable[..., Job], clean: Result, tmp_path: Path
 ) -> None:
+    """It died, and is remembered; there is no other to prefer."""
+    folder = tmp_path / "nodes"
     # Not over before a busy machine has the node back.
-    elastic = job("faults=[slow@step=12-40,seconds=1]")
+    elastic = job("faults=[slow@step=12-40,seconds=1]", f"cluster.nodes={folder}", CHECK)
     elastic.start("nodeA", "nodeB")
     elastic.until_step(15)
     network.crash("nodeB")
@@ -161,6 +164,7 @@ def test_a_lost_node_is_done_without_and_taken_back(
     print(f"taken back after {seconds:.1f} s")
     run = elastic.wait("nodeA")
     assert elastic.wait("nodeB").code == 0
+    assert {(one.host, one.kind) for one in NodeFolder(folder).events()} == {("nodeB", "died")}
     assert_follows(run, clean)
 
 
@@ -339,9 +343,6 @@ def remembered(folder: Path, *hosts: str) -> str:
     return f"cluster.nodes={folder}"
 
 
-CHECK = "cluster.burn_in_seconds=0"
-
-
 def test_a_spare_is_preferred_to_a_node_that_failed_in_another_run(
     job: Callable[..., Job], clean: Result, tmp_path: Path
 ) -> None:
@@ -373,4 +374,30 @@ def test_no_job_is_starved_by_what_is_remembered(
     assert fixed.wait("nodeB").code == 0
     for node in ("nodeA", "nodeB"):
         assert "takes part: no better node is free" in fixed.log(node).read_text()
+    assert_follows(run, clean)
+
+
+@pytest.mark.twin
+@pytest.mark.full
+def test_a_node_that_fails_gives_its_place_to_a_spare_and_is_remembered(
+    job: Callable[..., Job], clean: Result, tmp_path: Path
+) -> None:
+    """It passes the check of its devices: what is wrong shows only in training."""
+    folder = tmp_path / "nodes"
+    fixed = job(
+        f"cluster.nodes={folder}", CHECK, "debug.audit_every=20", "checkpoint.keep=1",
+        "faults=[wrong@step=23,host=nodeB]", "checkpoint.memory_every=0",
+        nodes="2",
+    )  # fmt: skip
+    fixed.start("nodeA", "nodeB")
+    fixed.until_step(5)
+    fixed.start("nodeC")
+    run = fixed.wait("nodeA", timeout=RECOVERY)
+    for node in ("nodeB", "nodeC"):
+        assert fixed.wait(node).code == 0, fixed.text
+    hosts = [set(line["detail"]["hosts"]) for line in run.journal("start")]
+    assert hosts == [{"nodeA", "nodeB"}, {"nodeA", "nodeC"}], run.tail
+    events = [event for event in NodeFolder(folder).events() if event.kind == "hardware"]
+    assert [event.host for event in events] == ["nodeB"], events
+    assert "and lets other nodes go first" in fixed.log("nodeB").read_text()
     assert_follows(run, clean)

@@ -17,6 +17,7 @@ from runner.fault.inject import Disturbance, DrillError, FaultInjector
 from runner.fault.spec import KINDS, Fault, parse_faults
 from runner.fault.wrap import FaultyHeart, MicroBatchFaults, wrap_engine, wrap_group, wrap_heart
 from runner.system.error import ConfigError
+from runner.system.process import host_name
 
 
 def parse(text: str) -> Fault:
@@ -33,6 +34,7 @@ def parse(text: str) -> Fault:
         ("poison@samples=400", {"kind": "poison", "samples": (400, 401)}),
         ("spike@samples=4-7,scale=2.5", {"kind": "spike", "samples": (4, 8), "scale": 2.5}),
         ("spike@samples=4-7", {"kind": "spike", "samples": (4, 8), "scale": 50.0}),
+        ("wrong@step=3,host=gpu-7", {"kind": "wrong", "steps": (3, 4), "host": "gpu-7"}),
         ("hang@step=30-32,rank=1", {"kind": "hang", "steps": (30, 33), "rank": 1}),
         ("mismatch@step=30, rank=1", {"kind": "mismatch", "steps": (30, 31), "rank": 1}),
         (
@@ -123,6 +125,13 @@ def steps_that_fire(one: FaultInjector, positions: Sequence[int | None] = (0, 1)
         if one.disturbance(positions) is not None:
             fired.append(step)
     return fired
+
+
+def test_a_fault_of_a_host_does_not_follow_to_another(tmp_path: Path) -> None:
+    here, away = (f"nan_grad@step=3,host={name}" for name in (host_name(), "elsewhere"))
+    assert steps_that_fire(injector(tmp_path, here, rank=5)) == [3]
+    one = injector(tmp_path, away)
+    assert steps_that_fire(one) == [] and one.is_due(3), "all ranks agree that one is due"
 
 
 @pytest.mark.parametrize("kind", ["nan_grad", "nan_loss"])

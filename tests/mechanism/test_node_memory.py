@@ -155,7 +155,7 @@ def journal(out: Path, *lines: dict[str, Any]) -> None:
         file.writelines(json.dumps({"time": 7.5, "reason": "r"} | line) + "\n" for line in lines)
 
 
-START = {"kind": "start", "detail": {"hosts": {"a": [0, 1], "b": [2, 3]}}}
+START = {"kind": "start", "detail": {"hosts": {"a": "0-1", "b": "2,3"}}}
 
 
 def crash(cause: str, *ranks: int, host: str = "") -> dict[str, Any]:
@@ -175,6 +175,9 @@ def crash(cause: str, *ranks: int, host: str = "") -> dict[str, Any]:
         ({"kind": "replica_mismatch", "ranks": [3]}, [("b", HARDWARE)]),
         ({"kind": "replica_mismatch", "ranks": [0, 3]}, []),  # nobody knows which
         ({"kind": "discard", "ranks": [3]}, []),
+        ({"kind": "straggler", "ranks": 1}, []),  # torn, or not ours
+        ({"kind": "straggler", "ranks": [1], "time": "soon"}, []),
+        ({"kind": "crash", "detail": ["hardware"]}, []),
     ],
 )
 def test_the_journal_tells_what_happened_to_a_host(
@@ -186,7 +189,7 @@ def test_the_journal_tells_what_happened_to_a_host(
 
 
 def test_of_a_world_of_one_host_its_hardware_is_remembered(tmp_path: Path) -> None:
-    one = {"kind": "start", "detail": {"hosts": {"a": [0, 1]}}}
+    one = {"kind": "start", "detail": {"hosts": {"a": "0-1"}}}
     journal(tmp_path, one, crash("hardware", 1, host="a"))
     assert node_events(tmp_path, since=0) == [("a", HARDWARE, "r", 7.5)]
 
