@@ -67,7 +67,7 @@ def test_many_keep_their_order() -> None:
         ("corrupt_checkpoint@step=3,rank=1", ["knows no rank", "takes step"]),
         (
             "kill@step=3,seconds=2",
-            ["kill knows no seconds", "takes at, call, observer, rank, step"],
+            ["kill knows no seconds", "takes at, call, host, observer, rank, step"],
         ),
         ("kill@step", ["'step' is not key=value"]),
         ("kill@step=soon", ["step=soon", "whole number"]),
