@@ -14,7 +14,7 @@ from rich.text import Text
 
 from runner.command.arguments import Parser
 from runner.launch.node_memory import NodeFolder
-from runner.policy.nodes import PASSED, NodeEvent, NodeRules, standing
+from runner.policy.nodes import PASSED, REMEMBER_DAYS, NodeEvent, standing
 from runner.system.error import ConfigError
 
 
@@ -48,17 +48,18 @@ def nodes_command(arguments: Sequence[str]) -> int:
 
 
 def _table(events: Sequence[NodeEvent], now: float) -> Table:
-    """Standings are those of the default probation."""
+    """Standings are those of the default memory."""
     table = Table("host", "standing", "faults", "last", "kind", "run", "reason")
     by_host = defaultdict[str, list[NodeEvent]](list)
     for event in sorted(events, key=lambda event: (event.kind != PASSED, event.time)):
         by_host[event.host].append(event)
-    known = {host: standing(of, now=now, rules=NodeRules()) for host, of in by_host.items()}
-    for host in sorted(by_host, key=lambda host: (-known[host].badness, host)):
+    known = {host: standing(of, now=now) for host, of in by_host.items()}
+    for host in sorted(by_host, key=lambda host: (-known[host].faults, host)):
         one, last = known[host], by_host[host][-1]
         words = "trusted"
-        if one.badness:
-            words = f"probation until {_at(one.until)}" if one.is_tested else "to be checked"
+        if one.faults:
+            until = f"others first until {_at(last.time + REMEMBER_DAYS * 86400)}"
+            words = until if one.is_tested else f"{until}, to be checked"
         cells = (host, words, f"{one.faults:g}", _at(last.time), last.kind, last.run, last.reason)
         table.add_row(*map(Text, cells))
     return table

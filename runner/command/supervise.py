@@ -30,7 +30,6 @@ from runner.launch.stand_by import StandBy
 from runner.launch.supervisor import JobSupervisor, new_launch_id
 from runner.launch.warm_start import WarmStart, rank_modules
 from runner.observe.tracker import CommandAlerts
-from runner.policy.nodes import NodeRules
 from runner.policy.restart import Attempt, End, RestartRules
 from runner.run_dir.paths import RunDir
 from runner.system.environment import variables
@@ -162,9 +161,8 @@ def node_memory(config: RunConfig) -> NodeMemory | None:
     cluster = config.cluster
     if cluster.nodes is None:
         return None
-    rules = NodeRules(probation_hours=cluster.probation_hours)
     run = RunDir(Path(config.out)).alert_name
-    return NodeMemory(Path(cluster.nodes), rules, run=run, say=say)
+    return NodeMemory(Path(cluster.nodes), cluster.remember_days, run=run, say=say)
 
 
 def _alert(command: str, out: Path, end: End, last: Sequence[Attempt]) -> None:

@@ -638,9 +638,7 @@ class ClusterConfig:
         "a folder on a shared disk, which several jobs may use: what happened to each host; "
         "others are preferred to one that failed; null: nothing is remembered",
     )
-    probation_hours: float = key(
-        24.0, "how long others are preferred after a fault; doubles with each further one", ge=0
-    )
+    remember_days: float = key(30.0, "how long others are preferred after a fault", ge=0)
     patience_seconds: float = key(
         120.0,
         "a host that failed takes part, spares or not, if the run has not moved for so long",

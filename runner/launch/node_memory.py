@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from runner.launch.crash_evidence import short_name
-from runner.policy.nodes import KINDS, NodeEvent, NodeRules, Standing, standing
+from runner.policy.nodes import KINDS, NodeEvent, Standing, standing
 from runner.system.files import make_folder, naming, sync_directory
 from runner.system.json_lines import read_object
 from runner.system.parsing import json_text
@@ -108,16 +108,15 @@ class NodeMemory:
     """The folder as a supervisor uses it: no call raises, or takes longer than some seconds.
 
     Args:
+        days: how long a fault counts.
         run: names the run in the events.
         say: prints one line for a person.
     """
 
-    def __init__(
-        self, folder: Path, rules: NodeRules, *, run: str, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, folder: Path, days: float, *, run: str, say: Callable[[str], None]) -> None:
         self.folder, self.run = folder, run
         self._files = NodeFolder(folder)
-        self._rules = rules
+        self._days = days
         self._say = say
         self._unwritten: list[NodeEvent] = []
         self._busy: Future[Any] | None = None
@@ -146,7 +145,7 @@ class NodeMemory:
         by_host = {
             name: [one for one in events or () if one.host == name] for name in short.values()
         }
-        known = {name: standing(of, now=now, rules=self._rules) for name, of in by_host.items()}
+        known = {name: standing(of, now=now, days=self._days) for name, of in by_host.items()}
         return {host: known[name] for host, name in short.items()}
 
     def _write(self) -> None:

@@ -119,7 +119,7 @@ class StandBy:
         if self._present is None and self._count > 1:
             folder = self._memory.folder / "launched" / self._memory.run
             self._present = Present(folder, self._host)
-        if not self._memory.standing(self._host).badness:
+        if not self._memory.standing(self._host).faults:
             return None
         if self._head and not self._held:
             self._held = self._start(meeting_point.command(self._run.out, self._head))
@@ -131,10 +131,7 @@ class StandBy:
         return end
 
     def _let_others_begin(self, stop: Stop) -> End | None:
-        known = self._memory.standing(self._host)
-        if not known.badness:  # there is no probation but the check
-            return None
-        words = f"{self._host} failed before ({known.reason}), and"
+        words = f"{self._host} failed before ({self._memory.standing(self._host).reason}), and"
         first, beat, moved = self._run.stored_summary(), "", time.monotonic()
         has_told = False
         while stop.sleep(_POLL_SECONDS):
@@ -159,7 +156,7 @@ class StandBy:
         hosts = (self._memory.ask(self._present.hosts) if self._present else None) or ()
         known = self._memory.standings([*hosts, self._host])
         chosen = choose(hosts, count=self._count, known=known)
-        return known[self._host].badness > 0 and chosen is not None and self._host not in chosen
+        return known[self._host].faults > 0 and chosen is not None and self._host not in chosen
 
     def check(self, stop: Stop) -> str:
         """Check this node's devices, if they were not since its last fault; the result is noted.

@@ -1,8 +1,8 @@
 """How far a host is trusted after what happened to it in any run. Pure.
 
-A host that failed is on probation: others are preferred to it, until it has passed the check of its
-devices and then been well for a while, which doubles with each fault. It is never excluded:
-where nothing better is left, it takes part.
+Others are preferred to a host that failed, the more the more often it did, until that is forgotten.
+It is never excluded: where nothing better is left, it takes part. A shorter memory would gain
+nothing, since it leaves no node idle that the run has use for (see scripts/replay_nodes.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SLOW = "slow"
 PASSED = "passed"  # the check of its devices, after a fault
 _WEIGHT = {HARDWARE: 1.0, DIED: 1.0, SLOW: 0.25}
 KINDS = (*_WEIGHT, PASSED)
-_MOST_DOUBLINGS = 5
+REMEMBER_DAYS = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,56 +39,29 @@ class NodeEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeRules:
-    """
-    Args:
-        probation_hours: after one fault; doubles with each further one.
-        forget_days: after which a fault counts no more.
-    """
-
-    probation_hours: float = 24.0
-    forget_days: float = 30.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
     """
     Args:
-        faults: how many count, a slow spell as a quarter; 0: the host is trusted.
+        faults: how many are remembered, a slow spell as a quarter; 0: the host is trusted.
         is_tested: it passed the check of its devices since the last.
-        until: when the probation ends, in seconds since the epoch; without the check it does not.
-        badness: 0 for a trusted host; of two others the better one has less.
         reason: the last fault.
     """
 
     faults: float = 0.0
     is_tested: bool = True
-    until: float = 0.0
-    badness: float = 0.0
     reason: str = ""
 
 
-def standing(events: Iterable[NodeEvent], *, now: float, rules: NodeRules) -> Standing:
-    """The standing of one host, from what happened to it, in any order.
-
-    A time in the future, of a clock that is wrong, counts as now.
-    """
+def standing(events: Iterable[NodeEvent], *, now: float, days: float = REMEMBER_DAYS) -> Standing:
+    """The standing of one host, from what happened to it in so many days, in any order."""
     known = sorted(events, key=lambda event: event.time)
-    oldest = now - rules.forget_days * 86400
-    faults = [one for one in known if one.kind in _WEIGHT and one.time > oldest]
+    faults = [one for one in known if one.kind in _WEIGHT and one.time > now - days * 86400]
     if not faults:
         return Standing()
     last = faults[-1]
-    passed = [one.time for one in known if one.kind == PASSED and one.time >= last.time]
-    weight = sum(_WEIGHT[one.kind] for one in faults)
-    doublings = min(max(0.0, weight - 1), _MOST_DOUBLINGS)
-    hours = rules.probation_hours * min(1.0, weight) * 2**doublings
-    until = min(passed[0] if passed else last.time, now) + hours * 3600
     return Standing(
-        faults=weight,
-        is_tested=bool(passed),
-        until=until,
-        badness=0.0 if passed and now >= until else weight,
+        faults=sum(_WEIGHT[one.kind] for one in faults),
+        is_tested=any(one.kind == PASSED and one.time >= last.time for one in known),
         reason=last.reason,
     )
 
@@ -113,7 +86,7 @@ def choose(
     usable = [node for node in nodes if node not in lost]
     if len(usable) < count:
         return None
-    badness = {node: one.badness for node, one in (known or {}).items()}
-    better_first = sorted(usable, key=lambda node: (node in bad, badness.get(node, 0.0)))
+    faults = {node: one.faults for node, one in (known or {}).items()}
+    better_first = sorted(usable, key=lambda node: (node in bad, faults.get(node, 0.0)))
     chosen = set(better_first[:count])
     return [node for node in usable if node in chosen]

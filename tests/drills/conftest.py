@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from runner.launch.node_memory import NodeFolder
+from runner.policy.nodes import NodeEvent
 from runner.system.process import started_at
 from tests.conftest import MEMORY_DIR
 from tests.reaper import marked
@@ -141,3 +143,11 @@ def clean_alone(runs: Path) -> Result:
 def poisoned(runs: Path) -> Result:
     """60 steps on 2 ranks with a bad range, its checkpoints all kept."""
     return _once(runs / "poisoned", POISON, "checkpoint.keep=9")
+
+
+def remembered(folder: Path, *hosts: str) -> str:
+    """The setting of a folder in which these hosts have failed in another run, some minutes ago."""
+    for host in hosts:
+        event = NodeEvent(host=host, kind="hardware", time=time.time() - 300, reason="ECC", run="x")
+        NodeFolder(folder).add(event)
+    return f"cluster.nodes={folder}"

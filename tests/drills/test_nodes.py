@@ -15,7 +15,6 @@ import pytest
 
 from runner.launch.kubernetes import Pods, job_set
 from runner.launch.node_memory import NodeFolder
-from runner.policy.nodes import NodeEvent
 from runner.system.json_lines import read_lines
 from tests import namespaces
 from tests.conftest import MEMORY_DIR
@@ -26,6 +25,7 @@ from tests.drills.compare import (
     in_order,
     same_rates,
 )
+from tests.drills.conftest import remembered
 from tests.namespaces import Network
 from tests.run import TINY, Result, metrics_step, unbroken
 
@@ -333,14 +333,6 @@ def test_a_node_whose_device_gives_nan_is_left_out(job: Callable[..., Job], clea
     (crash,) = run.journal("crash")
     assert crash["detail"]["cause"] == "hardware" and crash["ranks"] == [1], crash
     assert run.summary["skipped"] == []
-
-
-def remembered(folder: Path, *hosts: str) -> str:
-    """The setting of a folder in which these hosts have failed in another run, some minutes ago."""
-    for host in hosts:
-        event = NodeEvent(host=host, kind="hardware", time=time.time() - 300, reason="ECC", run="x")
-        NodeFolder(folder).add(event)
-    return f"cluster.nodes={folder}"
 
 
 def test_a_spare_is_preferred_to_a_node_that_failed_in_another_run(

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from runner.launch.node_memory import NodeFolder
 from tests import cluster as slurm
 from tests.cluster import Cluster, Namespaced
 from tests.conftest import MEMORY_DIR
 from tests.drills.compare import assert_every_sample_once, assert_same_run
-from tests.drills.conftest import done_with_snapshots
+from tests.drills.conftest import done_with_snapshots, remembered
 from tests.run import TINY, Result, journalled, metrics_step, unbroken
 
 REASON = slurm.unavailable()
@@ -129,6 +130,28 @@ def test_a_spare_stands_in_for_a_lost_node(cluster: Cluster, submit: Submit, cle
     (line,) = (job.out / "bad_nodes").read_text().splitlines()
     assert line.startswith("nodeB 20") and line.endswith(("died", "others ended")), line
     assert "attempt 2 on nodeA, nodeC, left out: nodeB" in run.text, run.tail
+    assert_same_run(run, clean)
+    assert_every_sample_once(run)
+
+
+@pytest.mark.twin
+@pytest.mark.full
+def test_a_node_that_failed_in_another_run_is_the_spare(
+    cluster: Cluster, submit: Submit, clean: Result, tmp_path: Path
+) -> None:
+    """And the last resort: checked first, once another is lost."""
+    folder = tmp_path / "nodes"
+    told = remembered(folder, "nodeA")
+    job = submit(SLOW, "--spares=1", told, "cluster.burn_in_seconds=0")
+    job.until_step(30)
+    assert "attempt 1 on nodeB, nodeC, left out: nodeA" in job.text
+    assert job.job["BatchHost"] == "nodeA", "where the job itself is does not matter"
+    cluster.crash("nodeC")
+    job.until_started(2)
+    run = job.wait()
+    assert "attempt 2 on nodeA, nodeB, left out: nodeC" in run.text, run.tail
+    events = {(event.host, event.kind) for event in NodeFolder(folder).events()}
+    assert events == {("nodeA", "hardware"), ("nodeA", "passed"), ("nodeC", "died")}
     assert_same_run(run, clean)
     assert_every_sample_once(run)
 

@@ -26,7 +26,7 @@ from runner.launch.crash_evidence import node_events
 from runner.launch.node_memory import NodeFolder, NodeMemory
 from runner.launch.stand_by import Present, StandBy
 from runner.launch.torchrun import Agent, parse_nodes
-from runner.policy.nodes import DIED, PASSED, SLOW, NodeEvent, NodeRules
+from runner.policy.nodes import DIED, PASSED, SLOW, NodeEvent
 from runner.policy.restart import HARDWARE
 
 Say = list[str]
@@ -34,7 +34,7 @@ Say = list[str]
 
 def memory(folder: Path, said: Say | None = None) -> NodeMemory:
     say = (lambda text: None) if said is None else said.append
-    return NodeMemory(folder, NodeRules(), run="run", say=say)
+    return NodeMemory(folder, 30.0, run="run", say=say)
 
 
 WRITER = """
@@ -125,7 +125,7 @@ def test_a_folder_that_cannot_be_one_is_told_once(tmp_path: Path) -> None:
     known = memory(tmp_path / "file" / "nodes", said)
     for _ in range(3):
         known.note("a", HARDWARE, "ECC")
-        assert not known.standing("a").badness
+        assert not known.standing("a").faults
     assert len(said) == 1
 
 
@@ -139,7 +139,7 @@ def test_a_disk_that_does_not_answer_is_not_waited_for(
     with monkeypatch.context() as gone:
         gone.setattr(os, "fsync", lambda number: answers.wait(60))
         known.note("a", HARDWARE, "ECC")
-        assert not known.standing("a").badness
+        assert not known.standing("a").faults
         known.note("a", HARDWARE, "again")
         assert len(said) == 1 and "no answer within" in said[0]
         answers.set()
@@ -352,7 +352,7 @@ def test_the_command_shows_and_forgets(
     known.note("gpu2", PASSED, "")
     assert main(["nodes", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert "to be checked" in shown and "probation until" in shown and "[bold]" in shown
+    assert "to be checked" in shown and "others first until" in shown and "[bold]" in shown
     assert shown.index("gpu1") < shown.index("gpu2"), "the worst first"
     assert main(["nodes", str(tmp_path), "clear", "gpu1"]) == 0
     assert "gpu1: 1 events forgotten" in capsys.readouterr().out
