@@ -16,6 +16,7 @@ COMMANDS = {
     "read": "runner.command.read:read_command",
     "replay": "runner.command.replay:replay_command",
     "preflight": "runner.command.preflight:preflight_command",
+    "profile": "runner.command.profile:profile_command",
     "launch": "runner.command.supervise:launch_command",
     "supervise": "runner.command.supervise:supervise_command",
     "run": "runner.command.supervise:run_command",

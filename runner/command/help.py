@@ -40,7 +40,7 @@ Holdfast: a training runner that survives NaNs, loss spikes, bad data and crashe
   holdfast report OUT                the page of a run; live, top: while it runs
   holdfast watch OUT...              tells you when a run dies, halts or recovers
   holdfast backtest FILE...          what the guard would have done to recorded runs
-  holdfast plan ...                  memory of a rank, goodput of a large run
+  holdfast plan ...                  memory of a rank, goodput of a large run; profile: a step
   holdfast demo                      poison a range, kill a rank, and show that neither left a trace
   holdfast docs [PAGE|KEY|WORD]      these pages; completion SHELL: the Tab key
   holdfast COMMAND --help            the options of a command
