@@ -74,8 +74,7 @@ class Evaluator:
         self._stop = run.group.stop_look
         self._batches = feed.fixed(self._indices) if len(self._indices) else []
         self._reported = ""
-        self.by_group: dict[str, float] = {}
-        self.own: dict[str, float] = {}
+        self.columns: dict[str, float] = {}  # of the last evaluation, where anything counted
         self._names = MetricNames(
             run.ranks, "losses(batch), evaluated", are_evaluated=True, groups=samples.names
         )
@@ -141,22 +140,20 @@ class Evaluator:
         end = _GROUPS + len(of_groups)
         by_group = sums[_GROUPS:end]
         groups = zip(self._samples.names, by_group[::2], by_group[1::2], strict=True)
-        self.by_group = {name: total / count for name, total, count in groups if count}
-        self.own = metrics.read(sums[end:])
+        of_model = metrics.read(sums[end:])
+        self.columns = {
+            **{f"eval_loss/{name}": total / count for name, total, count in groups if count},
+            **{f"{EVALUATED}{name}": value for name, value in of_model.items()},
+        }
         if loss is None or not math.isfinite(loss) or sums[_NONFINITE] or sums[_UNREADABLE]:
             self._report_problem(evaluated, is_counted=loss is not None)
         return loss
 
-    def columns(self, loss: float | None) -> dict[str, float | None]:
-        """All numbers of the last evaluation by their columns; None: nothing counted."""
-        groups, names = self._samples.names, self._names.names
-        known: dict[str, float | None] = {
-            **{f"eval_loss/{name}": None for name in groups},
-            **{f"{EVALUATED}{name}": None for name in names},
-        }
-        own = {f"{EVALUATED}{name}": value for name, value in self.own.items()}
-        by_group = {f"eval_loss/{name}": value for name, value in self.by_group.items()}
-        return {**known, **own, **by_group, "eval_loss": loss}
+    def all_columns(self, loss: float | None) -> dict[str, float | None]:
+        """All numbers of the last evaluation by column; None: nothing counted."""
+        names = [f"eval_loss/{name}" for name in self._samples.names]
+        names += [f"{EVALUATED}{name}" for name in self._names.names]
+        return {**dict.fromkeys(names), **self.columns, "eval_loss": loss}
 
     def _own_groups(self, evaluated: Evaluated) -> list[float]:
         """The summed loss and the token count of each group, on this rank."""
@@ -288,15 +285,12 @@ def source_columns(
         order: order of the samples of several sources; None without sources.
     """
     if info is None:
-        columns: dict[str, float] = {
-            f"eval_loss/{name}": loss for name, loss in evaluator.by_group.items()
-        }
-        return columns | {f"{EVALUATED}{name}": value for name, value in evaluator.own.items()}
+        return evaluator.columns
     if info.batch is None or order is None:
         return {}
     counts = np.bincount(order.sources(info.batch.indices), minlength=len(order.names)).tolist()
-    columns = {f"samples/{name}": count for name, count in zip(order.names, counts, strict=True)}
-    return columns | {
+    samples = {f"samples/{name}": count for name, count in zip(order.names, counts, strict=True)}
+    return samples | {
         f"loss/{name}": total / count
         for name, (total, count) in zip(order.names, info.source_sums, strict=False)
         if count and math.isfinite(total)
@@ -428,7 +422,7 @@ class BestEvaluation:
         Raises:
             ConfigError: there is no such number; on all ranks.
         """
-        columns = evaluator.columns(loss)
+        columns = evaluator.all_columns(loss)
         metric = self._settings.metric
         if loss is not None and metric not in columns:
             raise ConfigError(

@@ -18,7 +18,7 @@ from runner.distributed.agreement import Ranks
 from runner.embed.state.codec import pack, unpack
 from runner.embed.state.geometry import local
 from runner.embed.state.loop_state import LoopState
-from runner.policy.decision.signals import Bounds
+from runner.policy.decision.signals import Bounds, finite
 from runner.system.error import ConfigError
 from runner.train.agreed_step import (
     GRAD_SQUARE,
@@ -509,7 +509,7 @@ class LoopOrder:
                 grad = float(_checksum(_values(parameter))) ** 2
                 of[_LAID_OUT if isinstance(parameter, DTensor) else _PLAIN] += grad
         # Told by what they hold, not by all their numbers: these are as many as ranks.
-        own = {str(hash(ranks)): [_finite(norm) for norm in of] for ranks, of in norms.items()}
+        own = {str(hash(ranks)): [finite(norm) for norm in of] for ranks, of in norms.items()}
         by_rank = self._ranks.gather(own)
         for key in sorted({key for of in by_rank for key in of}):
             held = [of[key] for of in by_rank if key in of]
@@ -534,7 +534,7 @@ class LoopOrder:
     def _current_values(self) -> list[float | None]:
         """A number for each parameter that changes with its values."""
         sums = [_checksum(local(parameter)) for parameter in self._parameters.values()]
-        return [_finite(float(value)) for value in sums]
+        return [finite(float(value)) for value in sums]
 
 
 def _checksum(part: torch.Tensor) -> torch.Tensor:
@@ -544,7 +544,3 @@ def _checksum(part: torch.Tensor) -> torch.Tensor:
     wide = flat.double() if flat.numel() < 1 << 16 else flat.float()
     norm: torch.Tensor = torch.linalg.vector_norm(wide)
     return norm
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from runner.policy.decision.signals import StepSignals
+from runner.policy.decision.signals import StepSignals, finite
 
 # From this share of the drift alarm's height at the onset on, it is a divergence, not a jump.
 _RISING_SHARE = 0.25
@@ -65,7 +65,7 @@ class Episode:
             num_bad=self.num_bad + 1,
             num_nonfinite=self.num_nonfinite + (not signals.is_finite),
             stop=signals.stop,
-            first_norm=self.first_norm if self.num_bad else _finite(signals.grad_norm),
+            first_norm=self.first_norm if self.num_bad else finite(signals.grad_norm),
             worst_loss=max(self.worst_loss or -math.inf, signals.loss)
             if math.isfinite(signals.loss)
             else self.worst_loss,
@@ -158,7 +158,3 @@ def _suspect(episode: Episode) -> tuple[str, str]:
 
 def _bad_steps(episode: Episode) -> str:
     return f"{episode.num_bad} bad step" + ("" if episode.num_bad == 1 else "s")
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -11,7 +11,7 @@ from typing import Any
 
 from runner.config.schema import GuardConfig
 from runner.policy.decision.episode import PreOnset
-from runner.policy.decision.signals import Bounds, Limits, StepSignals, limits_of
+from runner.policy.decision.signals import Bounds, Limits, StepSignals, finite, limits_of
 from runner.policy.decision.window import Window, median_of_sorted
 
 
@@ -453,11 +453,11 @@ class Baseline:
             "limits": [limits.to_json() for limits in self._limits],
             "next_limits": [limits.to_json() for limits in self._next_limits],
             "after_high": self._after_high,
-            "best_level": _finite(self._best_level),
+            "best_level": finite(self._best_level),
             "beginning": self._beginning,
             "drift": self._drift,
             "drift_onset": list(self._drift_onset),
-            "first_loss": _finite(self.first_loss),
+            "first_loss": finite(self.first_loss),
             "clean_streak": self.clean_streak,
             "highest": self._highest.to_json(),
         }
@@ -490,10 +490,6 @@ def _rise(values: list[float]) -> tuple[float, bool]:
 def _log(norm: float) -> float:
     """Log of a grad norm; a norm of zero (all targets masked) must not give minus infinity."""
     return math.log(max(norm, 1e-30))
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _limits_from_json(pair: list[list[float | None]]) -> tuple[Limits, Limits]:

@@ -78,7 +78,12 @@ class Limits:
     def to_json(self) -> list[float | None]:
         """The loss and the norm; None for no limit."""
         pair = (self.loss, self.grad_norm)
-        return [limit if math.isfinite(limit) else None for limit in pair]
+        return [finite(limit) for limit in pair]
+
+
+def finite(value: float) -> float | None:
+    """The number, or None for NaN and Infinity."""
+    return value if math.isfinite(value) else None
 
 
 def json_float(value: float) -> float | str:
