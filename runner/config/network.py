@@ -13,7 +13,7 @@ from runner.config.schema import DECODER_KEYS, ModelConfig, RunConfig
 from runner.system.error import ConfigError
 
 _HF_KEYS: Final = ("path", "init", "lora", "quantize")
-_ROPE_SIZES: Final = (
+ROPE_SIZES: Final = (
     "factor",
     "low_freq_factor",
     "high_freq_factor",
@@ -58,13 +58,13 @@ def rope_scaling_of(value: Any) -> dict[str, float] | None:
         return None
     shown = f"model.rope_scaling={str(value)[:200]}"
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{shown}: must be a mapping of {', '.join(_ROPE_SIZES)}, or null")
+        raise ConfigError(f"{shown}: must be a mapping of {', '.join(ROPE_SIZES)}, or null")
     given = dict(value)
     kind = given.pop("rope_type", "llama3")
     if kind != "llama3":
         raise ConfigError(f"{shown}: rope_type must be llama3, the one kind that is known here")
-    _refuse_keys(shown, given, _ROPE_SIZES)
-    if lacking := [name for name in _ROPE_SIZES if name not in given]:
+    _refuse_keys(shown, given, ROPE_SIZES)
+    if lacking := [name for name in ROPE_SIZES if name not in given]:
         raise ConfigError(f"{shown}: lacks {', '.join(lacking)}")
     for name, number in given.items():
         if isinstance(number, bool) or not isinstance(number, int | float):

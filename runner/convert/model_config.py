@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from runner.config.network import ROPE_SIZES  # their keys are called as ours
 from runner.system.error import ConfigError
 from runner.system.files import read_bounded
 from runner.system.parsing import parse_json, whole
@@ -36,13 +37,6 @@ _SIZES = {
     "intermediate_size": "model.ffn_dim",
     "vocab_size": "model.vocab_size",
 }
-# Keys of ``rope_scaling``, ours and theirs.
-ROPE_SCALING: Final = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-)
 # Keys that must have one of these values (a missing key means the first), and why.
 _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu", "swish"), "the feed-forward layers here are SwiGLU"),
@@ -325,7 +319,7 @@ def _rope_scaling(settings: _ConfigReader, key: str, inner: dict[str, Any]) -> d
         inner.pop("partial_rotary_factor", None)
     scaling: dict[str, float] = {}
     if "llama3" in kinds.values():
-        for name in ROPE_SCALING:
+        for name in ROPE_SIZES:
             number = settings.number(f"{key}.{name}", inner.pop(name, None))
             scaling |= {} if number is None else {name: number}
     for name, value in inner.items():
@@ -435,8 +429,8 @@ def _positions(settings: Mapping[str, Any]) -> dict[str, Any]:
     factor = settings.get("model.rope_scaling.factor")
     if factor is None:
         return {"max_position_embeddings": length, "rope_scaling": None}
-    scaling = {name: settings[f"model.rope_scaling.{name}"] for name in ROPE_SCALING}
-    scaling["original_max_position_embeddings"] = original = int(scaling[ROPE_SCALING[-1]])
+    scaling = {name: settings[f"model.rope_scaling.{name}"] for name in ROPE_SIZES}
+    scaling["original_max_position_embeddings"] = original = int(scaling[ROPE_SIZES[-1]])
     return {
         "max_position_embeddings": max(length, int(factor * original)),
         "rope_scaling": {"rope_type": "llama3", **scaling},

@@ -17,8 +17,7 @@ from runner.checkpoint.protocol import CheckpointMetadata
 from runner.checkpoint.state_digest import state_digest
 from runner.distributed.agreement import Ranks
 from runner.embed.exits import Holder, journal_errors
-from runner.embed.opening import joined, open_run
-from runner.embed.settings import ring_config
+from runner.embed.opening import joined, open_run, ring_config
 from runner.embed.state.codec import dtype_of, inline, outline, pack, unpack
 from runner.embed.state.geometry import Geometry, local, replicated, row
 from runner.embed.state.staged_state import StagedState, home_of

@@ -31,8 +31,7 @@ from runner.embed.loop.rollback_state import (
     require_beginning,
 )
 from runner.embed.loop.zero_engine import ZeroMeasurer, ZeroState, engine_in
-from runner.embed.opening import handle_signals, joined, open_run
-from runner.embed.settings import run_config
+from runner.embed.opening import handle_signals, joined, open_run, run_config
 from runner.embed.state.loop_state import LoopState
 from runner.embed.state.randomness import Randomness, StepDraws
 from runner.embed.state.stages import Pipeline, Stages
