@@ -174,8 +174,11 @@ class Segment:
         return self._result(time.monotonic() - began, waited)
 
     def _is_done(self) -> bool:
-        codes = [slot.agent.poll() for slot in self.slots if slot]
-        return len(codes) == WORLD and all(code == 0 for code in codes)
+        return all(slot is None or slot.agent.poll() == 0 for slot in self.slots) and self._ends()
+
+    def _ends(self) -> bool:
+        """Whether it is done on a node, so that no other one is needed."""
+        return any(slot and slot.agent.poll() == 0 for slot in self.slots)
 
     def _befall(self, day: float, node: str, failure: Failure, broken: dict[str, float]) -> None:
         effect = DESCRIBED.get(failure.text) or EFFECTS.get(failure.kind, "drain")
@@ -225,13 +228,10 @@ class Segment:
         self.later.append((time.monotonic() + seconds, what))
 
     def _ask_to_stop(self, slot: Slot) -> None:
-        for pid in self._supervisors(slot.node):
-            send(pid, signal.SIGTERM)
+        for pid, words in self.network.processes(slot.node).items():
+            if "runner launch" in words and "nsenter" not in words:
+                send(pid, signal.SIGTERM)
         self._after(GRACE_SECONDS, partial(self._end, slot.node, slot.agent))
-
-    def _supervisors(self, node: str) -> list[int]:
-        found = self.network.processes(node).items()
-        return [pid for pid, words in found if "runner launch" in words and "nsenter" not in words]
 
     def _end(self, node: str, agent: subprocess.Popen[bytes] | None = None) -> None:
         """Nothing of the run is left on the node, unless its agent has ended by itself."""
@@ -241,8 +241,7 @@ class Segment:
 
     def _repair(self, broken: dict[str, float]) -> None:
         for node in [node for node, end in broken.items() if end <= self.clock]:
-            if not self.network.is_up(node):
-                self.network.boot(node)
+            self._boot(node)
             self.network.heal(node)
             words = f"umount {self.out} 2>/dev/null; true"
             subprocess.run(self.network.command(node, ["bash", "-c", words]), check=False)
@@ -255,7 +254,12 @@ class Segment:
             self._after(1, partial(self._free, node, broken))
         else:
             self._end(node)
+            self._boot(node)  # it has crashed again
             del broken[node]
+
+    def _boot(self, node: str) -> None:
+        if not self.network.is_up(node):
+            self.network.boot(node)
 
     def _schedule(self, broken: dict[str, float]) -> None:
         for place, slot in enumerate(self.slots):
@@ -263,7 +267,7 @@ class Segment:
                 if not slot.is_hit:
                     self.given_up.append(f"{slot.node} ended with {code}")
                 self.slots[place] = None
-            if self.slots[place] is None:
+            if self.slots[place] is None and not self._ends():
                 self._place(place, broken)
 
     def _place(self, place: int, broken: dict[str, float]) -> None:

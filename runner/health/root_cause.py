@@ -128,7 +128,7 @@ def _own_fault(kind: str, guilty: list[Report], reports: Sequence[Report]) -> Ro
         ranks=ranks,
         step=step,
         reason=f"{name_ranks(ranks)}: {first.message} in {first.phase} of step {step}{at}{waiting}",
-        signature=f"{kind} {_without_numbers(first.message)} {_without_numbers(first.where)}",
+        signature=f"{kind} {_without_numbers(f'{first.message} {first.where}')}".rstrip(),
         first=first,
     )
 

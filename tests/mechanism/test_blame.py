@@ -173,6 +173,7 @@ def test_a_rank_that_left_without_a_word_is_the_cause() -> None:
     told = [report(0, "lost_contact"), report(1, "exit", message="ended with exit code 9")]
     found = find_root_cause(told, 2)
     assert (found.kind, found.ranks) == ("exit", (1,)), found
+    assert found.signature == "exit ended with exit code N", "a supervisor shows it in a sentence"
     assert "rank 1: ended with exit code 9" in found.reason
 
 

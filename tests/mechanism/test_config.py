@@ -30,7 +30,7 @@ from runner.config.schema import ParallelKind, RunConfig
 from runner.config.validate import check, check_extras
 from runner.fault.spec import parse_faults
 from runner.system.error import ConfigError
-from scripts import gpu_check, screenshot, soak
+from scripts import gpu_check, screenshot, soak, soak_trace
 from tests import golden
 
 PRESETS = sorted(packaged_configs().glob("*/*.yaml"))
@@ -223,8 +223,11 @@ def test_the_last_override_counts() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [soak.SETTINGS.split(), screenshot.SETTINGS.split(), gpu_check.TINY],
-    ids=["soak", "screenshot", "gpu_check"],
+    [
+        *(one.SETTINGS.split() for one in (soak, soak_trace, screenshot)),
+        gpu_check.TINY,
+    ],
+    ids=["soak", "trace", "screenshot", "gpu_check"],
 )
 def test_the_settings_of_a_script_are_settings(words: Sequence[str]) -> None:
     compose([*words, "out=unused"])
