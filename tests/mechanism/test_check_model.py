@@ -54,12 +54,6 @@ def test_what_must_hold_is_refused_and_the_rest_is_said() -> None:
     assert "two builds with one seed begin with other weights" in str(error.value)
 
 
-def test_a_model_that_cannot_compute_is_told_in_words() -> None:
-    with pytest.raises(ConfigError) as error:
-        checks("Misshapen")
-    assert "it must give logits [B, T, V]" in str(error.value)
-
-
 def test_no_trial_and_no_evaluation_changes_a_mode() -> None:
     """A part that its owner keeps in evaluation mode stays there."""
     target = "PartlyFrozen"

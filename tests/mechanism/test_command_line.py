@@ -179,13 +179,6 @@ def test_only_the_first_rank_speaks(runner: Command, arguments: Sequence[str], c
     assert runner(*arguments, **OTHER_RANK) == Said(code, "", "")
 
 
-def test_the_settings_are_checked_against_the_ranks(runner: Command) -> None:
-    place = OTHER_RANK | {"RANK": "0", "LOCAL_RANK": "0"}
-    done = runner("--get", "out", "parallel=single", **place)
-    assert done.code == 2
-    assert "parallel=single" in done.err and "2 ranks" in done.err
-
-
 def test_half_a_launcher_is_told(runner: Command) -> None:
     done = runner("--get", "out", RANK="0")
     assert done.code == 2

@@ -24,9 +24,8 @@ from runner.config.compose import (
     packaged_configs,
     to_yaml,
     trajectory,
-    value_of,
 )
-from runner.config.schema import ParallelKind, RunConfig
+from runner.config.schema import RunConfig
 from runner.config.validate import check, check_extras
 from runner.fault.spec import parse_faults
 from runner.system.error import ConfigError
@@ -301,22 +300,8 @@ def test_the_trajectory_depends_on(override: str) -> None:
 # As text and back
 
 
-AWKWARD = [
-    "a b",
-    "yes",
-    "null",
-    "1e3",
-    "0x1f",
-    "12:30",
-    "- a",
-    "é",
-    "'",
-    "#x",
-    "{",
-    "x: y",
-    " ",
-    "~",
-]
+AWKWARD = ["a b", "yes", "null", "1e3", "0x1f", "12:30", "- a", "é",
+           "'", "#x", "{", "x: y", " ", "~"]  # fmt: skip
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: f"{path.parent.name}={path.stem}")
@@ -345,15 +330,6 @@ def test_a_broken_settings_file_names_itself(text: str, tmp_path: Path) -> None:
 def test_a_key_that_is_constant_now_is_answered(key: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{key}=1: is no setting any more; it is always \w"):
         compose([f"{key}=1"])
-
-
-def test_value_of_gives_one_setting() -> None:
-    config = compose(["parallel=ddp", "out=runs/x"])
-    assert config.parallel.kind is ParallelKind.ddp
-    assert value_of(config, "out") == "runs/x"
-    assert value_of(config, "parallel.kind") == "ddp"
-    with pytest.raises(ConfigError, match=r"Did you mean optim\.lr"):
-        value_of(config, "optim.lrr")
 
 
 def test_every_leaf_is_json() -> None:

@@ -579,7 +579,8 @@ LEFT_OPEN = """
 import sys
 from tests.mechanism.test_feed import Damaged, Ledger, made_feed, plans, stream
 plan, = plans(stream(), Ledger(), 1)
-feed = made_feed(Damaged(int(plan.indices[0])), stream(), workers=2)
+faults = {int(plan.indices[0]): OSError(5, "x")}
+feed = made_feed(Damaged(faults), stream(), workers=2)
 loading = iter(feed._loader)
 feed._loading = loading
 fetched = feed.fetch(plan, Ledger())

@@ -109,12 +109,3 @@ def test_garbage_ends_the_reading(tmp_path: Path, garbage: bytes) -> None:
     path = tmp_path / "file"
     path.write_bytes(b'{"a": 1}\n' + garbage + b'{"b": 2}\n')
     assert read_lines(path) == ([{"a": 1}], 9)
-
-
-def test_a_line_that_is_no_json_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    file = LineFile(tmp_path / "file", length=0)
-    with pytest.raises(TypeError, match="JSON"):
-        file.append({"loss": object()}, durably=False)
-    file.append({"loss": 1}, durably=False)
-    file.close()
-    assert read_lines(tmp_path / "file")[0] == [{"loss": 1}]

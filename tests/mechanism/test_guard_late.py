@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -152,25 +151,6 @@ def test_several_batches_a_step_are_given_once_more(tmp_path: Path, kind: str) -
     # The step after the bad one was computed too early: it is not allowed, and computed again.
     assert allowed == [True] * 12 + [False] + [True] * 10
     same(end, accumulated(tmp_path / "b", KINDS[kind](data), skip=guard.skipped)[0])  # type: ignore[arg-type]
-
-
-class Augmented:
-    """Draws from the global generators for each batch, as an augmentation does."""
-
-    def __init__(self, data: list[torch.Tensor]) -> None:
-        self._data = data
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for batch in self._data:
-            yield batch + 0.01 * torch.randn(()) + 0.01 * float(np.random.rand())
-
-
-def test_where_reading_draws_random_numbers_it_waits(tmp_path: Path) -> None:
-    ends = [
-        finish(tmp_path / name, lambda: Augmented(batches(ALONE)), optimizer=fused, sync=sync)
-        for name, sync in (("at-once", True), ("late", False))
-    ]
-    same(ends[1], ends[0])
 
 
 def test_it_ends_at_the_very_update(tmp_path: Path) -> None:

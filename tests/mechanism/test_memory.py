@@ -988,17 +988,6 @@ def test_distrust_reaches_memory(rig: Rig) -> None:
     again.close()
 
 
-def test_without_the_tier_all_goes_to_disk(rig: Rig) -> None:
-    ring = rig.begun(8, with_memory=False)
-    ring.drain()
-    assert {r.tier for r in ring.records} == {Tier.disk} and ring.saved_step == 8
-    assert (
-        ring.snapshot_files() == []
-        and ring.inherit(1, is_refused=allowed, metrics_bytes=0, journal_lines=99) == []
-    )
-    ring.close()
-
-
 def test_no_room_for_slots_is_an_incident(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     ring = rig.ring()
 

@@ -27,13 +27,11 @@ from runner.model.blueprint import (
 from runner.model.decoder import (
     Decoder,
     DecoderShape,
-    attend,
     default_ffn_dim,
     flops_per_token,
     num_parameters,
 )
 from runner.model.loss import NOT_COUNTED, HeadLosses, sequence_losses
-from runner.model.segments import segment_mask
 from runner.system.error import ConfigError
 from tests.mechanism.weights import set_initial_weights
 
@@ -131,23 +129,6 @@ def test_one_segment_is_plain_causal_attention() -> None:
     torch.testing.assert_close(decoder(tokens, segments), decoder(tokens), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_grouped_heads_equal_repeated_heads(masked: bool) -> None:
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(2, heads, 8, 4) for heads in (6, 2, 2))
-    segments = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2], dtype=torch.int32).expand(2, -1)
-    mask = segment_mask(segments) if masked else None
-    repeated = attend(query, key.repeat_interleave(3, 1), value.repeat_interleave(3, 1), mask)
-    torch.testing.assert_close(attend(query, key, value, mask), repeated)
-
-
-def test_order_matters_although_attention_has_none() -> None:
-    decoder = build(SHAPE)
-    tokens = torch.tensor([[3, 5, 7, 9]])
-    swapped = torch.tensor([[5, 3, 7, 9]])
-    assert not torch.allclose(decoder(tokens)[:, -1], decoder(swapped)[:, -1], atol=1e-3)
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_recomputing_blocks_changes_no_bit(dropout: float) -> None:
     def gradients(recompute: str) -> list[Tensor]:
@@ -178,15 +159,6 @@ def test_meta_then_to_empty_equals_direct(shape: DecoderShape, resets: bool) -> 
     set_initial_weights(decoder, seed=3)
     tokens = random_tokens(2, 16)
     assert torch.equal(decoder(tokens), build(shape, seed=3)(tokens))
-
-
-@pytest.mark.parametrize("shape", VARIANTS)
-def test_bf16_logits_are_near_fp32(shape: DecoderShape) -> None:
-    tokens = random_tokens(2, 32)
-    reference = build(shape)(tokens)
-    logits = build(shape).to(torch.bfloat16)(tokens)
-    assert logits.dtype == torch.bfloat16
-    assert (logits - reference).abs().max() < 0.05 * reference.abs().max()
 
 
 @pytest.mark.parametrize("recompute", ["none", "blocks"])
@@ -230,12 +202,6 @@ def test_presets_have_the_published_size(preset: str, vocab_size: int, millions:
     path = next(path for path in PRESETS if path.stem == preset)
     shape = replace(read_shape(path), vocab_size=vocab_size)
     assert round(num_parameters(shape) / 1e6) == millions
-
-
-def test_nano_is_the_default() -> None:
-    path = next(path for path in PRESETS if path.stem == "nano")
-    shape = read_shape(path)
-    assert (shape.dim, shape.layers, shape.heads) == (128, 4, 4)
 
 
 @pytest.mark.parametrize(("dim", "ffn_dim"), [(24, 64), (25, 128), (128, 384), (768, 2048)])

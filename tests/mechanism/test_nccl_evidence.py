@@ -185,12 +185,6 @@ def test_one_is_odd(
     assert all(word in cause.reason for word in words) and "still moves" not in cause.reason
 
 
-@pytest.mark.parametrize("op", [SCATTER, SUM])
-def test_another_size_in_others(op: str) -> None:
-    cause = told(8, lambda rank: waiting(rank, "started", op=op, size=999 if rank == ODD else 1000))
-    assert (cause.kind, cause.ranks) == ("shape", (ODD,)), cause
-
-
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize(

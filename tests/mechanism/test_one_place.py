@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from runner.command.help import help_text
 from runner.distributed.env import own_local_rank, own_rank
 from runner.launch.attempt import FINAL
 from runner.system import error as codes
@@ -81,8 +80,3 @@ def test_one_module_defines_the_exit_codes() -> None:
     defines = re.compile(r"^EXIT_\w+ *= *\d", re.M)
     assert [name for name, text in modules() if defines.search(text)] == [CODES]
     assert set(FINAL) == {codes.EXIT_CONFIG, codes.EXIT_HALTED, codes.EXIT_NO_CHECKPOINT}
-
-
-def test_the_help_names_them() -> None:
-    codes = help_text().split("exit codes: ")[1].split("\n\n")[0]
-    assert [int(number) for number in re.findall(r"\b\d+\b", codes)] == [0, 2, 3, 4, 75]

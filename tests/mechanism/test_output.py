@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,32 +117,6 @@ def test_a_full_pipe_keeps_nobody_and_leaves_the_others_flags_alone() -> None:
         assert not fcntl.fcntl(writer, fcntl.F_GETFL) & os.O_NONBLOCK
         assert begun(LOTS + END, stdout=writer, stderr=writer).wait(60) == 7
         assert begun(LOTS, stdout=writer, stderr=writer).wait(60) == 0, "by itself, too"
-
-
-def closed_pipe() -> int:
-    reader, writer = os.pipe()
-    os.close(reader)
-    return writer
-
-
-@pytest.mark.parametrize(
-    ("opened", "number"),
-    [(closed_pipe, errno.EPIPE), (lambda: os.open("/dev/full", os.O_WRONLY), errno.ENOSPC)],
-)
-def test_an_output_that_fails_is_told_and_nothing_else(
-    opened: Any, number: int, tmp_path: Path
-) -> None:
-    told = tmp_path / "told"
-    code = LOTS + (
-        "sys.stdout.drain(None)\n"
-        f"open({str(told)!r}, 'w').write('\\n'.join(l.outlet + ': ' + l.reason"
-        " for l in output.losses()))"
-    )
-    descriptor = opened()
-    assert begun(code + END, stdout=descriptor, stderr=descriptor).wait(60) == 7
-    os.close(descriptor)
-    (words,) = told.read_text().splitlines()
-    assert words.startswith("standard output and error: ") and f"[Errno {number}]" in words
 
 
 def test_a_slow_reader_gets_everything_in_order_and_learns_what_is_missing() -> None:

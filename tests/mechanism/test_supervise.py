@@ -119,14 +119,6 @@ def test_one_launch_id_over_all_attempts(fake: Callable[..., Fake]) -> None:
     assert [line["code"] for line in log] == [7, 7, 0]
 
 
-def test_the_budget_is_spent_without_progress(fake: Callable[..., Fake]) -> None:
-    job = fake("journal('start', 0); journal('crash', attempt, signature='x'); sys.exit(1)",
-               "--restarts", "2")  # fmt: skip
-    code, text = job.wait()
-    assert code == 1 and job.attempts() == 3
-    assert "3 attempts without a new clean checkpoint, the budget is 2 restarts" in text
-
-
 def test_the_same_failure_three_times_stops_it(fake: Callable[..., Fake]) -> None:
     job = fake("journal('start', 0); journal('crash', 12, signature='rank 0: ValueError in f');"
                "journal('crash', 13, signature='its consequence'); sys.exit(1)",
@@ -143,21 +135,6 @@ def test_a_crash_that_nobody_explains_is_diagnosed_once(fake: Callable[..., Fake
     assert code == 0, text
     with_collectives = [line["argv"][-1] == "debug=collectives" for line in job.seen()]
     assert with_collectives == [False, True, False, False]
-
-
-def test_workers_with_sessions_of_their_own_are_ended(fake: Callable[..., Fake]) -> None:
-    """As torchrun's are when the agent is killed."""
-    job = fake("""
-        import subprocess
-        subprocess.Popen(["sleep", "600"], start_new_session=True)
-        if attempt == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        sys.exit(0)
-    """)
-    code, text = job.wait()
-    assert code == 0 and job.attempts() == 2, text
-    assert read_lines(job.out / "attempts.jsonl")[0]["code"] == 137
-    assert job.left_behind() == []
 
 
 RANK = """
@@ -204,14 +181,6 @@ def test_a_second_request_ends_it_at_once(fake: Callable[..., Fake]) -> None:
     job.process.terminate()
     code, _ = job.wait(timeout=5)
     assert code == 137 and job.left_behind() == []
-
-
-def test_a_killed_supervisor_takes_its_command_along(fake: Callable[..., Fake]) -> None:
-    job = fake('(out / "ready").touch(); time.sleep(60)')
-    until((job.out / "ready").exists)
-    job.process.kill()
-    job.process.wait()
-    assert job.left_behind() == []
 
 
 def test_a_requeued_job_knows_its_earlier_attempts(fake: Callable[..., Fake]) -> None:
