@@ -284,10 +284,11 @@ def _loop(dice: random.Random) -> Case:
         case = replace(case, optim="adamw")
     if dice.random() < 0.15:
         # On three ranks DDP adds gradients in another order in its first step.
-        return replace(
+        case = replace(
             case, ranks=min(ranks, 2), ring_alone=True, data="list", accumulate=1,
-            breaks=_loop_breaks(dice, case), clip=0.0, evaluate=0, ema=False, mirror=False,
+            clip=0.0, evaluate=0, ema=False, mirror=False,
         )  # fmt: skip
+        return replace(case, breaks=_loop_breaks(dice, case))
     bad = sorted(dice.sample(range(3, 34), dice.choice((0, 1, 1, 2))))
     if dice.random() < 0.3:
         first = dice.randint(12, 26)
