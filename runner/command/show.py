@@ -124,14 +124,14 @@ def _run(out: Path, width: int) -> RenderableType:
 
 
 def live_command(arguments: Sequence[str]) -> int:
-    """``holdfast live OUT [--port N]``: serves the page of a running run to a local browser.
+    """``holdfast live OUT [--port N]``: serves the page of a run, or of all in a folder.
 
     It listens on 127.0.0.1 only, reads the files in OUT and writes nothing. From another machine:
     ``ssh -L 8765:127.0.0.1:8765 HOST``, then open the printed address there. It has a token, which
     other users of this machine lack.
     """
     parser = Parser("live", live_command.__doc__)
-    parser.add_argument("out", help="the run's directory (out)")
+    parser.add_argument("out", help="a run's directory (out), or a folder of runs")
     parser.option("--port", 8765, "0: any")
     parser.flag("--no-token", "any user of this machine may look")
     options = parser.parse_args(arguments)

@@ -77,10 +77,16 @@ def last_line(path: Path) -> dict[str, Any] | None:
     Raises:
         ConfigError: as :func:`iter_lines`.
     """
+    lines = last_lines(path)
+    return lines[-1] if lines else None
+
+
+def last_lines(path: Path) -> list[dict[str, Any]]:
+    """Some of the last lines, as :func:`last_line`; none only if there is none."""
     size, behind = path.stat().st_size if path.exists() else 0, _TAIL_BYTES
     while not (lines := tail(path, behind)[0]) and behind < size:
         behind *= 4
-    return lines[-1] if lines else None
+    return lines
 
 
 def tail(path: Path, num_bytes: int) -> tuple[list[dict[str, Any]], int]:

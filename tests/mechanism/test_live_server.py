@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from runner.tools.report import live_state
 from runner.tools.report.live_server import ADDRESS, server
+from runner.tools.report.run_reader import RunReader
 from tests.made_run import Made
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -32,18 +35,18 @@ def answer(port: int, path: str, **headers: str) -> tuple[int, str]:
     with closing(http.client.HTTPConnection(ADDRESS, port, timeout=30)) as connection:
         connection.request("GET", path, headers=headers)
         response = connection.getresponse()
-        response.read()
+        response.read(10)
         return response.status, response.getheader("Set-Cookie") or ""
 
 
 def test_only_who_has_the_token_may_look(port: int) -> None:
-    paths = ("/", "/?token=wrong", "/?token=", "/news", "/metrics", "/?token=s%C3%A9")
+    paths = ("/", "/?token=wrong", "/?token=", "/events", "/metrics", "/?token=s%C3%A9")
     assert {answer(port, path) for path in paths} == {(403, "")}
     code, cookie = answer(port, "/?token=secret")
     assert code == 200 and "HttpOnly" in cookie and "SameSite=Strict" in cookie
-    assert answer(port, "/news", Cookie=f"a=b; {cookie.partition(';')[0]}")[0] == 200
+    assert answer(port, "/events", Cookie=f"a=b; {cookie.partition(';')[0]}")[0] == 200
     assert answer(port, "/metrics", Authorization="Bearer secret")[0] == 200
-    assert answer(port, "/news", Cookie=f"holdfast-{port}=wrong")[0] == 403
+    assert answer(port, "/events", Cookie=f"holdfast-{port}=wrong")[0] == 403
 
 
 def test_an_address_that_is_none_is_refused_without_a_traceback(
@@ -68,3 +71,21 @@ def test_more_than_32_connections_are_closed_and_free_again_afterwards(port: int
         except (OSError, http.client.HTTPException):
             codes.append(0)
     assert codes[-1] == 200
+
+
+def test_nothing_is_rendered_while_nothing_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_state, "_LOOK_SECONDS", 0.01)
+    looks, made = [], []
+    parts = live_state.parts_of
+    monkeypatch.setattr(live_state, "parts_of", lambda *words: made.append(0) or parts(*words))
+    live = live_state.LiveRun(RunReader(Made(steps=20).write(tmp_path / "run")))
+    read = live.read
+    monkeypatch.setattr(live, "read", lambda: looks.append(0) or read())
+    events = live.follow("")
+    until(lambda: "parts" in next(events))
+    before = len(made)
+    until(lambda: len(looks) > 50)
+    live.close()
+    assert len(made) <= before + 1, "at most once in ten seconds, for what tells an age"

@@ -36,8 +36,8 @@ from runner.tools.report.drawing import (
 from runner.tools.report.episode import command, episodes
 from runner.tools.report.follow import Follower
 from runner.tools.report.incident import group_incidents, line_of
-from runner.tools.report.live_server import metrics_text
 from runner.tools.report.markup import tag
+from runner.tools.report.metrics_text import metrics_text, samples_of
 from runner.tools.report.run_reader import RunReader, RunStatus
 from runner.tools.report.side_files import LayerFold, RingFold, ValueGrid
 from tests.made_run import BEGAN, Made, checkpoint, incident
@@ -216,14 +216,15 @@ def test_the_state_in_prometheus_text_format(tmp_path: Path) -> None:
         file.write(json.dumps({"step": 100, "ranks": 2, "ranks_a_value": 1, **hot}) + "\n")
     run = read(out)
     samples = {}
-    for line in metrics_text(run).splitlines():
+    text = metrics_text({'a "b"': samples_of(run)})
+    for line in text.splitlines():
         if not line.startswith("#"):
             match = re.fullmatch(
-                r'(holdfast_[a-z_]+)(\{[a-z]+="(?:[^"\\]|\\.)*"\})? ([-+.e0-9]+)', line
+                r'(holdfast_[a-z_]+)\{run="a \\"b\\"",?([a-z]+="(?:[^"\\]|\\.)*")?\} (.+)', line
             )
             assert match, line
-            samples[match[1] + (match[2] or "")] = float(match[3])
-    types = re.findall(r"^# TYPE (\S+) (gauge|counter)$", metrics_text(run), re.MULTILINE)
+            samples[match[1] + (f"{{{match[2]}}}" if match[2] else "")] = float(match[3])
+    types = re.findall(r"^# TYPE (\S+) (gauge|counter)$", text, re.MULTILINE)
     assert {name for name, _ in types} == {name.partition("{")[0] for name in samples}
     now = RunStatus(run)
     assert samples["holdfast_step"] == 100 and samples["holdfast_rollbacks_total"] == 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -78,17 +78,19 @@ def read_runs(
     return readers
 
 
-def page(runs: Sequence[RunReader], *, is_live: bool = False) -> str:
-    """The whole document."""
+def page(runs: Sequence[RunReader], *, version: str = "", has_list: bool = False) -> str:
+    """The whole document.
+
+    Args:
+        version: of a live page, what :meth:`runner.tools.report.live_state.Live.follow` takes.
+        has_list: whether it is one page of those of a folder's runs.
+    """
     names = [_name(run.run_dir.out, runs) for run in runs]
     by_name = dict(zip(names, runs, strict=True))
-    style = asset("uPlot.min.css") + asset("page.css")
-    licence = asset("uPlot.LICENSE").strip()
-    library = f"/* uPlot 1.6.32\n{licence}\n*/\n{asset('uPlot.iife.min.js')}"
-    script = asset("page.js")
     minutes = [run.settings().get("track.report_minutes") for run in runs]
     data: dict[str, Any] = {
-        "live": is_live,
+        "live": bool(version),
+        "version": version,
         "made": runs[0].clock(),
         # A page that is written while its run goes on is older only if the run is dead.
         "stale": 120 * max([5, *(one for one in minutes if isinstance(one, int | float))]),
@@ -98,7 +100,23 @@ def page(runs: Sequence[RunReader], *, is_live: bool = False) -> str:
     if len(runs) > 1:
         data["compare"] = sections.comparison_data(by_name)
         parts.insert(0, sections.comparison(by_name))
-    made_at = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(runs[0].clock()))
+    return document(title_of(runs), parts, data, is_live=bool(version), has_list=has_list)
+
+
+def document(
+    title: str,
+    parts: Sequence[Html],
+    data: Mapping[str, Any],
+    *,
+    is_live: bool,
+    has_list: bool = False,
+) -> str:
+    """A page of these parts, with what its script needs."""
+    style = asset("uPlot.min.css") + asset("page.css")
+    licence = asset("uPlot.LICENSE").strip()
+    library = f"/* uPlot 1.6.32\n{licence}\n*/\n{asset('uPlot.iife.min.js')}"
+    script = asset("page.js")
+    made_at = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime())
     footer = (
         f"Made {made_at} by holdfast {__version__} from the files of the run. Curves: uPlot (MIT)."
     )
@@ -110,18 +128,35 @@ def page(runs: Sequence[RunReader], *, is_live: bool = False) -> str:
         Html('<meta name="viewport" content="width=device-width, initial-scale=1">'),
         Html('<meta name="color-scheme" content="light dark">'),
         Html('<meta name="referrer" content="no-referrer">'),
-        tag("title", title_of(runs)),
+        tag("title", title),
         tag("style", Html(style)),
     )
     body = tag(
         "body",
-        tag("header", tag("h1", "holdfast", cls="brand"), tag("p", cls="live", hidden=True)),
+        tag(
+            "header",
+            tag("h1", "holdfast", cls="brand"),
+            tag("a", "all runs", href="/") if has_list else None,
+            tag("p", cls="live", role="status", hidden=True),
+        ),
         tag("main", *parts),
         tag("footer", footer),
         tag("script", Html(script_json(data)), type="application/json", id="data"),
         tag("script", Html(library)),
         tag("script", Html(script)),
     )
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def waiting(words: str) -> str:
+    """A page that says why there is none yet, and asks again by itself."""
+    head = tag(
+        "head",
+        Html('<meta charset="utf-8"><meta http-equiv="refresh" content="1">'),
+        Html('<meta name="color-scheme" content="light dark">'),
+        tag("title", f"{words} - holdfast"),
+    )
+    body = tag("body", tag("main", tag("h1", "holdfast"), tag("p", words, role="status")))
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 

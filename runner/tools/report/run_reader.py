@@ -22,7 +22,7 @@ from runner.tools.report.attempts import AttemptIndex, AttemptRow, Thinned, is_o
 from runner.tools.report.follow import Follower, whole
 from runner.tools.report.incident import Line, line_of, texts
 from runner.tools.report.side_files import LayerFold, MetricFold, RankFold, RingFold, SourceFold
-from runner.tools.report.vitals import Vitals
+from runner.tools.report.vitals import Vitals, timed_of
 from runner.tools.ring_files import StoredCheckpoint, checkpoints
 
 _HOUR = 3600.0
@@ -197,7 +197,7 @@ class RunReader:
         fold.cursor = max(fold.cursor, whole(record.get("cursor")))
         while fold.undone and fold.undone[0].time <= row.time:
             fold.account.undo(whole(fold.undone.popleft().detail.get("to_step")))
-        timed = _timed(record)
+        timed = timed_of(record)
         if timed is None:
             fold.num_odd += 1
         else:
@@ -451,23 +451,6 @@ def _step(last: AttemptRow | None, summary: Mapping[str, Any]) -> int:
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and value == value else None
-
-
-def _timed(record: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The fields of a metrics line that the account uses; None if one is missing."""
-    seconds = plausible_seconds(record.get("seconds"))
-    wait = plausible_seconds(record.get("data_wait_seconds"))
-    step = record.get("step")
-    if seconds is None or wait is None or type(step) is not int or step != whole(step):
-        return None
-    return {
-        "seconds": seconds,
-        "data_wait_seconds": wait,
-        "step": step,
-        "time": plausible_seconds(record.get("time")) or 0.0,
-        "stalls": seconds_by_kind(record.get("stalls")),
-        "action": record.get("action"),
-    }
 
 
 def _account_line(line: Line) -> dict[str, Any]:

@@ -127,7 +127,6 @@ def head(run: RunReader, now: RunStatus, found: Sequence[Episode], place: int) -
     losses = dict(now.numbers())
     loss = "".join(f"; {name} {losses[name]}" for name in ("loss", "held-out") if name in losses)
     words, command = to_do(run, now)
-    badge = tag("strong", _BADGES.get(now.status, now.status), cls="badge status")
     copy = tag("button", "copy", type="button", cls="copy", hidden=True)
     line = tag("p", tag("code", command), " ", copy, cls="command") if command else None
     tiles = (
@@ -145,7 +144,7 @@ def head(run: RunReader, now: RunStatus, found: Sequence[Episode], place: int) -
         [
             tag(
                 "div",
-                tag("p", badge, f" {now.when()} ", tag("b", f"{now.state()}{loss}.")),
+                tag("p", badge(now.status), f" {now.when()} ", tag("b", f"{now.state()}{loss}.")),
                 happened,
                 tag("p", f"To do: {words or 'nothing.'}"),
                 line,
@@ -156,6 +155,12 @@ def head(run: RunReader, now: RunStatus, found: Sequence[Episode], place: int) -
             note(f"{damaged:,} lines could not be read; they are left out.") if damaged else None,
         ]
     )
+
+
+def badge(status: str) -> Html:
+    """A run's status, with its sign and colour."""
+    word = tag("strong", _BADGES.get(status, status), cls="badge status")
+    return tag("span", word, cls=status_class(status))
 
 
 def where_time_went(run: RunReader, now: RunStatus) -> Html | None:

@@ -22,7 +22,7 @@ from runner.tools.report.markup import plain, took, when
 from runner.tools.report.run_reader import RunReader, RunStatus
 from runner.tools.report.sections import slowest
 from runner.tools.report.side_files import GPU_QUANTITIES
-from runner.tools.report.vitals import Glance
+from runner.tools.report.vitals import RUN_HEADS, Glance
 
 _HEIGHT = 7  # lines of the chart
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
@@ -32,7 +32,6 @@ _MOST_ROWS = 500
 _NARROW = 16  # characters; wider columns are cut first
 _LEAST = 6
 _IN_SENTENCE = ("loss", "held-out")
-RUN_HEADS = ("run", "status", "step", "loss", "last incident", "age")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,13 +241,8 @@ def runs(glances: Sequence[Glance]) -> Listing:
 
 
 def _run(one: Glance) -> Row:
-    loss = f"{one.loss:.4f}" if one.loss == one.loss else ""
-    step = f"{one.step:,}" + (f" of {one.total:,}" if one.total is not None else "")
-    age = one.age()
-    cells = (
-        one.name, one.status, step, loss, one.last_incident(), "" if age is None else duration(age)
-    )  # fmt: skip
-    return Row(key=str(one.run_dir.out), cells=cells, is_red=one.status in ("halted", "failed"))
+    is_red = one.status in ("halted", "failed")
+    return Row(key=str(one.run_dir.out), cells=one.cells(), is_red=is_red)
 
 
 def drawn_runs(glances: Sequence[Glance], width: int) -> Table:

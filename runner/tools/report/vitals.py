@@ -9,13 +9,20 @@ from typing import Any
 
 from runner.policy.alert import RUNNING, SILENT, STARTING
 from runner.run_dir.paths import RunDir
-from runner.run_dir.time_account import plausible_seconds
+from runner.run_dir.time_account import (
+    TimeAccount,
+    account,
+    plausible_seconds,
+    seconds_by_kind,
+)
 from runner.system.error import ConfigError
-from runner.system.json_lines import last_line
+from runner.system.json_lines import last_lines
+from runner.system.units import duration
 from runner.tools.report.follow import Follower, number, whole
 from runner.tools.report.incident import INCIDENT_KINDS, Line, line_of
 
 ALIVE_SECONDS = 60.0  # the owner beats about every second; a busy file system may show it late
+RUN_HEADS = ("run", "status", "step", "loss", "last incident", "age", "goodput")
 _DEEP = 3  # folders of runs within folders
 
 
@@ -145,6 +152,7 @@ class Glance:
         self.total: int | None = None
         self._metrics: tuple[int, int] | None = None  # of the file as it was read
         self._has_steps = False
+        self._lately, self._lately_since = TimeAccount(), 0.0  # of the newest lines
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Take a state of :meth:`to_json`: its lines are not new."""
@@ -174,6 +182,23 @@ class Glance:
         one = self.incident
         return f"{one.kind.replace('_', ' ')}, step {one.step:,}" if one else ""
 
+    def goodput(self) -> float | None:
+        """The share of its time that counts: in all once it has ended, else lately."""
+        share = (self.vitals.summary(self.incarnation) or {}).get("goodput")
+        if isinstance(share, float | int):
+            return number(share)
+        lately = self._clock() - self._lately_since
+        return self._lately.goodput(lately) if self._lately_since and lately > 0 else None
+
+    def cells(self) -> tuple[str, ...]:
+        """As :data:`RUN_HEADS` names them."""
+        step = f"{self.step:,}" + (f" of {self.total:,}" if self.total is not None else "")
+        loss = f"{self.loss:.4f}" if self.loss == self.loss else ""
+        age, share = self.age(), self.goodput()
+        old = "" if age is None else duration(age)
+        good = "" if share is None or share != share else f"{share:.0%}"
+        return self.name, self.status, step, loss, self.last_incident(), old, good
+
     def update(self) -> None:
         """Read how the run is; where that fails it stays as it was, and ``unread`` says why."""
         try:
@@ -202,7 +227,12 @@ class Glance:
                 self.incarnation = detail.get("incarnation") if isinstance(detail, dict) else None
         self.num_lines = max(place, self.num_lines)
         if (version := version_of(self.run_dir.metrics)) != self._metrics:
-            last = last_line(self.run_dir.metrics) or {}
+            lines = last_lines(self.run_dir.metrics)
+            last = lines[-1] if lines else {}
+            timed = [one for one in map(timed_of, lines) if one and one["time"]]
+            self._lately, self._lately_since = account(timed, ()), 0.0
+            if timed:
+                self._lately_since = timed[0]["time"] - timed[0]["seconds"]
             self.step = max(0, whole(last.get("step")) - (last.get("action") != "apply"))
             self.loss = number(last.get("loss"))
             self.moved = plausible_seconds(last.get("time")) or 0.0
@@ -305,3 +335,20 @@ def find_runs(folder: Path, deep: int = _DEEP) -> Iterator[Path]:
         for inside in sorted(folder.iterdir()):
             if inside.is_dir() and not inside.is_symlink():
                 yield from find_runs(inside, deep - 1)
+
+
+def timed_of(record: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The fields of a metrics line that the account uses; None if one is missing."""
+    seconds = plausible_seconds(record.get("seconds"))
+    wait = plausible_seconds(record.get("data_wait_seconds"))
+    step = record.get("step")
+    if seconds is None or wait is None or type(step) is not int or step != whole(step):
+        return None
+    return {
+        "seconds": seconds,
+        "data_wait_seconds": wait,
+        "step": step,
+        "time": plausible_seconds(record.get("time")) or 0.0,
+        "stalls": seconds_by_kind(record.get("stalls")),
+        "action": record.get("action"),
+    }

@@ -858,14 +858,7 @@
   // -- live ----------------------------------------------------------------------------------
 
   const MOST_ROWS = 40000;
-
-  async function ask(view) {
-    const whole = !view || view.attempt.length > MOST_ROWS;
-    const after = whole ? -1 : view.attempt[view.attempt.length - 1];
-    const answer = await fetch(`news?after=${after}&generation=${view ? view.generation : -1}&known=${encodeURIComponent(known)}`, { cache: "no-store", signal: AbortSignal.timeout(10000) });
-    if (!answer.ok) throw new Error(`${answer.status}`);
-    return answer.json();
-  }
+  let tooLong = false; // then all is asked for again, as few columns
 
   // Updates the legend and the static drawings; the charts stay.
   function renew(section, markup) {
@@ -877,11 +870,9 @@
     }
   }
 
-  let known = "";
-  async function follow() {
+  // Shows what an event tells; returns what the run is.
+  function take(told) {
     let view = views.find((one) => one.section);
-    const told = await ask(view);
-    known = told.known;
     for (const [name, markup] of Object.entries(told.parts)) {
       const part = document.querySelector(`[data-part="${name}"]`);
       if (!part) continue;
@@ -908,6 +899,7 @@
       }
     }
     document.title = told.title;
+    tooLong = !told.whole && view?.attempt.length > MOST_ROWS;
     return told.alive ? "live" : "live page of a run that is not in progress";
   }
 
@@ -939,20 +931,34 @@
   if (data.live) {
     const line = document.querySelector(".live");
     line.hidden = false;
-    let words = "live", answered = Date.now();
-    const again = async () => {
-      try {
-        words = await follow();
-        answered = Date.now();
-      } catch (error) { /* the clock tells */ }
-      setTimeout(again, document.hidden ? 10000 : 1500);
+    let words = "live", trouble = "", answered = Date.now(), version = data.version, isDoubtful = false, source = null;
+    // A hidden page has no connection: browsers have six for a server, and the server 32 in all.
+    const open = () => {
+      source?.close();
+      if (document.hidden) return;
+      answered = Date.now();
+      source = new EventSource(`events?after=${encodeURIComponent(version)}`);
+      source.onmessage = (event) => {
+        const told = JSON.parse(event.data);
+        answered = Date.now() - 1000 * (told.age ?? 0);
+        trouble = told.trouble ?? "";
+        if (!told.parts) return;
+        version = event.lastEventId;
+        words = take(told);
+        if (tooLong) { version = ""; open(); }
+      };
     };
-    setTimeout(again, 500);
+    document.addEventListener("visibilitychange", open);
+    open();
     setInterval(() => {
       const seconds = (Date.now() - answered) / 1000;
-      const is_late = seconds > LATE_SECONDS;
-      line.textContent = is_late ? "the server of this page does not answer" : `${words}, ${age(seconds)} ago`;
-      if (is_late) doubt(`Not known for ${age(seconds)}: the server of this page does not answer.`);
+      const isLate = seconds > LATE_SECONDS && !document.hidden;
+      const why = trouble || "the server of this page does not answer";
+      line.textContent = isLate ? why : `${words}, ${age(seconds)} ago`;
+      if (isLate) doubt(`Not known for ${age(seconds)}: ${why}.`);
+      else if (isDoubtful) { version = ""; open(); } // the parts that turned red are made anew
+      isDoubtful = isLate;
+      if (source?.readyState === EventSource.CLOSED) { const before = answered; open(); answered = before; }
     }, 1000);
   } else {
     const look = () => {
