@@ -67,7 +67,8 @@ WEIGHTS = {
     "disk_full": 2, "store_gone": 3,
 }  # fmt: skip
 # From outside, by the harness. The first few also strike where the run recovers from another fault.
-OUTER = ("kill_rank", "kill_all", "kill_torchrun", "sigterm", "freeze_rank")
+OF_RANK = ("kill_rank", "sigterm", "freeze_rank")
+OUTER = (*OF_RANK, "kill_all", "kill_torchrun")
 OUTER_ALONE = ("notice", "disk_full", "store_gone")
 PAIRED = 0.4  # of recoveries are hit again,
 WITHIN = 5.0  # seconds after they began
@@ -238,7 +239,7 @@ class Soak:
                 self._ended = ended
                 self._pair()
             if self._outer and step >= self._outer[0][0]:
-                self._later.append((now, partial(self._strike, self._outer.pop(0)[1])))
+                self._later.append((now, partial(self._strike, self._outer.pop(0)[1], False)))
             due = [strike for when, strike in self._later if when <= now]
             self._later = [one for one in self._later if one[0] > now]
             was_ours |= any([strike(started) for strike in due])
@@ -258,13 +259,17 @@ class Soak:
     def _pair(self) -> None:
         if self._again and self._dice.random() < PAIRED:
             when = time.monotonic() + self._dice.uniform(0, WITHIN)
-            self._later.append((when, partial(self._strike, self._dice.choice(self._again))))
-            self._paired += 1
+            self._later.append((when, partial(self._strike, self._dice.choice(self._again), True)))
 
-    def _strike(self, kind: str, started: Started) -> bool:
+    def _strike(self, kind: str, paired: bool, started: Started) -> bool:
         """Whether all of it was killed."""
-        self._struck.append(kind)
         ranks = [pid for pid in started.workers() if "RANK" in environment_of(pid)]
+        is_gone = kind == "store_gone" and self._store.is_down
+        if is_gone or (kind in OF_RANK and not ranks):  # not yet: it would change nothing
+            self._later.append((time.monotonic() + 0.2, partial(self._strike, kind, paired)))
+            return False
+        self._struck.append(kind)
+        self._paired += paired
         one = self._dice.choice(ranks) if ranks else 0
         signals = {"kill_rank": signal.SIGKILL, "freeze_rank": signal.SIGSTOP}
         if kind == "kill_all":
@@ -276,12 +281,12 @@ class Soak:
         elif kind == "notice":
             self._notice.touch()
             self._after(partial(self._notice.unlink, missing_ok=True))
-        elif kind == "store_gone" and not self._store.is_down:
+        elif kind == "store_gone":
             self._store.stop()
             self._after(self._store.start)
         elif kind == "disk_full":
             _fill(self.out)
-        elif one:
+        elif kind in OF_RANK:
             soak_trace.send(one, signals.get(kind, signal.SIGTERM))
         return kind == "kill_all"
 
