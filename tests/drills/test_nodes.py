@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -352,6 +353,43 @@ def test_a_spare_is_preferred_to_a_node_that_failed_in_another_run(
     assert set(start["detail"]["hosts"]) == {"nodeB", "nodeC"}, start
     assert_follows(run, clean)
     assert {event.kind for event in NodeFolder(folder).events()} == {"hardware", "passed"}
+
+
+@pytest.mark.twin
+@pytest.mark.full
+def test_a_node_that_stands_by_takes_the_place_of_one_that_is_lost(
+    network: Network, job: Callable[..., Job], clean: Result, tmp_path: Path
+) -> None:
+    """Without its patience, and though the others meet at it."""
+    told = remembered(tmp_path / "nodes", "nodeA")
+    fixed = job(SLOW, told, CHECK, "cluster.patience_seconds=3600", nodes="2")
+    fixed.start("nodeA", "nodeB", "nodeC")
+    fixed.until_step(15)
+    network.crash("nodeC")
+    run = fixed.wait("nodeA", timeout=RECOVERY + 90)
+    assert fixed.wait("nodeB").code == 0
+    hosts = [set(line["detail"]["hosts"]) for line in run.journal("start")]
+    assert hosts == [{"nodeB", "nodeC"}, {"nodeA", "nodeB"}], run.tail
+    assert_follows(run, clean)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_head_that_stands_by_is_stopped(
+    number: int, network: Network, job: Callable[..., Job], tmp_path: Path
+) -> None:
+    """Nothing of it is left, also not the place where the others met."""
+    told = remembered(tmp_path / "nodes", "nodeA")
+    fixed = job("faults=[slow@step=1-60,seconds=1]", told, CHECK, nodes="2")
+    fixed.start("nodeA", "nodeB", "nodeC")
+    fixed.until_step(5)
+    launched = [pid for pid, words in network.processes("nodeA").items() if " launch " in words]
+    for pid in launched:
+        os.kill(pid, number)
+    assert fixed.wait("nodeA").code != 0
+    fixed.until(lambda: not network.processes("nodeA"), "nothing left on nodeA\n", 20)
+    for node in ("nodeB", "nodeC"):
+        fixed.agents[node][0].terminate()
 
 
 @pytest.mark.full
