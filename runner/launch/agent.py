@@ -3,11 +3,12 @@
 It prints one line about the failed ranks. torchrun's own traceback, some thirty lines, would hide
 the message of the rank.
 
-With a varying number of nodes the rendezvous stays open. torchrun closes it for every node and for
-good: a node that was cut off and comes back would be refused, and so would be the others at their
-next restart.
+With several nodes the rendezvous stays open. torchrun closes it for every node and for good: a node
+that was cut off and comes back would be refused, and so would be the others at their next restart,
+where something else than their torchrun holds the place.
 
-A node whose device is at fault leaves such a run; torchrun would start its ranks again.
+A node whose device is at fault leaves a run of a varying number of nodes; torchrun would start its
+ranks again.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ def run(arguments: Sequence[str]) -> int:
     """Run torchrun with ``arguments``; returns its exit code."""
     given = [word.removeprefix(_NODES) for word in arguments if word.startswith(_NODES)]
     nodes = torchrun.parse_nodes(given[0] if given else "1")
+    if nodes.most > 1:
+        DynamicRendezvousHandler.shutdown = shutdown  # type: ignore[method-assign]
     if nodes.is_elastic:
         out = torchrun.out_of(arguments, None)
-        DynamicRendezvousHandler.shutdown = shutdown  # type: ignore[method-assign]
         SimpleElasticAgent._restart_workers = restart_or_leave(out, nodes.least)  # type: ignore[method-assign]
     try:
         main(arguments)

@@ -68,6 +68,11 @@ class Job:
             )
             self.agents.setdefault(node, []).append(started)
 
+    def signal(self, node: str, number: int) -> None:
+        for pid, words in self.network.processes(node).items():
+            if " launch " in words and "nsenter" not in words:
+                os.kill(pid, number)
+
     def log(self, node: str) -> Path:
         return self.out.with_name(f"{node}.log")
 
@@ -384,13 +389,11 @@ def test_a_head_that_stands_by_is_stopped(
     fixed = job("faults=[slow@step=1-60,seconds=1]", told, CHECK, nodes="2")
     fixed.start("nodeA", "nodeB", "nodeC")
     fixed.until_step(5)
-    launched = [pid for pid, words in network.processes("nodeA").items() if " launch " in words]
-    for pid in launched:
-        os.kill(pid, number)
+    fixed.signal("nodeA", number)
     assert fixed.wait("nodeA").code != 0
     fixed.until(lambda: not network.processes("nodeA"), "nothing left on nodeA\n", 20)
     for node in ("nodeB", "nodeC"):
-        fixed.agents[node][0].terminate()
+        fixed.signal(node, signal.SIGTERM)
 
 
 @pytest.mark.full
