@@ -123,8 +123,8 @@ def test_failed_ranks_are_one_line_and_the_first_to_fail_comes_first(
     assert line.endswith("rank 7 (pid 70) ended with exit code 2, 4 more")
 
 
-@pytest.mark.parametrize(("nodes", "stays_open"), [("2", False), ("1:2", True)])
-def test_only_a_varying_number_of_nodes_needs_an_open_rendezvous(
+@pytest.mark.parametrize(("nodes", "stays_open"), [("1", False), ("2", True), ("1:2", True)])
+def test_several_nodes_need_an_open_rendezvous(
     nodes: str, stays_open: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for kind, name in (
