@@ -1,6 +1,6 @@
 """Holds the place where the nodes of a run meet, on a head that no longer takes part itself.
 
-The rendezvous needs nothing of the head but its store. Ends when the run does.
+The rendezvous needs nothing of the head but its store. Ends when the run has, and its nodes with it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from runner.run_dir.paths import RunDir
 _POLL_SECONDS = 1.0
 # A run that has not moved for so long has been given up by its other nodes.
 _SILENT_SECONDS = 3600.0
+# Until the nodes have waited for each other's end, here, once their ranks are done.
+_LAST_SECONDS = 15.0
 _ENDS = ("done", "halted", "preempted")
 
 
@@ -36,6 +38,7 @@ def main(arguments: Sequence[str]) -> None:
     store = TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True)
     while not _is_over(RunDir(out), began):
         time.sleep(_POLL_SECONDS)
+    time.sleep(_LAST_SECONDS)
     del store
 
 
