@@ -1,6 +1,6 @@
 """Holds the place where the nodes of a run meet, on a head that no longer takes part itself.
 
-The rendezvous needs nothing of the head but its store. Ends when the run has, and its nodes with it.
+The rendezvous needs nothing of the head but its store. Ends some seconds after the run did.
 """
 
 from __future__ import annotations
