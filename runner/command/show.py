@@ -49,6 +49,8 @@ def report_command(arguments: Sequence[str]) -> int:
     name = NAME if len(outs) == 1 else _COMPARISON
     target = Path(options.output) if options.output else outs[0] / name
     _refuse_to_replace(target)
+    if not target.parent.is_dir():
+        raise ConfigError(f"report: -o {target}: there is no folder {target.parent}")
     try:
         with Bar("reading", 0) as bar:
             text = page(read_runs(outs, on_progress=lambda out, done, total: bar.at(done, total)))

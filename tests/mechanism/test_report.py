@@ -352,6 +352,13 @@ def test_no_run_is_an_error_of_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a run: it has neither"):
         RunReader(tmp_path)
     assert main(["report", str(tmp_path)]) == 2
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": 1, "accuracy": 0.3}\n')
+    with pytest.raises(ConfigError, match="nor steps in metrics"):
+        RunReader(tmp_path)
+    with pytest.raises(ConfigError, match="no such directory"):
+        RunReader(tmp_path / "none")
+    run = Made(steps=20).write(tmp_path / "run")
+    assert main(["report", str(run), "-o", str(tmp_path / "none" / "page.html")]) == 2
 
 
 def test_a_file_that_is_no_page_of_ours_is_not_replaced(

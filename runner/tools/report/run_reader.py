@@ -17,6 +17,7 @@ from runner.run_dir.paths import SAMPLES, RunDir, read_explanation
 from runner.run_dir.time_account import TimeAccount, account, plausible_seconds, seconds_by_kind
 from runner.system.error import ConfigError
 from runner.system.files import read_bounded
+from runner.system.json_lines import last_lines
 from runner.system.units import duration
 from runner.tools.report.attempts import AttemptIndex, AttemptRow, Thinned, is_odd, row_of
 from runner.tools.report.follow import Follower, whole
@@ -93,10 +94,15 @@ class RunReader:
         self, out: Path, *, columns: int = 1024, clock: Callable[[], float] = time.time
     ) -> None:
         self.run_dir = RunDir(out)
-        if not (self.run_dir.journal.exists() or self.run_dir.metrics.exists()):
+        if not out.is_dir():
+            raise ConfigError(f"{out}: there is no such directory; give that of a run (its out)")
+        is_ours = self.run_dir.journal.exists() or any(
+            "step" in line for line in last_lines(self.run_dir.metrics)
+        )
+        if not is_ours:
             raise ConfigError(
-                f"{out}: not a run: it has neither metrics.jsonl nor journal.jsonl; give the "
-                "directory that was the run's out"
+                f"{out}: not a run: it has neither journal.jsonl nor steps in metrics.jsonl; give "
+                "the directory that was the run's out"
             )
         self.clock = clock
         self.generation = 0  # rises when a file was truncated, and everything is read again

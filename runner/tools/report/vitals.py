@@ -183,10 +183,9 @@ class Glance:
         return f"{one.kind.replace('_', ' ')}, step {one.step:,}" if one else ""
 
     def goodput(self) -> float | None:
-        """The share of its time that counts: in all once it has ended, else lately."""
-        share = (self.vitals.summary(self.incarnation) or {}).get("goodput")
-        if isinstance(share, float | int):
-            return number(share)
+        """The share of its time that counts: in all once it has ended, else lately; or unknown."""
+        if (summary := self.vitals.summary(self.incarnation)) is not None:
+            return number(summary.get("goodput"))
         lately = self._clock() - self._lately_since
         return self._lately.goodput(lately) if self._lately_since and lately > 0 else None
 
