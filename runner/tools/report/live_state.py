@@ -146,7 +146,9 @@ class Live:
         key, now = self.key(), self._clock()
         frame = ""
         if key != self._key or now >= self._aged_at + _AGES_SECONDS or not self._told:
-            frame = self._frame(self._number + 1, self.news(is_changed=key != self._key))
+            frame = self._frame(
+                self._number + 1, self.told(is_changed=key != self._key, is_whole=False)
+            )
             self._key, self._aged_at = key, now
         with self._changed:
             wanted, self._wanted = self._wanted, set()
@@ -163,17 +165,16 @@ class Live:
 
     def _render(self, kind: str) -> str:
         if kind == _WHOLE:
-            return self._frame(self._number, self.all())
+            return self._frame(self._number, self.told(is_changed=True, is_whole=True))
         return self.metrics() if kind == METRICS else self.page(f"{self._life}-{self._number}")
 
     def _frame(self, number: int, told: Mapping[str, Any]) -> str:
         return f"id: {self._life}-{number}\ndata: {json_text(told)}\n\n"
 
-    def changed_parts(self, parts: Parts) -> dict[str, Html | str]:
+    def changed(self, parts: Parts) -> Parts:
         """The parts whose key has changed since the last call."""
-        fresh = {name: make() for name, (key, make) in parts.items() if self._told.get(name) != key}
-        self._told = {name: key for name, (key, _) in parts.items()}
-        return fresh
+        before, self._told = self._told, {name: key for name, (key, _) in parts.items()}
+        return {name: one for name, one in parts.items() if before.get(name) != one[0]}
 
     # -- what is shown ----------------------------------------------------------------------
 
@@ -193,12 +194,12 @@ class Live:
         """Another one when there is news that is not only an age."""
         raise NotImplementedError
 
-    def news(self, *, is_changed: bool) -> dict[str, Any]:
-        """What is new since the last call."""
-        raise NotImplementedError
+    def told(self, *, is_changed: bool, is_whole: bool) -> dict[str, Any]:
+        """What is new since the last call, or all for a viewer who knows nothing.
 
-    def all(self) -> dict[str, Any]:
-        """The same for a viewer who knows nothing."""
+        Args:
+            is_changed: whether the key is another one.
+        """
         raise NotImplementedError
 
     def page(self, version: str) -> str:
@@ -247,25 +248,20 @@ class LiveRun(Live):
         count = len(fold.attempts), len(fold.lines), fold.num_side_lines, run.num_damaged
         return run.generation, count, run.status()
 
-    def news(self, *, is_changed: bool) -> dict[str, Any]:
-        run, rows = self._run, self._rows
-        self._rows = []
-        is_whole, self._generation = self._generation != run.generation, run.generation
+    def told(self, *, is_changed: bool, is_whole: bool) -> dict[str, Any]:
+        run, rows = self._run, None
+        parts: Parts = parts_of(run, 0)
+        if not is_whole:
+            parts = self.changed(parts)
+            rows = self._rows if self._generation == run.generation else None
+            self._rows, self._generation = [], run.generation
         return {
             "alive": run.is_alive(),
             "title": title_of([run]),
-            "whole": is_whole,
-            "parts": self.changed_parts(parts_of(run, 0)),
-            "run": data_of(run, None if is_whole else rows) if is_changed else None,
+            "whole": rows is None,
+            "parts": {name: make() for name, (_, make) in parts.items()},
+            "run": data_of(run, rows) if is_changed else None,
         }
-
-    def all(self) -> dict[str, Any]:
-        run = self._run
-        parts = {name: make() for name, (_, make) in parts_of(run, 0).items()}
-        return {
-            "alive": run.is_alive(), "title": title_of([run]), "whole": True, "parts": parts,
-            "run": data_of(run),
-        }  # fmt: skip
 
     def page(self, version: str) -> str:
         return page([self._run], version=version, has_list=self._is_one_of_many)
@@ -293,12 +289,10 @@ class LiveRuns(Live):
         runs = ((one.name, one.status, one.step, one.num_lines, one.unread) for one in self._shown)
         return list(runs), self._runs.unread
 
-    def news(self, *, is_changed: bool) -> dict[str, Any]:
-        return {"alive": True, "title": self._title(), "parts": self.changed_parts(self._parts())}
-
-    def all(self) -> dict[str, Any]:
-        parts = {name: make() for name, (_, make) in self._parts().items()}
-        return {"alive": True, "title": self._title(), "parts": parts}
+    def told(self, *, is_changed: bool, is_whole: bool) -> dict[str, Any]:
+        parts = self._parts() if is_whole else self.changed(self._parts())
+        made = {name: make() for name, (_, make) in parts.items()}
+        return {"alive": True, "title": self._title(), "parts": made}
 
     def _title(self) -> str:
         return f"{len(self._shown)} runs - holdfast"

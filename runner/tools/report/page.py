@@ -28,8 +28,8 @@ VENDORED = {
     "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
 }
 _ASSETS = Path(__file__).parent / "assets"
-# Columns of all runs together; a row takes about 60 bytes.
-_COLUMNS = 1024
+# Columns of all runs together, at least: up to twice as many are kept. A row takes about 60 bytes.
+_COLUMNS = 768
 _LEAST_COLUMNS = 128
 MOST_RUNS = 16
 _DRAWING_STEPS = 500
