@@ -9,13 +9,11 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
 from runner.checkpoint.jobs import LockstepQueue
@@ -36,6 +34,7 @@ from runner.run_dir.paths import RunDir
 from runner.startup.restore import RemoteRun, Restorer, is_lost, run_name
 from runner.system.error import CheckpointError, ConfigError, CorruptCheckpoint
 from runner.system.files import file_digest
+from tests.crash_world import Holder
 from tests.mechanism.test_ring_on_disk import tensors, write
 from tests.observed import OneRank
 from tests.rows import full
@@ -683,27 +682,6 @@ def test_no_secret_is_in_what_a_failure_says(store: Store, out: Path) -> None:
 
 
 # -- with the ring ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Shard:
-    name: str = "param/a"
-    shape: tuple[int, ...] = (8,)
-    start: int = 0
-    local: torch.Tensor = field(default_factory=lambda: torch.ones(8))
-
-
-class Holder:
-    replica = (0, 1)
-
-    def shards(self) -> list[Shard]:
-        return [Shard()]
-
-    def update_counts(self) -> dict[str, int]:
-        return {}
-
-    def finish_load(self, update_counts: Any) -> None:
-        return
 
 
 def test_a_checkpoint_is_not_retired_while_it_is_sent(tmp_path: Path, url: str) -> None:
