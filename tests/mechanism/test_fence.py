@@ -329,8 +329,3 @@ def test_an_old_owner_cannot_commit(tmp_path: Path) -> None:
     with pytest.raises(Superseded):
         checked.remove(record)
     assert fresh.entries()[0]
-
-
-def test_unfinished_checkpoints_of_two_owners_do_not_mix(tmp_path: Path) -> None:
-    first, second = CheckpointDirectory(tmp_path, owner=1), CheckpointDirectory(tmp_path, owner=2)
-    assert first.writing_folder(5) != second.writing_folder(5)

@@ -52,14 +52,6 @@ def test_a_move_that_is_not_in_the_table_is_refused(life: Life) -> None:
             Copy(record, life).move(other)
 
 
-@pytest.mark.parametrize("state", State)
-def test_what_is_found_is_recorded_as_it_was(state: State) -> None:
-    record = Record(serial=1, step=2, cursor=3, state=state)
-    copy = Copy.found(record)
-    assert copy.record == record and copy.is_recorded
-    assert not copy.is_being_saved and not copy.is_being_proven
-
-
 def back_to(ring: CheckpointRing, rig: Rig, step: int) -> None:
     """As a rollback does it."""
     [target] = [r for r in rollback_targets(ring.records, cursor=10_000, step=step)][:1]
