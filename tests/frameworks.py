@@ -161,14 +161,16 @@ def hf_arguments(arguments: ScriptArguments) -> dict[str, Any]:
 
 
 def poisoned(trainer: type) -> type:
-    """A trainer whose loss is NaN for the bad token."""
+    """A trainer whose loss is NaN where any of its inputs has the bad token."""
 
     class Poisoned(trainer):  # type: ignore[misc,valid-type]
         def compute_loss(self, model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
             loss = super().compute_loss(model, inputs, *rest, **named)
             if not model.training:
                 return loss
-            return loss * (float("nan") if (inputs["input_ids"] == BAD_TOKEN).any() else 1.0)
+            ids = [one for name, one in inputs.items() if name.endswith("ids")]
+            is_bad = any(torch.is_tensor(one) and bool((one == BAD_TOKEN).any()) for one in ids)
+            return loss * (float("nan") if is_bad else 1.0)
 
         def create_accelerator_and_postprocess(self) -> None:
             super().create_accelerator_and_postprocess()
@@ -254,22 +256,20 @@ def _tokenizer() -> Any:
 # -- Lightning --------------------------------------------------------------------------------
 
 
-def train_lightning(arguments: ScriptArguments) -> Ended:
-    from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.plugins import MixedPrecision
-
-    from runner.integrations.lightning import GuardCallback
+def lightning_module(net: nn.Module | None) -> Any:
+    """A module around ``net``; it may be made later. ``evaluated``: losses by step."""
+    from lightning.pytorch import LightningModule
 
     class Module(LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = TinyNet()
+            self.net, self.evaluated = net, {}
 
         def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
             return self.net(batch)
 
         def validation_step(self, batch: torch.Tensor, number: int) -> None:
-            losses[self.trainer.global_step] = float(self.net(batch))
+            self.evaluated[self.trainer.global_step] = float(self.net(batch))
 
         def configure_optimizers(self) -> Any:
             optimizer, schedule = optimizer_and_schedule(self)
@@ -278,7 +278,14 @@ def train_lightning(arguments: ScriptArguments) -> Ended:
                 "lr_scheduler": {"scheduler": schedule, "interval": "step"},
             }
 
-    losses: dict[int, float] = {}
+    return Module()
+
+
+def guarded_lightning(arguments: ScriptArguments, **more: Any) -> tuple[Any, Any]:
+    """A trainer with a guard, and with a callback that kills the process; and the guard."""
+    from lightning.pytorch import Callback, Trainer
+
+    from runner.integrations.lightning import GuardCallback
 
     class Kill(Callback):
         def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
@@ -289,15 +296,24 @@ def train_lightning(arguments: ScriptArguments) -> Ended:
         ) -> None:
             arguments.maybe_kill(trainer.global_step, guard.guard)
 
-    torch.manual_seed(0)
-    module, guard = Module(), GuardCallback(arguments.out, **arguments.settings)
-    # With precision="16-mixed" Lightning takes BF16 on a CPU.
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=6)
+    guard = GuardCallback(arguments.out, **arguments.settings)
     trainer = Trainer(
         max_epochs=2, accumulate_grad_batches=ACCUMULATE, gradient_clip_val=0.5,
-        accelerator="cpu", devices=num_ranks(), strategy="ddp" if num_ranks() > 1 else "auto",
-        logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[Kill(), guard],
+        accelerator="cpu", devices=num_ranks(), logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[Kill(), guard], **more,
+    )  # fmt: skip
+    return trainer, guard
+
+
+def train_lightning(arguments: ScriptArguments) -> Ended:
+    from lightning.pytorch.plugins import MixedPrecision
+
+    torch.manual_seed(0)
+    module = lightning_module(TinyNet())
+    # With precision="16-mixed" Lightning takes BF16 on a CPU.
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=6)
+    trainer, guard = guarded_lightning(
+        arguments, strategy="ddp" if num_ranks() > 1 else "auto",
         val_check_interval=18, num_sanity_val_steps=0,
         plugins=[MixedPrecision("16-mixed", "cpu", scaler)] if arguments.fp16 else None,
     )  # fmt: skip
@@ -305,7 +321,7 @@ def train_lightning(arguments: ScriptArguments) -> Ended:
     trainer.fit(module, loader_of(arguments), held_out)
     schedule = trainer.lr_scheduler_configs[0].scheduler
     state = state_of(module, trainer.optimizers[0], schedule, arguments.fp16 and scaler)
-    return Ended(state=state, skipped=guard.guard.skipped, evaluated=losses)
+    return Ended(state=state, skipped=guard.guard.skipped, evaluated=module.evaluated)
 
 
 def train_fabric(arguments: ScriptArguments) -> Ended:

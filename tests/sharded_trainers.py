@@ -14,6 +14,8 @@ from tests.frameworks import (
     ScriptArguments,
     TinyNet,
     guarded_accelerate,
+    guarded_lightning,
+    lightning_module,
     loader_of,
     num_ranks,
     optimizer_and_schedule,
@@ -27,42 +29,19 @@ def sharded(net: TinyNet, mesh: Any) -> TinyNet:
 
 
 def train_lightning(arguments: ScriptArguments) -> Ended:
-    from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.strategies import ModelParallelStrategy
 
-    from runner.integrations.lightning import GuardCallback
-
-    class Module(LightningModule):
-        def configure_model(self) -> None:
-            torch.manual_seed(0)
-            self.net = sharded(TinyNet(), self.device_mesh["data_parallel"])
-
-        def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
-            return self.net(batch)
-
-        def configure_optimizers(self) -> Any:
-            optimizer, schedule = optimizer_and_schedule(self)
-            return {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": schedule, "interval": "step"},
-            }
-
-    class Kill(Callback):
-        def on_train_batch_start(
-            self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-        ) -> None:
-            arguments.maybe_kill(trainer.global_step, guard.guard)
-
     torch.manual_seed(0)
-    guard = GuardCallback(arguments.out, **arguments.settings)
-    trainer = Trainer(
-        max_epochs=2, accumulate_grad_batches=ACCUMULATE, gradient_clip_val=0.5,
-        accelerator="cpu", devices=num_ranks(),
-        strategy=ModelParallelStrategy(data_parallel_size=num_ranks(), tensor_parallel_size=1),
-        logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[guard, Kill()],
-    )  # fmt: skip
-    trainer.fit(Module(), loader_of(arguments))
+    module = lightning_module(None)
+
+    def configure_model() -> None:
+        torch.manual_seed(0)
+        module.net = sharded(TinyNet(), module.device_mesh["data_parallel"])
+
+    module.configure_model = configure_model
+    strategy = ModelParallelStrategy(data_parallel_size=num_ranks(), tensor_parallel_size=1)
+    trainer, guard = guarded_lightning(arguments, strategy=strategy)
+    trainer.fit(module, loader_of(arguments))
     schedule = trainer.lr_scheduler_configs[0].scheduler.state_dict()
     return Ended(
         state={"digest": guard.guard.state_digest(), "schedule": schedule},

@@ -10,7 +10,15 @@ import os
 from typing import Any
 
 from tests import frameworks
-from tests.frameworks import BAD_TOKEN, Ended, ScriptArguments, fit_hf, hf_arguments, tokens
+from tests.frameworks import (
+    BAD_TOKEN,
+    Ended,
+    ScriptArguments,
+    fit_hf,
+    hf_arguments,
+    poisoned,
+    tokens,
+)
 
 BAD_WORD = f"t{BAD_TOKEN}"
 
@@ -26,20 +34,6 @@ def tokenizer() -> Any:
 
 def words(ids: Any) -> str:
     return " ".join(f"t{number}" for number in ids.tolist())
-
-
-def poisoned(trainer: type) -> type:
-    """A trainer whose loss is NaN where any of its inputs has the bad token."""
-    import torch
-
-    class Poisoned(trainer):  # type: ignore[misc,valid-type]
-        def compute_loss(self, model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
-            loss = super().compute_loss(model, inputs, *rest, **named)
-            ids = [one for name, one in inputs.items() if name.endswith("ids")]
-            is_bad = any(torch.is_tensor(one) and bool((one == BAD_TOKEN).any()) for one in ids)
-            return loss * (float("nan") if is_bad else 1.0)
-
-    return Poisoned
 
 
 def train(script: ScriptArguments, kind: str, rows: list[dict[str, Any]], **more: Any) -> Ended:
