@@ -95,7 +95,7 @@ class Run:
                 one["step"].zero_()
         if DEFECT == "ema_lost":
             self.ema.load_state_dict(net.state_dict())
-        self.progress.batch += {"batch_skipped": 1, "batch_repeated": -1}.get(DEFECT, 0)
+        self.progress.batch += parts.BATCH_SHIFT
         if DEFECT == "sampler_restarted":
             self.progress.batch = 0
 
@@ -135,21 +135,14 @@ class Run:
             if self.accelerator.sync_gradients:
                 break
         net = self.accelerator.unwrap_model(self.model)
-        with torch.no_grad():
-            for average, parameter in zip(self.ema.parameters(), net.parameters(), strict=True):
-                average.lerp_(parameter, 0.1)
+        parts.average_into(self.ema, net)
         self.progress.step += 1
         return loss.detach()
 
 
 def _smaller(models: Any, weights: list[Any], output_dir: str) -> None:
     """Called by save_state with the weights that it is about to write."""
-    for state in weights:
-        for name, tensor in list(state.items()):
-            if DEFECT == "weights_bf16" and tensor.is_floating_point():
-                state[name] = tensor.bfloat16()
-            if DEFECT == "batchnorm" and "running" in name:
-                del state[name]
+    weights[:] = [parts.weights(state) for state in weights]
 
 
 def main() -> None:

@@ -54,14 +54,10 @@ class Trainer:
         parts.write(own, self.out / f"rank{RANK}-{self.step}.pt")
         dist.barrier()
         if RANK == 0:
-            model = self.net.state_dict()
-            if DEFECT == "weights_bf16":
-                model = {n: t.bfloat16() if t.is_floating_point() else t for n, t in model.items()}
-            if DEFECT == "batchnorm":
-                model = {n: t for n, t in model.items() if "running" not in n}
             state = {
                 "epoch": self.epoch, "batches_done": self.batches_done, "step": self.step,
-                "model": model, "ema": self.ema.state_dict(), "scaler": self.scaler.state_dict(),
+                "model": parts.weights(self.net.state_dict()), "ema": self.ema.state_dict(),
+                "scaler": self.scaler.state_dict(),
                 "optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict(),
             }  # fmt: skip
             parts.write(state, self.out / f"step-{self.step}.pt")
@@ -70,19 +66,12 @@ class Trainer:
     def load(self, path: Path) -> None:
         state = parts.read(path)
         self.epoch, self.step = state["epoch"], state["step"]
-        shift = {"batch_skipped": 1, "batch_repeated": -1}.get(DEFECT, 0)
-        self.batches_done = state["batches_done"] + shift
+        self.batches_done = state["batches_done"] + parts.BATCH_SHIFT
         model = state["model"]
         if DEFECT == "older_checkpoint":  # the first in the folder, in no particular order
             model = parts.read(sorted(path.parent.glob("step-*.pt"))[0])["model"]
         self.net.load_state_dict(model, strict=DEFECT != "batchnorm")
-        optimizer = state["optimizer"]
-        if DEFECT == "moments":
-            optimizer = {**optimizer, "state": {}}
-        if DEFECT == "step_counts":
-            for one in optimizer["state"].values():
-                one["step"] = torch.zeros(())
-        self.optimizer.load_state_dict(optimizer)
+        self.optimizer.load_state_dict(parts.of_optimizer(state["optimizer"]))
         if DEFECT != "lr_reset":
             self.schedule.load_state_dict(state["schedule"])
         if DEFECT != "ema_lost":

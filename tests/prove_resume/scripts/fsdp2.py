@@ -83,7 +83,7 @@ class Trainer:
     def load(self, folder: Path) -> None:
         own = parts.read(folder / f"rank{RANK}.pt")
         self.epoch, self.batch, self.step = own["epoch"], own["batch"], own["step"]
-        self.batch += {"batch_skipped": 1, "batch_repeated": -1}.get(DEFECT, 0)
+        self.batch += parts.BATCH_SHIFT
         if DEFECT == "sampler_restarted":
             self.batch = 0
         if DEFECT == "epoch_seed":

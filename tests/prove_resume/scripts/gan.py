@@ -35,12 +35,7 @@ class Gan:
         }  # fmt: skip
 
     def load(self, state: dict[str, Any]) -> None:
-        generator = state["generator"]
-        if DEFECT == "weights_bf16":
-            generator = {
-                n: t.bfloat16() if t.is_floating_point() else t for n, t in generator.items()
-            }
-        self.generator.load_state_dict(generator)
+        self.generator.load_state_dict(parts.weights(state["generator"]))
         self.critic.load_state_dict(state["critic"])
         if DEFECT != "moments":
             self.of_generator.load_state_dict(state["of_generator"])

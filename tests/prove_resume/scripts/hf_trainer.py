@@ -90,10 +90,7 @@ class Ema(TrainerCallback):
             self.model.load_state_dict(parts.read(path))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-        with torch.no_grad():
-            pairs = zip(self.model.parameters(), named["model"].parameters(), strict=True)
-            for average, parameter in pairs:
-                average.lerp_(parameter, 0.1)
+        parts.average_into(self.model, named["model"])
 
     def on_save(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         if RANK == 0:
@@ -128,11 +125,7 @@ class OurTrainer(Trainer):
         return CountingSampler() if DEFECT == "epoch_seed" else super()._get_train_sampler(*rest)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        state = state_dict or self.model.state_dict()
-        if DEFECT == "weights_bf16":
-            state = {n: t.bfloat16() if t.is_floating_point() else t for n, t in state.items()}
-        if DEFECT == "batchnorm":
-            state = {n: t for n, t in state.items() if "running" not in n}
+        state = parts.weights(state_dict or self.model.state_dict())
         super()._save(output_dir, state_dict=state)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

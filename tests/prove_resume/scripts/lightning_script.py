@@ -95,22 +95,14 @@ class Module(LightningModule):
             self.own_schedule.step()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        state = checkpoint["state_dict"]
-        for name, tensor in list(state.items()):
-            if DEFECT == "weights_bf16" and tensor.is_floating_point():
-                state[name] = tensor.bfloat16()
-            if DEFECT == "batchnorm" and "running" in name:
-                del state[name]
+        checkpoint["state_dict"] = parts.weights(checkpoint["state_dict"])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if DEFECT == "older_checkpoint":
             first = sorted(self.out.glob("step-*.ckpt"))[-1]
             checkpoint["state_dict"] = parts.read(first)["state_dict"]
-        for optimizer in checkpoint["optimizer_states"]:
-            if DEFECT == "moments":
-                optimizer["state"] = {}
-            for one in optimizer["state"].values() if DEFECT == "step_counts" else ():
-                one["step"] = torch.zeros(())
+        states = checkpoint["optimizer_states"]
+        checkpoint["optimizer_states"] = [parts.of_optimizer(state) for state in states]
 
 
 class Random(Callback):
@@ -145,10 +137,7 @@ class Ema(Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        with torch.no_grad():
-            pairs = zip(self.net.parameters(), pl_module.net.parameters(), strict=True)
-            for average, parameter in pairs:
-                average.lerp_(parameter, 0.1)
+        parts.average_into(self.net, pl_module.net)
 
     def state_dict(self) -> dict[str, Any]:
         return {} if DEFECT == "ema_lost" else {"ema": self.net.state_dict()}

@@ -130,6 +130,36 @@ def warm_up_and_decay(step: int) -> float:
     return min(1.0, (step + 1) / 10) * 0.97**step
 
 
+@torch.no_grad()
+def average_into(ema: nn.Module, model: nn.Module) -> None:
+    for average, parameter in zip(ema.parameters(), model.parameters(), strict=True):
+        average.lerp_(parameter, 0.1)
+
+
+# -- mistakes that several scripts make, where DEFECT names them ---------------------------------
+
+BATCH_SHIFT = {"batch_skipped": 1, "batch_repeated": -1}.get(DEFECT, 0)
+
+
+def weights(state: dict[str, Any]) -> dict[str, Any]:
+    """The weights as they are stored: in half the bytes, or without the running statistics."""
+    if DEFECT == "weights_bf16":
+        state = {n: t.bfloat16() if t.is_floating_point() else t for n, t in state.items()}
+    if DEFECT == "batchnorm":
+        state = {n: t for n, t in state.items() if "running" not in n}
+    return state
+
+
+def of_optimizer(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state as it is loaded: learning rates and options only, or uncounted."""
+    if DEFECT == "moments":
+        state = {**state, "state": {}}
+    if DEFECT == "step_counts":  # what a format of one's own forgets
+        for one in state["state"].values():
+            one["step"] = torch.zeros(())
+    return state
+
+
 # -- random numbers, checkpoint files -----------------------------------------------------------
 
 

@@ -58,20 +58,13 @@ class Training:
     # -- checkpoints
 
     def save(self, out: Path) -> None:
-        model = self.model.state_dict()
-        if DEFECT == "weights_bf16":  # half the size on disk
-            model = {
-                name: t.bfloat16() if t.is_floating_point() else t for name, t in model.items()
-            }
-        if DEFECT == "batchnorm":
-            model = {name: tensor.detach() for name, tensor in self.model.named_parameters()}
         state = {
             "step": self.step, "epoch": self.epoch, "batch": self.batch,
             "optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict(),
             "ema": self.ema.state_dict(), "scaler": self.scaler.state_dict(),
             "stream": self.stream.state_dict(), "random": parts.random_state(),
         }  # fmt: skip
-        parts.write(model, out / f"model-{self.step}.pt")
+        parts.write(parts.weights(self.model.state_dict()), out / f"model-{self.step}.pt")
         parts.write(state, out / f"trainer-{self.step}.pt")
 
     def load(self, path: Path) -> None:
@@ -81,30 +74,19 @@ class Training:
         if DEFECT == "older_checkpoint":  # "model-5.pt" comes after "model-15.pt"
             weights = sorted(path.parent.glob("model-*.pt"))[-1]
         self.model.load_state_dict(parts.read(weights), strict=DEFECT != "batchnorm")
-        self._load_optimizer(state["optimizer"])
+        self.optimizer.load_state_dict(parts.of_optimizer(state["optimizer"]))
         if DEFECT != "lr_reset":
             self.schedule.load_state_dict(state["schedule"])
         self.ema.load_state_dict(self.model.state_dict() if DEFECT == "ema_lost" else state["ema"])
         if DEFECT != "scaler_lost":
             self.scaler.load_state_dict(state["scaler"])
-        if DEFECT == "batch_skipped":
-            self.batch += 1
-        if DEFECT == "batch_repeated":
-            self.batch -= 1
+        self.batch += parts.BATCH_SHIFT
         if DEFECT == "sampler_restarted":
             self.batch = 0
         if DEFECT == "epoch_seed":
             self.first_epoch = self.epoch
         self.stream.load_state_dict(state["stream"])
         self.saved_random = state["random"]
-
-    def _load_optimizer(self, state: Any) -> None:
-        if DEFECT == "moments":  # learning rates and options only
-            state = {**state, "state": {}}
-        if DEFECT == "step_counts":  # what a format of one's own forgets
-            for one in state["state"].values():
-                one["step"] = torch.tensor(0.0)
-        self.optimizer.load_state_dict(state)
 
     def _restore_random(self) -> None:
         """Put the generators back; last, because a loader draws from them when it begins."""
@@ -159,10 +141,7 @@ class Training:
         self.scaler.update()
         self.optimizer.zero_grad()
         self.schedule.step()
-        with torch.no_grad():
-            pairs = zip(self.ema.parameters(), self.model.parameters(), strict=True)
-            for average, parameter in pairs:
-                average.lerp_(parameter, 0.1)
+        parts.average_into(self.ema, self.model)
         self.step += 1
         return loss.detach()
 
