@@ -27,6 +27,7 @@ from tests.drills.compare import (
     same_rates,
 )
 from tests.drills.conftest import remembered
+from tests.drills.test_lost_data import forgetful, why_not
 from tests.namespaces import Network
 from tests.run import TINY, Result, metrics_step, unbroken
 
@@ -392,6 +393,41 @@ def test_a_head_that_stands_by_is_stopped(
     fixed.until(lambda: not network.processes("nodeA"), "nothing left on nodeA\n", 20)
     for node in ("nodeB", "nodeC"):
         fixed.signal(node, signal.SIGTERM)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A disk at ``tmp_path / "disk"``, mounted before there are namespaces: stopped, it hangs."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with forgetful(tmp_path / "backing", tmp_path / "disk") as process:
+        yield process
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("begun", [True, False], ids=["later", "from the start"])
+def test_a_disk_that_hangs_under_what_is_remembered_stops_nothing(
+    begun: bool,
+    disk: subprocess.Popen[bytes],
+    job: Callable[..., Job],
+    clean: Result,
+    tmp_path: Path,
+) -> None:
+    told = remembered(tmp_path / "disk" / "nodes", "nodeA")
+    faults = "faults=[kill@step=30,rank=1,slow@step=1-60,seconds=0.1]"
+    fixed = job(told, CHECK, faults, nodes="2")
+    if not begun:
+        disk.send_signal(signal.SIGSTOP)
+    fixed.start("nodeA", "nodeB")
+    fixed.until_step(10)
+    disk.send_signal(signal.SIGSTOP)
+    run = fixed.wait("nodeA", timeout=RECOVERY + 90)
+    assert fixed.wait("nodeB").code == 0
+    for node in ("nodeA", "nodeB"):
+        words = fixed.log(node).read_text()
+        assert words.count("no answer within 10 s; the run goes on without") == 1, words
+    assert len(run.journal("start")) == 2
+    assert_follows(run, clean)
 
 
 @pytest.mark.full
