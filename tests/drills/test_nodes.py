@@ -404,6 +404,7 @@ def disk(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
         yield process
 
 
+@pytest.mark.twin
 @pytest.mark.full
 @pytest.mark.parametrize("begun", [True, False], ids=["later", "from the start"])
 def test_a_disk_that_hangs_under_what_is_remembered_stops_nothing(
