@@ -156,10 +156,6 @@ class LockstepQueues:
         self.queues = [LockstepQueue(ranks.gather) for _ in range(count)]
         self._ranks = ranks
 
-    @property
-    def num_jobs(self) -> int:
-        return sum(queue.num_jobs for queue in self.queues)
-
     def progress(self) -> JobProgress:
         """:meth:`LockstepQueue.progress` of all queues."""
         return JobProgress(

@@ -176,9 +176,6 @@ class BatchPlan:
 class Order(Protocol):
     """Which sample is at each position of the stream, and which are never trained on."""
 
-    @property
-    def num_samples(self) -> int: ...
-
     def indices(self, positions: Indices) -> Indices:
         """Data set indices of stream positions, int64, same shape."""
 
@@ -277,10 +274,6 @@ class SampleStream:
         order = OneSource(num_samples=num_samples, seed=seed, held_out_share=held_out_share)
         order.require_some()
         return cls(order, global_size=global_size)
-
-    @property
-    def num_samples(self) -> int:
-        return self.order.num_samples
 
     def forget(self) -> None:
         """Drop cached plans, because the order has changed."""

@@ -84,14 +84,6 @@ class MixtureOrder:
             if weights.get(name):
                 source.require_some(f" of data.sources {name!r}")
 
-    @property
-    def num_samples(self) -> int:
-        return int(self._offsets[-1])
-
-    @property
-    def phases(self) -> tuple[Phase, ...]:
-        return tuple(self._phases)
-
     def load(self, phases: Sequence[Phase]) -> None:
         """Set the phases, the first from position 0 on, each later one from its start on."""
         self._phases, self._before = [], []

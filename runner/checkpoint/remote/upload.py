@@ -66,10 +66,6 @@ class Uploads:
         """Serials that must not be retired from the ring now."""
         return {self._sending.serial} if self._sending else set()
 
-    @property
-    def is_busy(self) -> bool:
-        return self.queue.num_jobs > 0
-
     def after_step(self, records: Sequence[Record], step: int) -> None:
         """Begin the upload that is due; ``records`` are the ring's on disk."""
         self._step = step
