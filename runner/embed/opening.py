@@ -343,6 +343,7 @@ class PendingTensors:
             raise
         except Exception:  # the checkpoint is damaged; the ring reports that
             return NO_MEMORY
+        self._sharded.expected_in_memory()
         return self.slots()
 
 

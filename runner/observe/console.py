@@ -6,12 +6,14 @@ the live line and the table are records as well.
 
 from __future__ import annotations
 
+import importlib
 import logging
+import random
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from runner.policy.alert import level_of
@@ -141,6 +143,16 @@ class Working:
         return "  ".join(parts)
 
 
+@cache
+def _import_rich() -> None:
+    """Import it late, and without a trace: it draws from Python's generator, which may be the
+    user's, as it is imported."""
+    state = random.getstate()
+    importlib.import_module("rich.live")
+    importlib.import_module("rich.table")
+    random.setstate(state)
+
+
 class Console:
     """Rank 0's output; silent on the others.
 
@@ -159,6 +171,7 @@ class Console:
 
     @cached_property
     def _rich(self) -> RichConsole:
+        _import_rich()
         from rich.console import Console as RichConsole
 
         return RichConsole(file=sys.stdout, highlight=False, soft_wrap=True)
@@ -205,6 +218,7 @@ class Console:
         if self._as_json:
             _log.info("%s", text, extra={"fields": fields})
             return
+        _import_rich()
         from rich.text import Text
 
         if self._has_live:
@@ -247,6 +261,7 @@ class Console:
         if self._as_json:
             _log.info("%s", title, extra={"fields": {"summary": dict(rows)}})
             return
+        _import_rich()
         from rich.table import Table
         from rich.text import Text
 

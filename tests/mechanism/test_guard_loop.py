@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -510,6 +512,53 @@ def test_a_stop_is_saved_and_has_its_exit_code(tmp_path: Path, is_in_evaluation:
     assert again.model.training
     same(job.model.state_dict(), again.model.state_dict())
     other.close()
+
+
+_DRAWS_NOTHING = """
+import random, sys
+import numpy as np, torch
+from torch import nn
+
+random.seed(1), np.random.seed(1), torch.manual_seed(1)
+model = nn.Linear(2, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+states = lambda: (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist())
+before = states()
+from runner import Guard
+
+with Guard(sys.argv[1], model=model, optimizer=optimizer, every=8, clean_after=3) as guard:
+    for batch in guard.over([torch.ones(4, 2)] * 20):
+        loss = model(batch).square().mean()
+        loss.backward()
+        if guard.ok(loss):
+            optimizer.step()
+        optimizer.zero_grad()
+assert states() == before
+"""
+
+
+def test_a_guard_draws_nothing_in_a_new_process(tmp_path: Path) -> None:
+    """Nor does what it imports, whenever that is."""
+    command = [sys.executable, "-c", _DRAWS_NOTHING, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_slots_in_memory_go_where_a_rollback_has_fewer_tensors(tmp_path: Path) -> None:
+    """Back to before the optimizer's first update, and a save before the next one."""
+    job = Job.make()
+    guard = job.guard(tmp_path)
+    state, changes = guard._sharded, list[int]()
+    first = state.capture()["tensors"]
+    job.train(guard, batches(num=3))
+    state.before_change = lambda: changes.append(len(state.shards()))
+    state.expect(first)
+    job.optimizer.state.clear()
+    assert state.capture()["tensors"] == first
+    assert len(changes) == 1
+    state.capture()
+    assert len(changes) == 1
+    guard.close()
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,8 @@ class Regrouped:
 class StagedState:
     """State as the shards that :class:`runner.checkpoint.ring.CheckpointRing` saves and loads.
 
-    ``before_change`` is called before a save with other tensors than the last one. Collective.
+    ``before_change`` is called before a save with other tensors than the last one, or than those of
+    which :meth:`expected_in_memory` was told. Collective.
     """
 
     replica = (0, 1)  # this class handles copies itself, tensor by tensor
@@ -185,6 +186,7 @@ class StagedState:
         self.stages = stages or Stages(ranks)
         self._meshes = Meshes(ranks, self.stages)
         self._slices: list[TensorSlice] = []
+        self._saved: object = None  # the layout of the last save
         self._taken: dict[str, tuple[TensorSlice, str | None, str]] = {}
         self._loading: dict[str, TensorSlice | Regrouped] = {}
         # The entries of the checkpoint that is being loaded.
@@ -240,7 +242,10 @@ class StagedState:
             self._taken[name][0] if name in self._taken else _of_another(name, dtype, shape)
             for name, (dtype, shape, *_) in sorted(entries.items())
         ]
-        if self._slices and _layout(slices) != _layout(self._slices):
+        # Not those of the last load: after a rollback to before the optimizer's first update there
+        # are fewer tensors than in the last save, and than slots in memory are made for.
+        before, self._saved = self._saved, _layout(slices)
+        if before is not None and before != self._saved:
             self.before_change()
         self._slices, self._loading, self._taken = slices, {}, {}
         return dict(sorted(entries.items()))
@@ -248,6 +253,10 @@ class StagedState:
     def shards(self) -> list[TensorSlice]:
         """The slices to save or load, in the order of their names."""
         return self._slices
+
+    def expected_in_memory(self) -> None:
+        """Slots in memory are made for the tensors of the last :meth:`expect`."""
+        self._saved = _layout(self._slices)
 
     def update_counts(self) -> dict[str, int]:
         """Empty: optimizers count their updates in their own state."""
