@@ -10,7 +10,7 @@ import shlex
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,7 +112,7 @@ def run_supervised(
 
     is_head = met is None or torchrun.is_head(met)
     if alert and watches and EXIT_DIR not in environment:
-        environment = dict(environment) | {WATCHED: "1"}
+        environment = {**environment, WATCHED: "1"}
         if is_head:
             begin_watch(out, alert)
 
@@ -150,10 +150,14 @@ def run_supervised(
         _alert(alert, out, end, supervisor.attempts[-1:])
     supervisor.leave()
     if supervisor.is_left_out and met and met.head and is_head:
-        say("the nodes still meet here; this ends with the run")
-        hold = meeting_point.command(out, met.head)
-        run_once(Job(command=hold, environment=environment), supervisor.stop)
+        _hold_place(meeting_point.command(out, met.head), environment, supervisor.stop)
     return end.code
+
+
+def _hold_place(command: list[str], environment: Mapping[str, str], stop: Stop) -> None:
+    """Keep up the place where the nodes meet, which go on without this one."""
+    say("the nodes still meet here; this ends with the run")
+    run_once(Job(command=command, environment=environment), stop)
 
 
 def node_memory(config: RunConfig) -> NodeMemory | None:

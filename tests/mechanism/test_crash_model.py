@@ -204,7 +204,7 @@ SYNCS = {
     "sync_directory<replace_for_writing<json_lines._open": "and in its place",
     "json_lines._sync": "a journal line, and the metrics up to a checkpoint",
     "shards.write_rank_file": "a rank's bytes",
-    "write_durably<index.write_index": "and where they lie",
+    "write_durably<shards.write_index": "and where they lie",
     "write_durably<write_json<directory.commit": "the manifest's bytes",
     "sync_directory<write_durably<write_json<directory.commit": "the names in a checkpoint",
     "sync_directory<directory._publish": "a checkpoint's own name",
@@ -220,7 +220,7 @@ SYNCS = {
 HARMLESS = {
     "lease._claim": "a claim that cannot be read is waited for like any other",
     "write_durably<directory.mark": "the file is empty: there are no bytes to lose",
-    "sync_directory<write_durably<index.write_index": "on one machine the manifest's does the "
+    "sync_directory<write_durably<shards.write_index": "on one machine the manifest's does the "
     "same; on several each has to sync its own names",
     "sync_directory<remove_folder<directory.remove": "a folder that comes back has no marker",
     "sync_directory<remove_folder<directory.sweep": "the same",

@@ -66,7 +66,12 @@ def test_they_belong_to_the_attempt_and_survive_kills_and_rollbacks(
         [{key: line[key] for key in kept if key in line} for line in lines(tmp_path / name)]
         for name in ("whole", "cut")
     ]
-    assert ends[0] == ends[1]
+    # A discard that a start repeats from the journal is not computed again, and has no metrics.
+    compared = [
+        [line if line["action"] == "apply" else [line[key] for key in kept[:3]] for line in end]
+        for end in ends
+    ]
+    assert compared[0] == compared[1]
     for line in ends[0]:
         start, stop = line["samples"]
         assert line["number"] == line["of/batch"] == (start + stop - 1) / 2, line
