@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from runner.launch.crash_evidence import short_name
 from runner.policy.nodes import KINDS, NodeEvent, Standing, standing
-from runner.system.files import make_folder, naming, sync_directory
+from runner.system.files import make_folder, write_durably
 from runner.system.json_lines import read_object
 from runner.system.parsing import json_text
 from runner.system.process import in_thread
@@ -54,16 +54,11 @@ class NodeFolder:
         make_folder(self.path)
         data = json_text(asdict(event), sort_keys=True).encode() + b"\n"
         name = f"{_begin(event.host)}{hashlib.sha256(data).hexdigest()[:24]}.json"
-        draft = self.path / f".{secrets.token_hex(8)}"  # another may write the same event now
+        ending = f".{secrets.token_hex(8)}"  # another may write the same event now
         try:
-            with naming(draft), draft.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            draft.rename(self.path / name)
+            write_durably(self.path / name, data, ending=ending)
         finally:
-            draft.unlink(missing_ok=True)
-        sync_directory(self.path)
+            (self.path / f"{name}{ending}").unlink(missing_ok=True)
         oldest = time.time() - _KEPT_DAYS * 86400
         for path, one in self._files([event.host]):
             if one is not None and one.time < oldest:

@@ -55,9 +55,13 @@ def make_folder(folder: Path) -> None:
         sync_directory(path.parent)
 
 
-def write_durably(path: Path, data: bytes) -> None:
-    """Create or replace ``path`` whole: temporary name, fsync, rename, fsync of the folder."""
-    temporary = path.with_name(path.name + ".tmp")
+def write_durably(path: Path, data: bytes, *, ending: str = ".tmp") -> None:
+    """Create or replace ``path`` whole: temporary name, fsync, rename, fsync of the folder.
+
+    Args:
+        ending: of the temporary name; one of its own where several may write ``path`` at once.
+    """
+    temporary = path.with_name(path.name + ending)
     with naming(path), temporary.open("wb") as file:
         file.write(data)
         file.flush()

@@ -34,7 +34,7 @@ from runner.train.own_metrics import MetricNames, Sums, check_name
 
 # The metrics that a loop has handed over and that no step has taken yet.
 
-_WHERE = "guard.log"
+_WHERE, _PAIR = "guard.log", 2
 
 
 class Logged:
@@ -57,7 +57,7 @@ class Logged:
         for name, value in values.items():
             check_name(name, _WHERE, is_evaluated=False)
             pair = value if isinstance(value, tuple | list) else (value, 1)
-            if len(pair) != _TWO:
+            if len(pair) != _PAIR:
                 raise ConfigError(
                     f"{_WHERE}: {name!r} is {type(value).__name__} of {len(pair)}; give a number, "
                     "or (sum, count)"
@@ -106,7 +106,7 @@ def _number(name: str, value: Any) -> torch.Tensor:
     )
 
 
-_TWO = 2  # numbers of a metric, and ranks
+_TWO = 2
 _NUM_LOUDEST = 3
 _CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _COMPARED = 3  # first steps, in which weights and gradients are compared by value
