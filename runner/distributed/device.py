@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -156,14 +156,3 @@ def code_digest() -> str:
         digest.update(str(path.relative_to(root)).encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def ranks_on(host: str, hosts: Sequence[str]) -> str:
-    """The ranks of a host as ``0-7``, or ``0-3,8`` where they are not consecutive."""
-    spans: list[list[int]] = []
-    for rank, name in enumerate(hosts):
-        if name == host and spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        elif name == host:
-            spans.append([rank, rank])
-    return ",".join(f"{a}-{b}" if b > a else str(a) for a, b in spans)

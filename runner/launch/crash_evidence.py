@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,8 +16,7 @@ from runner.policy.retention.records import State
 from runner.run_dir.paths import RunDir
 from runner.system.error import ConfigError
 from runner.system.json_lines import iter_lines, read_lines, step_of
-
-_SPAN = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
+from runner.system.units import ranks_in
 
 # The list of nodes that failed (``out/bad_nodes``).
 
@@ -153,7 +151,7 @@ def node_events(out: Path, *, since: int) -> list[tuple[str, str, str, float]]:
     for number, line in enumerate(read_lines(RunDir(out).journal)[0]):
         kind, cause, when = line.get("kind"), _detail(line, "cause"), line.get("time")
         if kind == "start":
-            hosts = {host: _ranks(text) for host, text in _hosts(line).items()}
+            hosts = {host: ranks_in(str(text)) for host, text in _hosts(line).items()}
         if number < since or not isinstance(when, int | float):
             continue
         told = line.get("ranks")
@@ -170,12 +168,6 @@ def node_events(out: Path, *, since: int) -> list[tuple[str, str, str, float]]:
         if any(guilty) and len(guilty) < max(2, len(hosts)):
             events += [(host, what, str(line.get("reason", "")), float(when)) for host in guilty]
     return events
-
-
-def _ranks(text: object) -> set[int]:
-    """Of ``0-3,8``."""
-    spans = _SPAN.findall(str(text))
-    return {rank for first, last in spans for rank in range(int(first), int(last or first) + 1)}
 
 
 def _hardware_faults(lines: Iterable[dict[str, Any]]) -> Iterator[HardwareFault]:

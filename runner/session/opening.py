@@ -24,7 +24,7 @@ from runner.config.validate import is_zero
 from runner.data.corpus_digest import Progress
 from runner.data.cursor import OneSource
 from runner.distributed.agreement import Ranks, all_or_none_slowly
-from runner.distributed.device import device_facts, ranks_on, versions
+from runner.distributed.device import device_facts, versions
 from runner.distributed.env import WATCHED, JobEnv
 from runner.distributed.rendezvous import difference
 from runner.health.cause_reporter import clear_fatal_logs, crash_incident
@@ -55,7 +55,7 @@ from runner.system.environment import variables
 from runner.system.error import ConfigError, Preempted
 from runner.system.json_lines import Backlog, LineFile, iter_lines
 from runner.system.process import host_name, parent_name
-from runner.system.units import name_ranks
+from runner.system.units import name_ranks, ranks_on
 from runner.train.run import (
     Corpus,
     RankGroup,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+_SPAN = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -47,3 +50,20 @@ def name_ranks(ranks: Iterable[int], most: int = 8) -> str:
     if 1 < len(numbers) <= most:
         return f"ranks {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
     return f"rank{'s' if len(numbers) > 1 else ''} {first_few(numbers, most)}"
+
+
+def ranks_on(host: str, hosts: Sequence[str]) -> str:
+    """The ranks of a host as ``0-7``, or ``0-3,8`` where they are not consecutive."""
+    spans: list[list[int]] = []
+    for rank, name in enumerate(hosts):
+        if name == host and spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        elif name == host:
+            spans.append([rank, rank])
+    return ",".join(f"{a}-{b}" if b > a else str(a) for a, b in spans)
+
+
+def ranks_in(spans: str) -> set[int]:
+    """Inverse of :func:`ranks_on`; what is no span is passed over."""
+    found = _SPAN.findall(spans)
+    return {rank for first, last in found for rank in range(int(first), int(last or first) + 1)}
