@@ -61,6 +61,7 @@ class Case:
         out_of_memory: loop: ``halve`` or ``skip``, as ``Guard(on_oom=...)``; "": nothing runs out.
         logs: loop: with metrics of its own.
         checks_stop: loop: each evaluation calls ``guard.check_stop()``.
+        waits: loop: each save is on disk before the loop goes on.
         looked: loop: the model is evaluated before ``Guard(...)``.
         late_copies: snapshots are copied as late as on a GPU (tests/late_copies.py).
         ring_alone: loop: with :class:`runner.Ring` and no guard.
@@ -96,6 +97,7 @@ class Case:
     background: bool = False
     clip: float = 0.0
     accumulate: int = 1
+    waits: bool = False
     looked: bool = False
     ring_alone: bool = False
     auto: bool = False
@@ -191,6 +193,13 @@ def as_told(case: Case) -> Case:
         case,
         **{"faults": (), "bad": (), "sick": "", "flaky": 0.0, "breaks": ()},
         **{"audit": 0, "layers": 0, "replicas": 0, "preflight": False, "explain": "off"},
-        **{"tracker": "", "best": False, "memory": False, "looked": False, "late": False},
+        **{
+            "tracker": "",
+            "best": False,
+            "memory": False,
+            "waits": False,
+            "looked": False,
+            "late": False,
+        },
         **{"late_copies": False, "mirror": False, "keep": 9, "auto": False, "advice": 0},
     )

@@ -58,6 +58,7 @@ def _newer_loop(dice: random.Random, case: Case) -> Case:
     if case.ring_alone or case.mirror:
         return case
     case = replace(case, logs=dice.random() < 0.4, checks_stop=dice.random() < 0.5)
+    case = replace(case, waits=random.Random(f"{case.seed} waits").random() < 0.3)
     if dice.random() < 0.35:
         full = tuple(sorted(dice.sample(range(3, 34), dice.choice((1, 1, 2)))))
         case = replace(case, out_of_memory=dice.choice(("halve", "skip")), full=full)

@@ -324,6 +324,7 @@ def run(case: Case, out: Path, mode: str) -> None:
         settings = {**_RULES, "sync": not case.late, "accumulate": case.accumulate}
         settings |= limits(case) | ({} if case.memory else {"memory_every": 0})
         settings |= {"memory_mirror": True} if case.mirror else {}
+        settings |= {"background": False} if case.waits else {}
         settings |= {"on_oom": case.out_of_memory} if case.out_of_memory else {}
         guard = Guard(
             out / "run", model=[model, *average.models], optimizer=optimizer, scheduler=scheduler,
