@@ -140,6 +140,15 @@ def _mid_warmup(random: np.random.Generator) -> Made:
     return curve
 
 
+def _several_sets(random: np.random.Generator) -> Made:
+    """Of two held-out sets one is learned, and the other hardly gets any better."""
+    curve = healthy(random, rows=1000, evaluations=int(random.integers(6, 20)))
+    at = np.flatnonzero(np.isfinite(curve.further["eval_loss"]))
+    learned = curve.further["eval_loss"][at]
+    stays = np.full(len(at), learned[0]) * np.linspace(1, random.uniform(0.95, 1.01), len(at))
+    return _with_sets(random, curve, at, {"learned": learned, "far": stays})
+
+
 HEALTHY: dict[str, Callable[[np.random.Generator], Made]] = {
     "drawn": healthy,
     "with evaluations": lambda random: healthy(random, evaluations=int(random.integers(6, 20))),
@@ -148,6 +157,7 @@ HEALTHY: dict[str, Callable[[np.random.Generator], Made]] = {
     "small unit": _small_unit,
     "hard batches": _single_outliers,
     "in its warm-up": _mid_warmup,
+    "several sets": _several_sets,
     "long": lambda random: healthy(random, rows=20000),
 }
 
@@ -288,6 +298,31 @@ def _overfitting(random: np.random.Generator) -> Made:
     return curve
 
 
+def _forgetting(random: np.random.Generator) -> Made:
+    """One held-out set gets worse while another, and the mean of both, get better."""
+    curve = healthy(random, rows=1000, drop=0.5, evaluations=0)
+    number = int(random.integers(8, 20))
+    at = np.linspace(60, 999, number).astype(int)
+    share = np.linspace(0, 1, number)
+    level = curve.loss[0]
+    sets = {
+        "new": level * (0.9 - random.uniform(0.35, 0.5) * share),
+        "old": level * (0.5 + random.uniform(0.08, 0.2) * share),
+    }
+    return _with_sets(random, curve, at, sets)
+
+
+def _with_sets(
+    random: np.random.Generator, curve: Made, at: NDArray[np.int64], sets: dict[str, Floats]
+) -> Made:
+    """The held-out losses of several sets at these rows, with noise, and their mean."""
+    for name, losses in {**sets, "": sum(sets.values()) / len(sets)}.items():
+        column = np.full(len(curve.loss), np.nan)
+        column[at] = losses * (1 + 0.004 * random.standard_normal(len(at)))
+        curve.further[f"eval_loss/{name}".rstrip("/")] = column
+    return curve
+
+
 def _held_out_below(random: np.random.Generator) -> Made:
     curve = healthy(random, rows=600, evaluations=10)
     curve.further["eval_loss"] /= random.choice([2, 4, 8])
@@ -360,6 +395,7 @@ TROUBLED: dict[str, Callable[[np.random.Generator], Made]] = {
     "floor_early": _floor_early,
     "norm_creep": _norm_creep,
     "overfitting": _overfitting,
+    "forgetting": _forgetting,
     "held_out_below_training": _held_out_below,
     "held_out_stalls": _held_out_stalls,
     "memorised": _memorised,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from runner.command.arguments import Parser
 from runner.command.bar import Bar
 from runner.run_dir.paths import RunDir
 from runner.system.error import ConfigError
-from runner.system.json_lines import iter_lines
+from runner.system.json_lines import iter_lines, step_of
 from runner.system.parsing import json_text
 from runner.system.process import add_options, stay_beside
 from runner.tools.backtest.column import ALWAYS, option
@@ -52,6 +52,7 @@ _HIDES = {
     "oscillation": "overfitting",
     "data_order": "rate_too_high",
     "overfitting": "held_out_stalls epoch_steps norm_creep",
+    "forgetting": "overfitting held_out_stalls",
     "rate_too_high": "norm_creep",
     "floor_early": "plateau",
     "epoch_steps": "data_order",
@@ -117,6 +118,7 @@ def read_command(arguments: Sequence[str]) -> int:
     for file in options.files:
         with Bar("reading", 0) as bar:
             columns, notes = read_columns(file, names, moved=bar.at)
+            columns |= _of_sets(Path(file), columns["step"])
             curve = curve_of(columns, entropy)
             findings = read(curve)
         text = _json_line(file, curve, findings) if options.json else _report(file, curve, findings)
@@ -159,7 +161,26 @@ def curve_of_run(metrics: Path, stop: int, corpus_entropy: float | None) -> Curv
     further = {LEARNING_RATE: rate, HELD_OUT: held_out, ENTROPY: entropy}
     if corpus_entropy:
         further[CORPUS_ENTROPY] = np.full(len(loss), corpus_entropy)
+    further |= {n: np.array(c, dtype=float) for n, c in _of_sets(metrics, steps, stop).items()}
     return Curve.of(steps, loss, grad_norm, further)
+
+
+def _of_sets(
+    path: Path, steps: Iterable[float | None], stop: int | None = None
+) -> dict[str, list[float | None]]:
+    """Columns with the loss of each held-out set, for rows of these steps; only of our metrics."""
+    run_dir = RunDir(path if path.is_dir() else path.parent)
+    is_ours = path in (run_dir.out, run_dir.metrics) and run_dir.metrics.is_file()
+    losses: dict[str, dict[float, float]] = {}
+    for line in iter_lines(run_dir.metrics, stop=stop) if is_ours else ():
+        for name, value in line.items():
+            if name.startswith(f"{HELD_OUT}/") and isinstance(value, int | float):
+                losses.setdefault(name, {})[step_of(line)] = value
+    rows = list(steps)
+    return {
+        name: [None if step is None else of_set.get(step) for step in rows]
+        for name, of_set in losses.items()
+    }
 
 
 def _clip_of(out: Path) -> float:

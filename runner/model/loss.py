@@ -31,8 +31,8 @@ def sequence_losses(
     where a token does not count: it then adds exactly zero to value and gradient. ``fp32``
     computes in FP32 whatever the logits' dtype. Returns two FP32 ``[B]`` in nats; the second
     adds ``z_loss * log(Z)^2`` per token (PaLM, Chowdhery et al. 2022, section 5) and is the same
-    tensor as the first when ``z_loss`` is 0. In place of logits the ``[2, B]`` of
-    :class:`HeadLosses` may come: it is these two already, and ``tap`` has seen their tokens.
+    tensor as the first when ``z_loss`` is 0. In place of logits the result of :class:`HeadLosses`
+    may come: it has these two already, and ``tap`` has seen their tokens.
     """
     if logits.dim() == 2:
         return logits[0].clone(), logits[1].clone()  # no views leave a sharded module
@@ -44,6 +44,15 @@ def sequence_losses(
     if tap is not None:
         tap(token_losses.detach(), targets, log_sums, flat.detach())
     return _summed(token_losses, log_sums, targets, z_loss)
+
+
+def right_tokens(logits: Tensor, targets: Tensor) -> Tensor:
+    """How many counted tokens of each sequence are the likeliest ones, ``[B]``.
+
+    Args:
+        logits: as :func:`sequence_losses` takes them; of :class:`HeadLosses` without gradients.
+    """
+    return logits[2] if logits.dim() == 2 else (logits.argmax(dim=-1) == targets).sum(dim=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,21 +83,23 @@ class HeadLosses:
     ) -> Tensor:
         """:func:`sequence_losses` of ``hidden @ weight.T + bias``, as one FP32 ``[2, B]``.
 
+        Without gradients ``[3, B]``: the third is :func:`right_tokens`.
         ``hidden`` ``[B, T, dim]``, ``weight`` ``[V, dim]`` and ``bias`` ``[V]`` of one dtype.
         """
+        right = None if torch.is_grad_enabled() else torch.empty_like(targets, dtype=torch.bool)
         losses, log_sums = _HeadLoss.apply(  # type: ignore[no-untyped-call]
-            hidden.flatten(0, 1), weight, bias, targets.flatten(), self.fp32, self.most_bytes
+            hidden.flatten(0, 1), weight, bias, targets.flatten(), self.fp32, self.most_bytes, right
         )
         if tap is not None:
             tap(losses.detach(), targets, log_sums.detach(), None)
         sums = _summed(losses, log_sums if self.z_loss else None, targets, self.z_loss)
-        return torch.stack(sums)
+        return torch.stack(sums if right is None else [*sums, right.sum(dim=1)])
 
 
 class _HeadLoss(torch.autograd.Function):
     """``(hidden [N, dim], weight [V, dim], bias [V], targets [N])`` to cross-entropy and log Z.
 
-    Both FP32 [N].
+    Both FP32 [N]. Into ``right``, bool of N elements, goes which targets are the likeliest.
 
     Forward goes by tokens, backward by rows of ``weight``: each part of its gradient is then one
     product over all tokens, as without parts, and is rounded once. The gradient of ``hidden`` is
@@ -104,6 +115,7 @@ class _HeadLoss(torch.autograd.Function):
         targets: Tensor,
         fp32: bool,
         most_bytes: int,
+        right: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         log_sums = torch.empty_like(losses)
@@ -114,6 +126,8 @@ class _HeadLoss(torch.autograd.Function):
             logits = logits.float() if fp32 else logits
             losses[part] = _cross_entropy(logits, targets[part])
             log_sums[part] = torch.logsumexp(logits, dim=-1)
+            if right is not None:
+                right.view(-1)[part] = logits.argmax(dim=-1) == targets[part]
         ctx.save_for_backward(hidden, weight, bias, targets, log_sums)
         ctx.size = max(1, most_bytes // (_FP32_BYTES * len(hidden)))
         return losses, log_sums
@@ -141,7 +155,7 @@ class _HeadLoss(torch.autograd.Function):
                 torch.mm(grad.T, hidden, out=for_weight[part])
             if for_bias is not None:
                 for_bias[part] = grad.sum(0, dtype=torch.float32).to(for_bias.dtype)
-        return for_hidden.to(hidden.dtype), for_weight, for_bias, None, None, None
+        return for_hidden.to(hidden.dtype), for_weight, for_bias, None, None, None, None
 
 
 def _subtract_at(values: Tensor, columns: Tensor, amounts: Tensor) -> None:

@@ -19,7 +19,13 @@ from torch.library import Library
 from torch.utils import _pytree as pytree
 
 from runner.model.decoder import Decoder
-from runner.model.loss import NOT_COUNTED, HeadLosses, TokenTap, sequence_losses
+from runner.model.loss import (
+    NOT_COUNTED,
+    HeadLosses,
+    TokenTap,
+    right_tokens,
+    sequence_losses,
+)
 from runner.system.error import ConfigError
 
 Batch = Mapping[str, Tensor]
@@ -53,7 +59,8 @@ class DecoderObjective(nn.Module):
         losses = sequence_losses(
             logits, labels, fp32=self._fp32, z_loss=self._z_loss, tap=self._tap
         )
-        return *losses, (labels != NOT_COUNTED).sum(dim=1), {}
+        counts = (labels != NOT_COUNTED).sum(dim=1)
+        return *losses, counts, _accuracy(logits, labels, counts)
 
 
 class GuestObjective(nn.Module):
@@ -120,11 +127,10 @@ class GuestObjective(nn.Module):
         # Not on the meta device, which has no autocast and where FLOPs and memory are counted.
         is_mixed = self._dtype is not None
         with torch.autocast(device, dtype=torch.bfloat16) if is_mixed else nullcontext():
-            metrics: Metrics = {}
             if has_own_losses(self.network):
                 sums, counts, metrics = _own_losses(self.network, given, rows)
             else:
-                sums, counts = self._from_logits(given)
+                sums, counts, metrics = self._from_logits(given)
         if real is not None:
             sums = torch.where(real, sums, 0.0)
             counts = torch.where(real, counts, 0)
@@ -134,7 +140,7 @@ class GuestObjective(nn.Module):
             }
         return sums, sums, counts, metrics
 
-    def _from_logits(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _from_logits(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Metrics]:
         if INPUT not in batch or LABELS not in batch:
             raise ConfigError(
                 f"model._target_: the batch has {', '.join(batch)}; forward(input_ids) needs "
@@ -150,7 +156,8 @@ class GuestObjective(nn.Module):
             if parts is not None:
                 hidden, weight, bias = parts
                 losses = self._head_losses(hidden, weight, labels, self._tap, bias=bias)
-                return losses[1].clone(), counts  # no views leave a sharded module
+                # No views leave a sharded module.
+                return losses[1].clone(), counts, _accuracy(losses, labels, counts)
             logits = logits.whole()
         if not isinstance(logits, Tensor) or logits.shape[:-1] != labels.shape:
             raise ConfigError(
@@ -161,11 +168,18 @@ class GuestObjective(nn.Module):
             self.logits_bytes = max(self.logits_bytes, 4 * logits[0].numel())
         fp32 = self._head_losses.fp32
         losses, _ = sequence_losses(logits, labels, fp32=fp32, z_loss=0.0, tap=self._tap)
-        return losses, counts
+        return losses, counts, _accuracy(logits, labels, counts)
 
     def _cast(self, tensor: Tensor) -> Tensor:
         is_cast = self._dtype is not None and tensor.is_floating_point()
         return tensor.to(self._dtype) if is_cast else tensor
+
+
+def _accuracy(logits: Tensor, labels: Tensor, counts: Tensor) -> Metrics:
+    """In evaluations: how often the next token is the likeliest one."""
+    if torch.is_grad_enabled():
+        return {}
+    return {"accuracy": (right_tokens(logits, labels).clone(), counts)}
 
 
 def _own_losses(

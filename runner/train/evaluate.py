@@ -38,6 +38,7 @@ from runner.train.run import EngineRun, RunJournal
 _LOSS, _TOKENS, _NONFINITE, _UNREADABLE = range(4)
 _FINGERPRINT = 4
 _GROUPS = _FINGERPRINT + FINGERPRINT_SIZE
+_PERPLEXITY, _MOST_NATS = f"{EVALUATED}perplexity", 700.0  # exp of more overflows
 _MOST_NAMED = 8  # samples that one rank names, and that one sentence names
 
 
@@ -72,6 +73,7 @@ class Evaluator:
         self._report = run.written.report_once
         self._state = run.state
         self._stop = run.group.stop_look
+        self._has_tokens = run.corpus.has_tokens
         self._batches = feed.fixed(self._indices) if len(self._indices) else []
         self._reported = ""
         self.columns: dict[str, float] = {}  # of the last evaluation, where anything counted
@@ -145,6 +147,8 @@ class Evaluator:
             **{f"eval_loss/{name}": total / count for name, total, count in groups if count},
             **{f"{EVALUATED}{name}": value for name, value in of_model.items()},
         }
+        if loss is not None and self._has_tokens:
+            self.columns.setdefault(_PERPLEXITY, math.exp(min(loss, _MOST_NATS)))
         if loss is None or not math.isfinite(loss) or sums[_NONFINITE] or sums[_UNREADABLE]:
             self._report_problem(evaluated, is_counted=loss is not None)
         return loss
@@ -153,6 +157,7 @@ class Evaluator:
         """All numbers of the last evaluation by column; None: nothing counted."""
         names = [f"eval_loss/{name}" for name in self._samples.names]
         names += [f"{EVALUATED}{name}" for name in self._names.names]
+        names += [_PERPLEXITY] * self._has_tokens
         return {**dict.fromkeys(names), **self.columns, "eval_loss": loss}
 
     def _own_groups(self, evaluated: Evaluated) -> list[float]:

@@ -3,6 +3,7 @@ of the corpus."""
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def text_file(path: Path, *, words: int, seed: int) -> Path:
 
 def held_out_losses(run: Result) -> dict[int, dict[str, float]]:
     return {
-        line["step"]: {name: line[name] for name in line if name.startswith("eval_loss")}
+        line["step"]: {name: line[name] for name in line if name.startswith("eval_")}
         for line in run.metrics()
         if line.get("eval_loss") is not None
     }
@@ -53,7 +54,12 @@ def test_each_set_has_a_loss_and_culprits_are_found(tmp_path: Path) -> None:
     losses = held_out_losses(hit)
     assert sorted(losses) == [10, 20, 30] and losses == held_out_losses(told)
     for of_step in losses.values():
-        assert sorted(of_step) == ["eval_loss", "eval_loss/easy", "eval_loss/odd"]
+        assert sorted(of_step) == [
+            *("eval_accuracy", "eval_accuracy/easy", "eval_accuracy/odd"),
+            *("eval_loss", "eval_loss/easy", "eval_loss/odd", "eval_perplexity"),
+        ]
+        assert of_step["eval_perplexity"] == pytest.approx(math.exp(of_step["eval_loss"]))
         parts = [of_step["eval_loss/easy"], of_step["eval_loss/odd"]]
         assert min(parts) < of_step["eval_loss"] < max(parts)
+    assert losses[30]["eval_accuracy/easy"] > losses[30]["eval_accuracy/odd"]
     assert losses[30]["eval_loss/easy"] < losses[30]["eval_loss/odd"] - 0.3

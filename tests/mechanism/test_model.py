@@ -32,6 +32,7 @@ from runner.model.decoder import (
     num_parameters,
 )
 from runner.model.loss import NOT_COUNTED, HeadLosses, sequence_losses
+from runner.model.objective import DecoderObjective
 from runner.system.error import ConfigError
 from tests.mechanism.weights import set_initial_weights
 
@@ -373,6 +374,21 @@ def test_a_head_in_parts_gives_the_same_losses_and_gradients(
     torch.testing.assert_close(parts, whole, rtol=1e-6, atol=0)
     for one, other in zip(grads, whole_grads, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("most_bytes", [0, 61 * 4 * 7])
+def test_an_evaluation_counts_the_likeliest_tokens(most_bytes: int) -> None:
+    model = Decoder(SHAPE, HeadLosses(fp32=True, z_loss=0.0, most_bytes=most_bytes))
+    set_initial_weights(model, seed=1)
+    tokens = torch.randint(61, (3, 20), generator=torch.Generator().manual_seed(0))
+    best = model(tokens).argmax(dim=-1)
+    labels = torch.where(torch.arange(20) % 4 == 0, (best + 1) % 61, best)
+    labels[0, 5] = labels[2, 3:] = NOT_COUNTED
+    objective = DecoderObjective(model, fp32=True, z_loss=0.0)
+    assert objective({"input_ids": tokens, "labels": labels})[3] == {}, "in training nobody asks"
+    with torch.no_grad():
+        right, counts = objective({"input_ids": tokens, "labels": labels})[3]["accuracy"]
+    assert (right.tolist(), counts.tolist()) == ([14, 15, 2], [19, 20, 3])
 
 
 def test_a_head_in_parts_is_as_exact_in_bf16_as_at_once() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from runner.__main__ import main
-from runner.command.read import read
+from runner.command.read import curve_of_run, read
 from runner.tools.reading.curve import SIGNATURES, Curve
 from runner.tools.reading.trouble import clipping
 from tests.made_curves import HEALTHY, TROUBLED, healthy
@@ -178,6 +178,26 @@ def test_our_own_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert [(one["signature"], one["steps"]) for one in line["signatures"]] == [
         ("not_finite", [150, 150])
     ]
+
+
+def test_our_own_held_out_sets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = TROUBLED["forgetting"](np.random.default_rng(3))
+    sets = [name for name in made.further if name.startswith("eval_loss")]
+    lines = [
+        {"step": step, "cursor": 0, "verdict": "clean", "action": "apply", "loss": loss,
+         "grad_norm": 1.0, "lr": 1e-3, "eval_loss": None,
+         **{name: made.further[name][step] for name in sets if made.further[name][step] > 0}}
+        for step, loss in enumerate(made.loss)
+    ]  # fmt: skip
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for path in (tmp_path, metrics):
+        (line,) = _read(capsys, str(path))
+        (finding,) = line["signatures"]
+        assert finding["signature"] == "forgetting"
+        assert "set old was lowest" in finding["evidence"] and "that of new" in finding["evidence"]
+    beside = read(curve_of_run(metrics, metrics.stat().st_size, None))
+    assert [one.evidence for one in beside] == [finding["evidence"]]
 
 
 def test_columns_as_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

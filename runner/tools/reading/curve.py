@@ -245,6 +245,7 @@ SIGNATURES = {
     "floor_early": "the rate reaches its floor early, and progress ends there",
     "norm_creep": "the gradient norm rises through the whole run",
     "overfitting": "the held-out loss rises while the training loss falls",
+    "forgetting": "the loss of one held-out set rises while that of another falls",
     "held_out_below_training": "the held-out loss is far below the training loss",
     "held_out_stalls": "the held-out loss stalls while the training loss keeps falling",
     "memorised": "the training data is memorised, and nothing is held out",

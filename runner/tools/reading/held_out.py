@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from runner.tools.reading.curve import (
     EPOCH,
+    HELD_OUT,
+    Confidence,
     Curve,
     Flags,
     Floats,
@@ -42,35 +45,91 @@ def _training_levels(curve: Curve, calm: Flags) -> Floats:
     return medians
 
 
-def overfitting(curve: Curve, calm: Flags) -> Iterator[Signature]:
-    """The held-out loss has a minimum and then rises, while the training loss keeps falling."""
-    losses = curve.held_out
-    if len(losses) < _LEAST:
-        return
-    training = _training_levels(curve, calm)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rise:
+    """A held-out loss that rose: evaluation ``best`` had the ``lowest``, and ``end`` is its level
+    at the end."""
+
+    best: int
+    lowest: float
+    end: float
+    confidence: Confidence
+
+
+def _rise(losses: Floats) -> _Rise | None:
+    """How losses [m] rose from their lowest; None if they did not."""
+    if len(losses) < _LEAST or not np.isfinite(losses).all():
+        return None
     smooth = smoothed(losses)
     best = int(np.argmin(smooth[:-1]))
-    later = smooth[best + 1 :]
-    end = float(np.median(smooth[-min(3, len(later)) :]))
-    rise = end - float(smooth[best])
-    error = noise(losses) * np.sqrt(1.0 / min(3, len(later)) + 1.0 / 3.0)
-    if rise <= max(_WORSE * abs(smooth[best]), _ERRORS * float(error)):
+    num_last = min(3, len(smooth) - 1 - best)
+    lowest, end = float(smooth[best]), float(np.median(smooth[-num_last:]))
+    error = noise(losses) * np.sqrt(1.0 / num_last + 1.0 / 3.0)
+    if end - lowest <= max(_WORSE * abs(lowest), _ERRORS * float(error)):
+        return None
+    is_sure = len(losses) >= _MANY and end - lowest > 2 * _WORSE * abs(lowest)
+    return _Rise(best=best, lowest=lowest, end=end, confidence="high" if is_sure else "medium")
+
+
+def overfitting(curve: Curve, calm: Flags) -> Iterator[Signature]:
+    """The held-out loss has a minimum and then rises, while the training loss keeps falling."""
+    rise = _rise(curve.held_out)
+    if rise is None:
         return
-    fell = _fell(curve, calm, training, best)
-    if not (fell > _TRAINING_FELL * rise or fell > 0.2 * abs(training[best])):
+    training = _training_levels(curve, calm)
+    fell = _fell(curve, calm, training, rise.best)
+    rose = rise.end - rise.lowest
+    if not (fell > _TRAINING_FELL * rose or fell > 0.2 * abs(training[rise.best])):
         return
-    first, last = int(curve.held_out_rows[best]), int(curve.held_out_rows[-1])
+    first = int(curve.held_out_rows[rise.best])
     yield Signature(
         signature="overfitting",
         first=first,
-        last=last,
+        last=int(curve.held_out_rows[-1]),
         evidence=f"the held-out loss was lowest at step {curve.steps[first]} with "
-        f"{smooth[best]:.4g} and is {end:.4g} at the end, while the training loss fell by "
+        f"{rise.lowest:.4g} and is {rise.end:.4g} at the end, while the training loss fell by "
         f"{fell:.3g}",
         remedy="take the checkpoint of that step; fewer epochs, more data, dropout or weight "
         "decay, a lower rate",
-        confidence="high" if len(losses) >= _MANY and rise > 0.06 * abs(smooth[best]) else "medium",
+        confidence=rise.confidence,
     )
+
+
+def _gain(losses: Floats, since: int) -> float:
+    """How much losses [m] fell since an evaluation; 0 where it is little."""
+    then = float(np.median(losses[max(0, since - 1) : since + 2]))
+    fell = then - float(np.median(losses[-3:]))
+    is_clear = fell > max(_WORSE * abs(then), _ERRORS * noise(losses) * np.sqrt(2.0 / 3.0))
+    return fell if is_clear else 0.0
+
+
+def forgetting(curve: Curve, calm: Flags) -> Iterator[Signature]:
+    """The loss of one held-out set has a minimum and then rises, while another's falls."""
+    sets = {
+        name.partition("/")[2]: values[curve.held_out_rows]
+        for name, values in curve.columns.items()
+        if name.startswith(f"{HELD_OUT}/")
+    }
+    for name, losses in sets.items():
+        rise = _rise(losses)
+        if rise is None:
+            continue
+        gains = {other: _gain(values, rise.best) for other, values in sets.items()}
+        gained = max(gains, key=lambda other: gains[other])
+        if gains[gained] <= 0:
+            continue
+        first = int(curve.held_out_rows[rise.best])
+        yield Signature(
+            signature="forgetting",
+            first=first,
+            last=int(curve.held_out_rows[-1]),
+            evidence=f"the loss of the held-out set {name} was lowest at step "
+            f"{curve.steps[first]} with {rise.lowest:.4g} and is {rise.end:.4g} at the end, while "
+            f"that of {gained} fell by {gains[gained]:.3g}",
+            remedy=f"mix data like {name} into the training again, a few per cent; a lower rate or "
+            "fewer steps; adapters (model.lora)",
+            confidence=rise.confidence,
+        )
 
 
 def _fell(curve: Curve, calm: Flags, training: Floats, best: int) -> float:
@@ -184,4 +243,4 @@ def oscillation(curve: Curve, calm: Flags) -> Iterator[Signature]:
     )
 
 
-RULES = (overfitting, far_below, stalls, memorised, oscillation)
+RULES = (overfitting, forgetting, far_below, stalls, memorised, oscillation)
