@@ -29,7 +29,7 @@ from runner.config.validate import check as check_settings
 from runner.distributed.env import place_from
 from runner.session.group import join
 from runner.session.session import open_run
-from runner.system.environment import variables
+from runner.system.environment import changeable, variables
 from runner.system.error import EXIT_DONE, ConfigError
 from runner.system.json_lines import read_lines
 from runner.system.units import format_bytes
@@ -37,6 +37,8 @@ from runner.train.run import EngineRun
 
 _WARMUP, _STEPS = 5, 5
 _MOST_NAMED = 10  # operations
+# Keeps two lines of torch's own off the console.
+_QUIET = ("KINETO_LOG_LEVEL", "6")
 # Overrides after the user's settings: steps, and nothing between them.
 _ALONE = (
     *("eval.every=0", "eval.stop_after=0", "faults=[]"),
@@ -62,19 +64,19 @@ def profile_command(arguments: Sequence[str]) -> int:
     parser.add_settings()
     options = parser.parse_args(arguments)
     place = place_from(variables())
-    config = compose(options.overrides, config_dir=options.config_dir)
+    config = compose([*options.overrides, *_ALONE], config_dir=options.config_dir)
     folder = Path(f"{config.out.rstrip('/')}-profile")
     if place.rank == 0 and folder.exists():
         raise ConfigError(f"profile: {folder} exists; remove it, or name another out=")
-    steps = max(config.steps, _WARMUP + _STEPS + 1)
-    own = (*options.overrides, *_ALONE, f"steps={steps}", f"out={folder / 'run'}")
-    config = compose(own, config_dir=options.config_dir)
+    config.steps, config.epochs = max(config.steps, _WARMUP + _STEPS + 1), None
+    config.out = str(folder / "run")
     check_settings(config, world_size=place.world_size)
     with join(config, place) as group:
         run = open_run(group, config)
         run.loop.begin()
         for _ in range(_WARMUP):
             run.loop.step()
+        changeable().setdefault(*_QUIET)
         activities = [ProfilerActivity.CPU]
         activities += [ProfilerActivity.CUDA] if run.engine.device.type == "cuda" else []
         with profile(activities=activities) as measured:
@@ -128,6 +130,8 @@ def _print(run: EngineRun, measured: profile, folder: Path) -> None:
         took = getattr(one, cost) / _STEPS / 1e3
         operations.add_row(one.key[:60], f"{one.count / _STEPS:g}", f"{took:.3g}")
     console.print(operations)
+    if is_cuda and not everything:
+        console.print("no kernel of the GPU was recorded; KINETO_LOG_LEVEL=1 says why")
     console.print(f"traces: {folder}/rank-*.json, for ui.perfetto.dev")
 
 

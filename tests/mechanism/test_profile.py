@@ -24,6 +24,7 @@ def test_two_ranks_are_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[st
     words = [f"out={out}", *TINY, "faults=[kill@step=3,rank=1]"]
     told = torchrun(["-m", "runner", "profile", *words], ranks=2, timeout=200)
     assert told.returncode == 0, told.stdout + told.stderr
+    assert "USDT" not in told.stdout + told.stderr
     shown = told.stdout
     for row in ("waiting for data", "communication", "memory at its peak", "FSDP::all_gather"):
         assert row in shown
