@@ -59,6 +59,9 @@ def _newer_loop(dice: random.Random, case: Case) -> Case:
         return case
     case = replace(case, logs=dice.random() < 0.4, checks_stop=dice.random() < 0.5)
     case = replace(case, waits=random.Random(f"{case.seed} waits").random() < 0.3)
+    on_mesh = random.Random(f"{case.seed} mesh").random() < 0.3
+    if on_mesh and case.engine == "fsdp" and case.data != "sampler":
+        case = replace(case, engine="mesh", ranks=4)
     if dice.random() < 0.35:
         full = tuple(sorted(dice.sample(range(3, 34), dice.choice((1, 1, 2)))))
         case = replace(case, out_of_memory=dice.choice(("halve", "skip")), full=full)

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
@@ -38,6 +39,8 @@ from tests.frameworks import digest
 NUM, PER, SEQ_LEN = 36, 4, 12  # whole steps of 1, 2 or 3 batches
 FITS = 2  # samples of a part, where one of them is large
 EVERY = 6
+SHARDED = ("fsdp", "mesh")
+TENSOR = 2  # ranks of a mesh that compute a batch together: layers are split, the rest is twice
 _RULES: dict[str, Any] = {"every": EVERY, "clean_after": 3, "min_history": 8}
 _EVAL_PARTS = {"eval_norm", "eval_drop"}
 
@@ -153,11 +156,16 @@ def _loader(case: Case, rank: int) -> Any:
 def _wrapped(case: Case, net: Net) -> nn.Module:
     if case.engine == "ddp":
         return DistributedDataParallel(net)
-    if case.engine == "fsdp":
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if case.engine in SHARDED:
+        tensor = TENSOR if case.engine == "mesh" else 1
+        shape = dist.get_world_size() // tensor, tensor
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
         for layer in net.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(net, mesh=mesh)
+            if tensor > 1:
+                whole = ColwiseParallel(output_layouts=Replicate())
+                parallelize_module(layer, mesh["tp"], whole)
+            fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(net, mesh=mesh["dp"])
     return net
 
 
@@ -168,7 +176,7 @@ class _Average:
         self.models: list[nn.Module] = []
         if case.ema:
             averaged = copy.deepcopy(net).requires_grad_(False)
-            self.models = [_wrapped(case, averaged) if case.engine == "fsdp" else averaged]
+            self.models = [_wrapped(case, averaged) if case.engine in SHARDED else averaged]
 
     def update(self, net: nn.Module) -> None:
         for model in self.models:
@@ -183,8 +191,7 @@ def _build(case: Case) -> tuple[Net, nn.Module, torch.optim.Optimizer, _Average]
         net.bfloat16()
     average = _Average(case, net)
     model = _wrapped(case, net)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    torch.manual_seed(case.seed + 100 + rank)
+    torch.manual_seed(case.seed + 100 + _share(case))
     trained = [p for p in model.parameters() if p.requires_grad]
     if case.optim == "sgd":
         rate = 0.1 / case.units
@@ -261,7 +268,7 @@ def _backward(
     case: Case, model: nn.Module, batch: torch.Tensor, part: torch.Tensor, share: float
 ) -> torch.Tensor:
     """The part's loss, of whose gradient each batch of a step has its share."""
-    if case.out_of_memory and _place()[0] == 0 and len(part) > FITS and _is_large(part):
+    if case.out_of_memory and _share(case) == 0 and len(part) > FITS and _is_large(part):
         raise torch.OutOfMemoryError("CUDA out of memory. (On purpose.)")
     loss: torch.Tensor = model(part) * share / case.accumulate
     if case.data == "sampler":  # a rank may have one sample more
@@ -300,6 +307,11 @@ def _place() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
+def _share(case: Case) -> int:
+    """Which share of each step's data this rank has."""
+    return _place()[0] // (TENSOR if case.engine == "mesh" else 1)
+
+
 def run(case: Case, out: Path, mode: str) -> None:
     rank, _ = _place()
     ending = _ending(case, out) if mode == "guarded" else _Ending()
@@ -315,10 +327,10 @@ def run(case: Case, out: Path, mode: str) -> None:
             model(_samples(Case(), 9, PER).clamp(min=0))
     ended: dict[str, Any] = {}
     if case.ring_alone:
-        with_ring(case, out, parts, _loader(case, rank), ending, mode)
+        with_ring(case, out, parts, _loader(case, _share(case)), ending, mode)
     elif mode == "plain":
         plain = PlainGuard(out, case, model)
-        train(replace(case, out_of_memory=""), plain, parts, _loader(case, rank), ending)
+        train(replace(case, out_of_memory=""), plain, parts, _loader(case, _share(case)), ending)
         ended = {"bad": plain.bad, "large": plain.large, "logged": plain.logged[:-1]}
     else:
         settings = {**_RULES, "sync": not case.late, "accumulate": case.accumulate}
@@ -330,7 +342,7 @@ def run(case: Case, out: Path, mode: str) -> None:
             out / "run", model=[model, *average.models], optimizer=optimizer, scheduler=scheduler,
             clip=case.clip or None, **settings,
         )  # fmt: skip
-        train(case, guard, parts, _loader(case, rank), ending)
+        train(case, guard, parts, _loader(case, _share(case)), ending)
         guard.close()
         ended = {"skipped": guard.skipped}
     random = None if case.ring_alone else torch.get_rng_state()

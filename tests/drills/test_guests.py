@@ -17,6 +17,7 @@ from tests.drills.compare import (
     assert_follows,
     assert_killed_is_as_not,
     in_turns,
+    noise,
 )
 from tests.rows import full, full_but
 from tests.run import finish, train
@@ -143,7 +144,8 @@ def test_logits_in_parts_are_the_same_run(tmp_path: Path, engine: str) -> None:
     how = [*SHORTER, f"model._target_={MAKES}TiedBuffered", *TOKENS, f"parallel={engine}"]
     whole = finish(tmp_path / "whole", *how)
     parts = finish(tmp_path / "parts", *how, "model.loss_chunk_mib=0.0003")
-    assert_follows(parts, whole)
+    # Its logits come from weights ten times as large, and so do BF16's steps.
+    assert_follows(parts, whole, within=10 * noise(whole))
     assert "held whole" not in parts.text
     held = train(tmp_path / "held", *how, "model.loss_chunk_mib=0.0003", "parallel=zero3")
     assert "the logits of a micro-batch are held whole" in held.text, held.tail
@@ -155,7 +157,7 @@ def test_logits_in_parts_are_the_same_run(tmp_path: Path, engine: str) -> None:
         ("Stages", (*TOKENS, "parallel=fsdp"), 2, "stages.1 is not called alike for each sample"),
         full("Routed", (*TOKENS, "parallel=zero2"), 2, "is not called alike for each sample"),
         full("Halved", tokens("negative"), 2, "samples can be read; tests.uncommon_guests.To"),
-        full("Halved", (f"data._target_={MAKES}Streaming",), 2, "give a map-style data set"),
+        full("Halved", (f"data._target_={MAKES}Streaming",), 2, "has no vocab_size that says"),
         full("Counting", ("model.how=mean", *POINTS), 2, "(reduction='none', and what each is"),
         full("Counting", ("model.how=nothing", *POINTS), 3, "nothing counts in these samples"),
     ],
