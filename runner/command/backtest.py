@@ -22,9 +22,8 @@ from runner.config.validate import check
 from runner.policy.decision.ladder import RemedyRules
 from runner.system.error import ConfigError
 from runner.system.parsing import json_text
-from runner.tools.backtest.column import ALWAYS, option
 from runner.tools.backtest.guard_replay import Decision, GuardReplay
-from runner.tools.backtest.recording import RecordedRun, read_curve
+from runner.tools.backtest.recording import ALWAYS, RecordedRun, option, read_curve
 
 # The report shows the first few; --json has all.
 _EPISODES_SHOWN = 20

@@ -34,7 +34,7 @@ from runner.config.validate import check as check_settings
 from runner.data.dataset import NOT_COUNTED, Dataset
 from runner.data.feed import MicroBatch, few
 from runner.distributed.env import place_from
-from runner.distributed.process_group import end_group, start_group
+from runner.distributed.rendezvous import end_group, start_group
 from runner.engine.protocol import Engine, MicroStep
 from runner.model.blueprint import Blueprint, GuestBlueprint
 from runner.run_dir.paths import RunDir

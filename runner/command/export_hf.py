@@ -17,7 +17,7 @@ import torch
 
 from runner.checkpoint.disk.directory import Entry
 from runner.command.export import Layout, Output, Read, buffers_in, shapes_in
-from runner.config.network import LoraSettings, lora_of
+from runner.config.mappings import LoraSettings, lora_of
 from runner.convert.model_config import llama_config, llama_name
 from runner.convert.weights import CONFIG, FAST_CLASS, TOKENIZER, copy_tokenizer, open_pretrained
 from runner.data.tokenizer import BYTE_END, BYTE_VOCAB_SIZE, open_codec

@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +28,8 @@ from runner.system.error import ConfigError
 from runner.system.json_lines import iter_lines, step_of
 from runner.system.parsing import json_text
 from runner.system.process import add_options, stay_beside
-from runner.tools.backtest.column import ALWAYS, option
-from runner.tools.backtest.recording import read_columns
-from runner.tools.reading import held_out, progress, repeats, trouble
+from runner.tools.backtest.recording import ALWAYS, option, read_columns
+from runner.tools.reading import trouble
 from runner.tools.reading.curve import (
     CORPUS_ENTROPY,
     ENTROPY,
@@ -41,46 +40,7 @@ from runner.tools.reading.curve import (
     Curve,
     Signature,
 )
-
-# Applies all rules to one curve, and decides which finding is shown if two have one cause.
-
-LEAST_ROWS = 20  # with fewer rows, only losses that are not finite are reported
-# Each hides others, which are other effects of the same cause.
-_HIDES = {
-    "divergence": "rate_too_high rate_too_low norm_creep overfitting plateau oscillation",
-    "level_shift": "plateau rate_too_high",
-    "oscillation": "overfitting",
-    "data_order": "rate_too_high",
-    "overfitting": "held_out_stalls epoch_steps norm_creep",
-    "forgetting": "overfitting held_out_stalls",
-    "rate_too_high": "norm_creep",
-    "floor_early": "plateau",
-    "epoch_steps": "data_order",
-}
-
-
-def read(curve: Curve) -> list[Signature]:
-    """The findings in a curve, in the order of :data:`SIGNATURES`; empty for a healthy one."""
-    if not len(curve):
-        return []
-    findings = list(trouble.not_finite(curve))
-    if int(curve.finite.sum()) >= LEAST_ROWS:
-        with np.errstate(all="ignore"):  # an overflow compares as false
-            findings += _rules(curve)
-    hidden = {name for finding in findings for name in _HIDES.get(finding.signature, "").split()}
-    order = list(SIGNATURES)
-    shown = [finding for finding in findings if finding.signature not in hidden]
-    return sorted(shown, key=lambda finding: order.index(finding.signature))
-
-
-def _rules(curve: Curve) -> Iterator[Signature]:
-    jumps = trouble.jumps(curve)
-    calm = trouble.calm_rows(curve, jumps)
-    yield from trouble.spikes(curve, jumps)
-    yield from trouble.divergence(curve, calm, jumps)
-    for rule in (*progress.RULES, *held_out.RULES, *repeats.RULES):
-        yield from rule(curve, calm)
-
+from runner.tools.reading.rules import LEAST_ROWS, read
 
 _OWN = ("step", "loss", "grad_norm", "lr", "eval_loss", "entropy")  # columns of our own metrics
 

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from runner.config.compose import fields, suggestion
-from runner.config.network import is_hf, network_problems
+from runner.config.mappings import EMPTY_PATH, is_hf, is_source_name, network_problems, sources_of
 from runner.config.schema import (
     DataConfig,
     DataKind,
@@ -24,7 +24,6 @@ from runner.config.schema import (
     RunConfig,
     former_key,
 )
-from runner.config.sources import EMPTY_PATH, is_source_name, sources_of
 from runner.system.error import (
     ConfigError,
     MissingPackage,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from runner.config.network import ROPE_SIZES  # their keys are called as ours
+from runner.config.mappings import ROPE_SIZES  # their keys are called as ours
 from runner.system.error import ConfigError
 from runner.system.files import read_bounded
 from runner.system.parsing import parse_json, whole

@@ -20,8 +20,7 @@ from torch.optim import Optimizer
 
 from runner.config.schema import OptimConfig, OptimKind
 from runner.engine.gated import Lion, Muon, Whole, is_hidden_matrix, opened, restored, set_gate
-from runner.engine.optimizer_traits import Make
-from runner.engine.user_optimizer import UserOptimizer
+from runner.engine.user_optimizer import Make, UserOptimizer
 from runner.system.error import ConfigError
 from runner.system.user_code import call_target, find_target
 

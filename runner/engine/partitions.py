@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from runner.config.schema import OptimKind
 from runner.engine.optimizer import OptimizerSettings, ShardOptimizer, grouped
-from runner.engine.optimizer_traits import is_same_when_flat, probe_traits
+from runner.engine.user_optimizer import is_same_when_flat, probe_traits
 from runner.system.error import ConfigError
 
 _REMEDY = (

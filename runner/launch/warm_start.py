@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from runner.config.network import is_hf
+from runner.config.mappings import is_hf
 from runner.config.schema import RunConfig
 from runner.config.validate import is_zero
 from runner.launch.fork_server import ForkedPopen, ForkError, Forks, suits

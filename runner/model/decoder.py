@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runner.config.network import head_problem
+from runner.config.mappings import head_problem
 from runner.model.loss import HeadLosses, TokenTap
 from runner.model.recompute import NONE, SELECTIVE, recomputed
 from runner.model.segments import Documents, attend, document_attention, documents_of

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from runner.config.network import LoraSettings
+from runner.config.mappings import LoraSettings
 from runner.model.blueprint import GuestBlueprint
 from runner.model.objective import (
     SEGMENTS,

@@ -11,14 +11,14 @@ import numpy as np
 
 from runner.checkpoint.protocol import Identity
 from runner.checkpoint.ring import CheckpointRing
-from runner.config.network import is_hf
+from runner.config.mappings import is_hf
 from runner.config.schema import DebugKind, Offload, RunConfig
 from runner.config.validate import odd_settings
 from runner.data.dataset import Dataset, RecordDataset
 from runner.data.feed import Feed, few
 from runner.distributed.device import code_digest
 from runner.distributed.observers import Observers
-from runner.distributed.process_group import limit_groups
+from runner.distributed.rendezvous import limit_groups
 from runner.engine.modes import repeats_bits
 from runner.engine.protocol import Engine, MicroStep
 from runner.explain.audit import Auditor

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from runner.config.mappings import held_out_sets, sources_of
 from runner.config.schema import SYNTHETIC_VOCABULARY, DataConfig, DataKind, RunConfig
-from runner.config.sources import held_out_sets, sources_of
 from runner.data.corpus_digest import Progress, notes_in
 from runner.data.cursor import SampleStream
 from runner.data.dataset import Dataset

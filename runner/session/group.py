@@ -38,8 +38,7 @@ from runner.distributed.env import (
     launch_from,
     set_debug,
 )
-from runner.distributed.process_group import Departure, end_group, start_group, take_device
-from runner.distributed.rendezvous import Facts
+from runner.distributed.rendezvous import Departure, Facts, end_group, start_group, take_device
 from runner.engine.modes import be_deterministic
 from runner.health.notice import notices
 from runner.health.preemption import StopLook, StopRequest

@@ -18,8 +18,8 @@ import torch
 
 from runner.checkpoint.protocol import Identity
 from runner.config.compose import digest, flat
+from runner.config.mappings import unsteady_samples
 from runner.config.schema import BatchConfig, Precision, RunConfig
-from runner.config.sources import unsteady_samples
 from runner.config.validate import is_zero
 from runner.data.corpus_digest import Progress
 from runner.data.cursor import OneSource

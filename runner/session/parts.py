@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from runner.config.network import is_hf, lora_of, rope_scaling_of
+from runner.config.mappings import is_hf, lora_of, rope_scaling_of
 from runner.config.schema import (
     ModelConfig,
     OptimConfig,

@@ -11,8 +11,8 @@ from typing import Any
 
 from runner.checkpoint.manifest import Manifest
 from runner.checkpoint.ring import CheckpointRing
+from runner.config.mappings import unsteady_samples
 from runner.config.schema import DataConfig, ResumeConfig, RunConfig
-from runner.config.sources import unsteady_samples
 from runner.data.cursor import SampleStream
 from runner.data.mixture import MixtureOrder, Phase, describe_phase
 from runner.distributed.agreement import Ranks

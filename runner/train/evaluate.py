@@ -30,8 +30,7 @@ from runner.policy.retention.records import Record, State, on_disk
 from runner.system.error import ConfigError
 from runner.system.garbage import collect
 from runner.system.json_lines import iter_lines, step_of
-from runner.train.agreed_step import StepInfo
-from runner.train.own_metrics import MetricNames
+from runner.train.agreed_step import MetricNames, StepInfo
 from runner.train.run import EngineRun, RunJournal
 
 # Indices into the FP64 vector that is summed over ranks.

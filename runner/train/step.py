@@ -39,13 +39,14 @@ from runner.train.agreed_step import (
     AgreedStep,
     HostNumbers,
     Measured,
+    MetricNames,
+    PackedMetrics,
     RankReport,
     StepInfo,
     Suspect,
     is_closed,
     on_device,
 )
-from runner.train.own_metrics import MetricNames, PackedMetrics
 
 _CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 _MAX_SUSPECTS = 8  # of one rank

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from runner.distributed.device import find_device
 from runner.distributed.env import RankEnv, place_from
-from runner.distributed.process_group import end_group, start_group, take_device
+from runner.distributed.rendezvous import end_group, start_group, take_device
 from runner.health.leave import leave
 from runner.system.error import ConfigError
 

@@ -125,8 +125,8 @@ class Case:
 
 
 def _given(one: Case | Break) -> dict[str, Any]:
-    values = {field.name: (getattr(one, field.name), field.default) for field in fields(one)}
-    return {name: value for name, (value, default) in values.items() if value != default}
+    values, usual = {field.name: getattr(one, field.name) for field in fields(one)}, type(one)()
+    return {name: value for name, value in values.items() if value != getattr(usual, name)}
 
 
 def _plain(value: Any) -> Any:
@@ -140,12 +140,12 @@ def from_json(given: dict[str, Any]) -> Case:
     Raises:
         TypeError: a feature has another name.
     """
-    values = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}
-    breaks = [
-        Break(**{key: tuple(v) if isinstance(v, list) else v for key, v in one.items()})
-        for one in values.pop("breaks", ())
-    ]
-    return Case(**values, breaks=tuple(breaks))
+    breaks = tuple(Break(**_tuples(one)) for one in given.get("breaks", ()))
+    return Case(**_tuples(given) | {"breaks": breaks})
+
+
+def _tuples(given: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}
 
 
 def read(path: Path) -> Case:
@@ -157,16 +157,14 @@ def read(path: Path) -> Case:
 def simpler(case: Case) -> Iterator[Case]:
     """The case without one of its features each; the dearest ones first."""
     for name, value in _given(case).items():
-        default = next(field.default for field in fields(Case) if field.name == name)
         if isinstance(value, tuple):
             for number in range(len(value)):
                 yield replace(case, **{name: value[:number] + value[number + 1 :]})
         elif name not in ("where", "engine", "ranks"):
-            yield replace(case, **{name: default})
+            yield replace(case, **{name: getattr(Case(), name)})
     for number, one in enumerate(case.breaks):
         for name in _given(one).keys() & {"ranks", "engine", "weights", "delay"}:
-            default = next(field.default for field in fields(Break) if field.name == name)
-            less = replace(one, **{name: default})
+            less = replace(one, **{name: getattr(Break(), name)})
             yield replace(case, breaks=(*case.breaks[:number], less, *case.breaks[number + 1 :]))
     yield from _fewer_ranks(case)
 
@@ -187,19 +185,15 @@ def size(case: Case) -> int:
     return sum(len(v) if isinstance(v, tuple) else 1 for v in _given(case).values())
 
 
+# What breaks a run, looks at it, or keeps copies of it.
+_DISTURBING = (
+    *("faults", "bad", "sick", "flaky", "breaks", "audit", "layers", "replicas", "preflight"),
+    *("explain", "tracker", "best", "memory", "waits", "looked", "late", "late_copies", "mirror"),
+    *("auto", "advice"),
+)
+
+
 def as_told(case: Case) -> Case:
     """The same trajectory undisturbed: nothing breaks, and nobody looks."""
-    return replace(
-        case,
-        **{"faults": (), "bad": (), "sick": "", "flaky": 0.0, "breaks": ()},
-        **{"audit": 0, "layers": 0, "replicas": 0, "preflight": False, "explain": "off"},
-        **{
-            "tracker": "",
-            "best": False,
-            "memory": False,
-            "waits": False,
-            "looked": False,
-            "late": False,
-        },
-        **{"late_copies": False, "mirror": False, "keep": 9, "auto": False, "advice": 0},
-    )
+    plain = Case()
+    return replace(case, keep=9, **{name: getattr(plain, name) for name in _DISTURBING})

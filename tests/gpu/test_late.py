@@ -13,7 +13,7 @@ import torch
 
 from runner.config.compose import compose
 from runner.distributed.env import place_from
-from runner.distributed.process_group import end_group, start_group
+from runner.distributed.rendezvous import end_group, start_group
 from runner.session.group import group_at_hand
 from runner.session.session import open_run
 from runner.train.loop import Loop

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from runner.distributed.env import place_from
-from runner.distributed.process_group import end_group, start_group
+from runner.distributed.rendezvous import end_group, start_group
 from runner.startup.shared_memory import MEMORY_DIR
 
 

@@ -12,7 +12,7 @@ import torch
 from runner.distributed.agreement import Ranks
 from runner.distributed.device import FoundDevice, find_device
 from runner.distributed.env import RankEnv, place_from
-from runner.distributed.process_group import end_group, start_group
+from runner.distributed.rendezvous import end_group, start_group
 from runner.system.error import (
     CheckpointError,
     ConfigError,
@@ -21,7 +21,7 @@ from runner.system.error import (
     RankError,
     RunnerError,
 )
-from runner.train.own_metrics import MetricNames
+from runner.train.agreed_step import MetricNames
 from tests import warm
 
 WORLD = 3

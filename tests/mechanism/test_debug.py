@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from runner.distributed.env import debug_settings, keep_dump, place_from, set_debug
-from runner.distributed.process_group import end_group, start_group
+from runner.distributed.rendezvous import end_group, start_group
 from tests import warm
 
 

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from runner.distributed import device as module
-from runner.distributed import process_group
+from runner.distributed import rendezvous
 from runner.distributed.device import device_facts, device_versions, find_device
 from runner.distributed.env import RankEnv, place_from
-from runner.distributed.process_group import _require_own_gpus, start_group
-from runner.distributed.rendezvous import difference
+from runner.distributed.rendezvous import _require_own_gpus, difference, start_group
 from runner.engine import zero
 from runner.launch import torchrun
 from runner.run_dir.time_account import past
@@ -208,7 +207,7 @@ def test_nccls_communicator_is_made_at_the_start(
     def init(backend: str, **options: Any) -> None:
         raise Asked(backend, options["device_id"], options["timeout"].total_seconds())
 
-    monkeypatch.setattr(process_group.dist, "init_process_group", init)
+    monkeypatch.setattr(rendezvous.dist, "init_process_group", init)
     with pytest.raises(Asked) as asked:
         start_group(place_from({}), torch.device(name), timeout_seconds=20)
     is_gpu = name != "cpu"

@@ -13,8 +13,8 @@ import torch
 
 from runner.command.check_samples import read_digests
 from runner.config.compose import compose
+from runner.config.mappings import unsteady_samples
 from runner.config.schema import DataConfig
-from runner.config.sources import unsteady_samples
 from runner.data.cursor import SampleStream
 from runner.data.dataset import Dataset
 from runner.data.draws import read_sample

@@ -17,7 +17,7 @@ from runner.config.compose import compose
 from runner.config.validate import check
 from runner.distributed.device import code_digest
 from runner.distributed.env import place_from
-from runner.distributed.process_group import end_group, start_group
+from runner.distributed.rendezvous import end_group, start_group
 from runner.engine.forward import Forward
 from runner.startup.preflight import hardware
 from scripts import gpu_check

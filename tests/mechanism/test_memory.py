@@ -26,9 +26,9 @@ from runner.checkpoint.disk.shards import RateLimit, Snapshot, write_rank_file
 from runner.checkpoint.jobs import LockstepQueues
 from runner.checkpoint.memory.node_dir import NodeDir, OwnerProcess
 from runner.checkpoint.memory.peer_replica import ReplicaInventory, on_every_rank, peers
-from runner.checkpoint.memory.shared_buffer import SharedBuffer
 from runner.checkpoint.memory.snapshot import (
     Memory,
+    SharedBuffer,
     SlotLayout,
     _CudaCopier,
     empty_header,

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.config.compose import compose
+from runner.config.mappings import sources_of
 from runner.config.schema import RunConfig
-from runner.config.sources import sources_of
 from runner.config.validate import check
 from runner.data.cursor import SampleStream
 from runner.data.mixture import BLOCK, MixtureOrder, Phase, split

@@ -50,7 +50,6 @@ def test_those_who_change_it_are_known() -> None:
 # that is being built.
 MODES = "runner/engine/modes.py"
 OTHER_MODES = {
-    "runner/engine/optimizer_traits.py",
     "runner/engine/user_optimizer.py",
     "runner/model/pretrained.py",
 }

@@ -13,7 +13,7 @@ from runner.config.compose import compose
 from runner.config.schema import OptimConfig, OptimKind
 from runner.engine.gated import is_hidden_matrix, orthogonalised
 from runner.engine.optimizer import OptimizerSettings, ShardOptimizer
-from runner.engine.optimizer_traits import probe_traits
+from runner.engine.user_optimizer import probe_traits
 from runner.session import parts
 from runner.session.corpus import open_dataset
 from runner.session.parts import rules_matched

@@ -35,7 +35,7 @@ from runner.data.dataset import Dataset, Sample
 from runner.data.feed import Feed
 from runner.distributed.agreement import Ranks
 from runner.distributed.env import RankEnv, place_from
-from runner.distributed.process_group import end_group, start_group
+from runner.distributed.rendezvous import end_group, start_group
 from runner.engine.protocol import Engine
 from runner.health.heartbeat import Heartbeat
 from runner.model.decoder import DecoderShape

@@ -16,7 +16,7 @@ from runner.config.schema import OptimConfig
 from runner.data.feed import MicroBatch
 from runner.distributed.agreement import Ranks
 from runner.distributed.env import RankEnv
-from runner.distributed.process_group import end_group, start_group
+from runner.distributed.rendezvous import end_group, start_group
 from runner.embed.loop.zero_engine import ZeroState, engine_in
 from runner.engine import zero
 from runner.engine.optimizer import OptimizerSettings

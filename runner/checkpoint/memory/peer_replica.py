@@ -15,8 +15,13 @@ import torch
 import torch.distributed as dist
 
 from runner.checkpoint.memory.node_dir import NodeDir
-from runner.checkpoint.memory.shared_buffer import SharedBuffer
-from runner.checkpoint.memory.snapshot import Memory, SnapshotHeader, headers_in, write_header
+from runner.checkpoint.memory.snapshot import (
+    Memory,
+    SharedBuffer,
+    SnapshotHeader,
+    headers_in,
+    write_header,
+)
 from runner.policy.retention.records import Record, State, Tier
 
 KEPT = 2  # copies of each rank: one is whole while the other is received

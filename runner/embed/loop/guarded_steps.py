@@ -27,10 +27,9 @@ from runner.policy.decision.history import Incident, discarded_signals
 from runner.policy.decision.judge import Verdict
 from runner.policy.decision.ladder import RemedyRules
 from runner.system.error import ConfigError
-from runner.train.agreed_step import CLOSED, GRAD_NORM, AgreedStep, RankReport, StepInfo
+from runner.train.agreed_step import CLOSED, GRAD_NORM, AgreedStep, RankReport, StepInfo, Sums
 from runner.train.checkpoints import Checkpoints, LastProof
 from runner.train.guard import Guard
-from runner.train.own_metrics import Sums
 from runner.train.recovery import Recovery
 from runner.train.save_schedule import SaveSchedule
 

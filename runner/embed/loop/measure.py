@@ -24,13 +24,15 @@ from runner.train.agreed_step import (
     GRAD_SQUARE,
     LOSS,
     AgreedStep,
+    MetricNames,
     RankReport,
     StepInfo,
+    Sums,
     Suspect,
+    check_name,
     is_closed,
     on_device,
 )
-from runner.train.own_metrics import MetricNames, Sums, check_name
 
 # The metrics that a loop has handed over and that no step has taken yet.
 
