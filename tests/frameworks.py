@@ -231,9 +231,7 @@ def train_sft(script: ScriptArguments) -> Ended:
 
     rows = Dataset.from_list([{"input_ids": ids.tolist()} for ids in tokens(script.bad)])
     arguments = SFTConfig(
-        **hf_arguments(script),
-        max_length=8,
-        dataset_kwargs={"skip_prepare_dataset": True},
+        **hf_arguments(script), max_length=8, dataset_kwargs={"skip_prepare_dataset": True}
     )
     trainer = poisoned(SFTTrainer)(
         model=tiny_llama(), args=arguments, train_dataset=rows, processing_class=_tokenizer()

@@ -229,8 +229,8 @@ MUTANTS = (
     Mutant(
         "evaluation counts what is masked",
         "runner/model/objective.py",
-        "return *losses, (labels != NOT_COUNTED).sum(dim=1)",
-        "return *losses, (labels == labels).sum(dim=1)",
+        "counts = (labels != NOT_COUNTED).sum(dim=1)\n        return",
+        "counts = (labels == labels).sum(dim=1)\n        return",
         "tests/mechanism/test_engine.py",
         "evaluation",
     ),

@@ -103,10 +103,7 @@ def train_grpo(script: ScriptArguments) -> Ended:
 
     rows = Dataset.from_list([{"prompt": words(ids[:4])} for ids in tokens(script.bad)[::4]])
     arguments = GRPOConfig(
-        **hf_arguments(script),
-        num_generations=2,
-        max_completion_length=4,
-        temperature=1.0,
+        **hf_arguments(script), num_generations=2, max_completion_length=4, temperature=1.0
     )
     trainer = GRPOTrainer(
         model=frameworks.tiny_llama(),

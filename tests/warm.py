@@ -37,10 +37,7 @@ _IMPORTS = ("runner.tools.report.page",)
 _IMPORTS_OF_ZERO = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
 _TRAINERS = ("transformers.trainer", "accelerate", "lightning")
 # While it imports: DeepSpeed imports mlflow where that is installed, and that pyarrow's jemalloc.
-_WITHOUT_THREADS = {
-    "OPENBLAS_NUM_THREADS": "1",
-    "JE_ARROW_MALLOC_CONF": "background_thread:false",
-}
+_WITHOUT_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 DRILL = "HOLDFAST_DRILL"  # marks the processes of one drill
 LATE_COPIES = "HOLDFAST_LATE_COPIES"  # set: snapshots are copied late, see tests/late_copies.py
 _TERMINAL = "HOLDFAST_DRILL_TERMINAL"

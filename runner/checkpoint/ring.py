@@ -400,12 +400,7 @@ class CheckpointRing:
     # -- proving and retiring -------------------------------------------------------------
 
     def after_step(
-        self,
-        step: int,
-        clean_streak: int,
-        *,
-        reach: Reach | None = None,
-        may_prove: bool = True,
+        self, step: int, clean_streak: int, *, reach: Reach | None = None, may_prove: bool = True
     ) -> None:
         """Begin to prove the checkpoints whose probation is over.
 

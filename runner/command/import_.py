@@ -242,10 +242,7 @@ def _list_some(label: str, names: Sequence[str]) -> str:
 
 
 def _state_of_step_0(
-    source: StoredWeights,
-    names: Mapping[str, str],
-    shapes: Shapes,
-    moved: Callable[[int], None],
+    source: StoredWeights, names: Mapping[str, str], shapes: Shapes, moved: Callable[[int], None]
 ) -> Iterator[Snapshot]:
     """The tensors of the source by their names in the ring, and zero moments.
 

@@ -24,11 +24,7 @@ from rich.table import Table
 
 from runner.command.arguments import Parser
 from runner.observe.journal import read_journal
-from runner.policy.retention.interval import (
-    LLAMA3_NODES,
-    NODE_MTBF_HOURS,
-    availability_interval,
-)
+from runner.policy.retention.interval import LLAMA3_NODES, NODE_MTBF_HOURS, availability_interval
 from runner.system.error import ConfigError
 from runner.system.parsing import json_text
 from runner.system.units import duration

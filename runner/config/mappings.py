@@ -109,11 +109,7 @@ def lora_of(value: Any) -> LoraSettings | None:
             f"{shown}: alpha must be above 0, dropout in [0, 1), rslora true or false"
         )
     return LoraSettings(
-        r=rank,
-        targets=tuple(names) or "all-linear",
-        alpha=alpha,
-        dropout=dropout,
-        rslora=rslora,
+        r=rank, targets=tuple(names) or "all-linear", alpha=alpha, dropout=dropout, rslora=rslora
     )
 
 

@@ -624,8 +624,7 @@ class LaunchConfig:
         "import what the ranks need once per node, and fork them; false: each imports it itself",
     )
     preload: list[str] = key(
-        [],
-        "modules of yours to import once as well; they may start no thread and touch no GPU",
+        [], "modules of yours to import once as well; they may start no thread and touch no GPU"
     )
 
 

@@ -24,13 +24,7 @@ from runner.config.schema import (
     RunConfig,
     former_key,
 )
-from runner.system.error import (
-    ConfigError,
-    MissingPackage,
-    has_package,
-    is_installed,
-    lacking,
-)
+from runner.system.error import ConfigError, MissingPackage, has_package, is_installed, lacking
 
 _LAST_SAMPLE = 1 << 60  # positions are 64-bit numbers
 

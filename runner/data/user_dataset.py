@@ -250,12 +250,7 @@ class Adapted:
     """
 
     def __init__(
-        self,
-        own: _Own,
-        *,
-        vocab_size: int,
-        seq_len: int,
-        each: Callable[[Any], Any] | None = None,
+        self, own: _Own, *, vocab_size: int, seq_len: int, each: Callable[[Any], Any] | None = None
     ) -> None:
         self.vocab_size = vocab_size
         self.draws = own.may_draw

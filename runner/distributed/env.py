@@ -190,10 +190,7 @@ def launch_from(environment: Mapping[str, str]) -> JobEnv:
     end = environment.get("SLURM_JOB_END_TIME") or environment.get(END_TIME)
     return JobEnv(
         job=job or None,
-        order=(
-            _whole(environment.get("SLURM_RESTART_COUNT")),
-            _whole(environment.get(ATTEMPT)),
-        ),
+        order=(_whole(environment.get("SLURM_RESTART_COUNT")), _whole(environment.get(ATTEMPT))),
         step=f"{environment.get('SLURM_STEP_ID', '')} {run_id}",
         end_time=float(end) if end and _is_number(end) and int(end) > 0 else None,
         has_agent=run_id != "none" or "SLURM_STEP_ID" in environment or "RANK" in environment,

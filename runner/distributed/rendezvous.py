@@ -280,10 +280,7 @@ def _absent(room: Store, ranks: Sequence[int]) -> list[int]:
 
 
 def _verdict(
-    present: Sequence[Mapping[str, Any]],
-    missing: Sequence[int],
-    world_size: int,
-    seconds: float,
+    present: Sequence[Mapping[str, Any]], missing: Sequence[int], world_size: int, seconds: float
 ) -> str:
     """The problem of this group; empty when all ranks are there and alike."""
     if missing:

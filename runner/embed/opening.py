@@ -67,12 +67,7 @@ _RESUME = ("allow_change", "take_over", "stale_seconds")
 
 
 def run_config(
-    out: str | Path,
-    *,
-    every: int | str,
-    accumulate: int,
-    skip: Any,
-    given: dict[str, Any],
+    out: str | Path, *, every: int | str, accumulate: int, skip: Any, given: dict[str, Any]
 ) -> RunConfig:
     """The settings of an embedded run; unused ones keep their defaults.
 
@@ -380,12 +375,7 @@ class OpenRun(Run):
 
 
 def open_run(
-    config: RunConfig,
-    group: RankGroup,
-    sharded: StagedState,
-    carried: Carried,
-    *,
-    command: str,
+    config: RunConfig, group: RankGroup, sharded: StagedState, carried: Carried, *, command: str
 ) -> OpenRun:
     """Acquire the run directory, resume the run, and journal this start. Collective.
 

@@ -17,12 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from runner.config.schema import ComputeConfig, Offload, ParallelConfig, ParallelKind, Precision
@@ -40,12 +35,7 @@ from runner.engine.protocol import (
     Watch,
     unwatched,
 )
-from runner.engine.whole_state import (
-    complete,
-    gather_flat,
-    give_dimension,
-    scalar_names,
-)
+from runner.engine.whole_state import complete, gather_flat, give_dimension, scalar_names
 from runner.engine.wider_precision import NoNarrowing
 from runner.system.error import RankError
 
@@ -98,11 +88,7 @@ def device_mesh(device: torch.device, layout: MeshLayout) -> DeviceMesh:
 
 
 def shard_model(
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    *,
-    mesh: DeviceMesh,
-    layout: MeshLayout,
+    model: nn.Module, blocks: Sequence[nn.Module], *, mesh: DeviceMesh, layout: MeshLayout
 ) -> None:
     """Wrap each block, then the root; sums instead of averages, FP32 reduction."""
     give_dimension(model)

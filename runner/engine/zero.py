@@ -43,12 +43,7 @@ from runner.engine.protocol import (
     Watch,
     unwatched,
 )
-from runner.engine.whole_state import (
-    complete,
-    gather_flat,
-    give_dimension,
-    scalar_names,
-)
+from runner.engine.whole_state import complete, gather_flat, give_dimension, scalar_names
 from runner.system.environment import changeable
 from runner.system.error import CheckpointError, ConfigError, RankError
 

@@ -206,11 +206,7 @@ class RepeatedSteps:
             return fallback
         record, older = targets[0], targets[1] if len(targets) > 1 else None
         tried = self._rate_probe.try_rates(
-            record,
-            info.signals,
-            without=fallback.positions,
-            most_steps=most_steps,
-            older=older,
+            record, info.signals, without=fallback.positions, most_steps=most_steps, older=older
         )
         state.came_again = None  # once is enough; but a stop meanwhile has the next start try anew
         steps = finding.steps + tried.steps

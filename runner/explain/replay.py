@@ -15,15 +15,7 @@ from typing import Any
 from runner.data.cursor import BatchPlan, Indices
 from runner.data.feed import MicroBatch
 from runner.distributed.observers import Failure
-from runner.explain.case import (
-    NOT_RECOMPUTED,
-    Case,
-    Probes,
-    inconclusive,
-    listing,
-    shown,
-    sticky,
-)
+from runner.explain.case import NOT_RECOMPUTED, Case, Probes, inconclusive, listing, shown, sticky
 from runner.explain.culprits import Culprits
 from runner.explain.probe import Bench
 from runner.explain.reading import (

@@ -108,10 +108,7 @@ def first_divergence(recorded: Mapping[int, Sequence[Entry]]) -> Divergence | No
 
 
 def _is_in(point: Divergence, entry: Entry | None) -> bool:
-    return entry is not None and (entry["group"], entry["seq"]) == (
-        point.group,
-        point.seq,
-    )
+    return entry is not None and (entry["group"], entry["seq"]) == (point.group, point.seq)
 
 
 def _waits_elsewhere(point: Divergence, waiting: Mapping[int, Entry | None]) -> bool:

@@ -28,7 +28,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(lacking("runner.integrations.hf", "hf", "transformers")) from error
 
 _UNSUPPORTED = {
-    "deepspeed": "its engine applies the update itself; use python -m runner parallel=zero3",
+    "deepspeed": "its engine applies the update itself; use python -m runner parallel=zero3"
 }
 
 

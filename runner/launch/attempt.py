@@ -141,11 +141,7 @@ FINAL = {
     EXIT_NO_CHECKPOINT: "no loadable checkpoint",
 }
 EXIT_CODES = ExitCodes(
-    done=EXIT_DONE,
-    crash=EXIT_CRASH,
-    halted=EXIT_HALTED,
-    preempted=EXIT_PREEMPTED,
-    final=FINAL,
+    done=EXIT_DONE, crash=EXIT_CRASH, halted=EXIT_HALTED, preempted=EXIT_PREEMPTED, final=FINAL
 )
 
 
@@ -338,10 +334,7 @@ def run_once(job: Job, stop: Stop) -> Ended:
         if not watch.is_idle:
             code = outcome(read_exits(exits), child.returncode, was_killed=was_killed)
         return Ended(
-            code=code,
-            missing=missing,
-            reason=watch.reason,
-            stuck=process_tree.marked(mark),
+            code=code, missing=missing, reason=watch.reason, stuck=process_tree.marked(mark)
         )
 
 

@@ -48,10 +48,7 @@ class WarmStart:
     """
 
     def __init__(
-        self,
-        modules: Sequence[str] | None,
-        limit_seconds: float | None,
-        say: Callable[[str], None],
+        self, modules: Sequence[str] | None, limit_seconds: float | None, say: Callable[[str], None]
     ) -> None:
         self._modules = modules
         self._limit_seconds = limit_seconds

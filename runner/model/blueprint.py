@@ -32,13 +32,7 @@ from runner.model.objective import (
     has_own_losses,
 )
 from runner.model.recompute import NONE, SELECTIVE, recompute_units
-from runner.model.recorded import (
-    Recording,
-    named_tensors,
-    put_tensor,
-    record,
-    record_in_memory,
-)
+from runner.model.recorded import Recording, named_tensors, put_tensor, record, record_in_memory
 from runner.system.error import ConfigError
 
 # Initial weights are the same bytes on any world size, engine and device. They come from torch's

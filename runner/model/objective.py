@@ -19,13 +19,7 @@ from torch.library import Library
 from torch.utils import _pytree as pytree
 
 from runner.model.decoder import Decoder
-from runner.model.loss import (
-    NOT_COUNTED,
-    HeadLosses,
-    TokenTap,
-    right_tokens,
-    sequence_losses,
-)
+from runner.model.loss import NOT_COUNTED, HeadLosses, TokenTap, right_tokens, sequence_losses
 from runner.system.error import ConfigError
 
 Batch = Mapping[str, Tensor]

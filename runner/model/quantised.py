@@ -43,9 +43,7 @@ class QuantisedWeight:
         return digest_tensors(_parts(self.module, self.key, name))
 
 
-def quantised_weights(
-    modules: Iterable[tuple[str, nn.Module]],
-) -> dict[str, QuantisedWeight]:
+def quantised_weights(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, QuantisedWeight]:
     """The quantised weights by name; one that several modules share has its first name.
 
     Args:

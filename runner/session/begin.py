@@ -41,12 +41,7 @@ from runner.run_dir.lease import RunLease
 from runner.run_dir.time_account import Past
 from runner.session import parts
 from runner.session.corpus import digest_notes, open_feed
-from runner.session.opening import (
-    Inventory,
-    backlog_of,
-    start_incident,
-    time_before,
-)
+from runner.session.opening import Inventory, backlog_of, start_incident, time_before
 from runner.session.parts import rules_matched, schedule
 from runner.startup.checks import (
     TrialBatch,
@@ -82,14 +77,7 @@ from runner.train.guard import Guard
 from runner.train.loop import Loop
 from runner.train.recovery import Recovery
 from runner.train.report import Reporter
-from runner.train.run import (
-    Corpus,
-    EngineRun,
-    RankGroup,
-    Resumed,
-    RunJournal,
-    ring_directory,
-)
+from runner.train.run import Corpus, EngineRun, RankGroup, Resumed, RunJournal, ring_directory
 from runner.train.save_schedule import SaveSchedule
 from runner.train.state import TrainState
 from runner.train.step import Stepper, StepRules
@@ -589,12 +577,7 @@ def _loop(run: FaultyRun, config: RunConfig, corpus_check: CorpusCheck) -> Loop:
         guard=guard
         if explaining is None
         else ExplainingGuard.of(
-            explaining,
-            run,
-            guard,
-            planner,
-            seed=config.seed,
-            is_compiled=config.compute.compile,
+            explaining, run, guard, planner, seed=config.seed, is_compiled=config.compute.compile
         ),
         checkpoints=checkpoints,
         periodic=periodic,

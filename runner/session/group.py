@@ -208,9 +208,7 @@ def _group(
         stop_look=StopLook(lambda: stop.is_set, ranks),
         monitor=monitor,
         console=Console(
-            silent=not place.is_first,
-            every=track.every,
-            as_json=track.log is LogKind.json,
+            silent=not place.is_first, every=track.every, as_json=track.log is LogKind.json
         ),
         ranks=ranks,
     )

@@ -43,11 +43,7 @@ from runner.policy.decision.history import Incident
 from runner.run_dir.lease import RunLease
 from runner.run_dir.time_account import Past, past
 from runner.session import parts
-from runner.session.corpus import (
-    data_words,
-    open_data,
-    prepare_data,
-)
+from runner.session.corpus import data_words, open_data, prepare_data
 from runner.session.parts import keep_small_files, kept_files, rules_matched, state_shapes
 from runner.startup.restore import RemoteRun, RestoredRun, Restorer, open_remote, with_highest
 from runner.startup.resume import RunInventory, claim_run_dir, scan, settle_micro_size
@@ -56,14 +52,7 @@ from runner.system.error import ConfigError, Preempted
 from runner.system.json_lines import Backlog, LineFile, iter_lines
 from runner.system.process import host_name, parent_name
 from runner.system.units import name_ranks, ranks_on
-from runner.train.run import (
-    Corpus,
-    RankGroup,
-    Resumed,
-    Run,
-    RunJournal,
-    ring_directory,
-)
+from runner.train.run import Corpus, RankGroup, Resumed, Run, RunJournal, ring_directory
 
 # Resolves what a run's first start decides: ``compute.precision=auto``.
 #
@@ -261,11 +250,7 @@ def with_steps(group: RankGroup, config: RunConfig, corpus: Corpus) -> RunConfig
 
 
 def take_inventory(
-    group: RankGroup,
-    config: RunConfig,
-    lease: RunLease,
-    remote: RemoteRun | None,
-    corpus: Corpus,
+    group: RankGroup, config: RunConfig, lease: RunLease, remote: RemoteRun | None, corpus: Corpus
 ) -> Inventory:
     """Read what is in ``out``; if it is lost, restore the run from the object store."""
     restorer = restored = None
@@ -300,11 +285,7 @@ def take_inventory(
 
 
 def open_journal(
-    group: RankGroup,
-    config: RunConfig,
-    lease: RunLease,
-    identity: Identity,
-    inventory: Inventory,
+    group: RankGroup, config: RunConfig, lease: RunLease, identity: Identity, inventory: Inventory
 ) -> RunJournal:
     """Open the journal; record changed settings, earlier crashes and restored checkpoints."""
     run_inventory = inventory.found

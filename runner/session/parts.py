@@ -51,12 +51,7 @@ from runner.model.blueprint import (
 )
 from runner.model.decoder import DecoderShape, RopeScaling, default_ffn_dim
 from runner.model.loss import HeadLosses
-from runner.model.pretrained import (
-    CONFIG,
-    PretrainedBlueprint,
-    build,
-    read_config,
-)
+from runner.model.pretrained import CONFIG, PretrainedBlueprint, build, read_config
 from runner.model.quantised import NO_BASE, require_one_base, require_same_base
 from runner.observe.metrics import Throughput, peak_tflops
 from runner.policy.schedule import Schedule

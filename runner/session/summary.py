@@ -15,11 +15,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from runner.checkpoint.disk.shards import own_share
-from runner.checkpoint.state_digest import (
-    digest_of_sums,
-    is_whole,
-    state_digest,
-)
+from runner.checkpoint.state_digest import digest_of_sums, is_whole, state_digest
 from runner.checkpoint.tensor_sums import LANES, Summing, Sums, added
 from runner.distributed.agreement import Ranks
 from runner.engine.protocol import Engine

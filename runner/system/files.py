@@ -71,11 +71,7 @@ def write_durably(path: Path, data: bytes, *, ending: str = ".tmp") -> None:
 
 
 def write_json(
-    path: Path,
-    tree: Mapping[str, Any],
-    *,
-    most_bytes: int | None = None,
-    indent: int | None = 1,
+    path: Path, tree: Mapping[str, Any], *, most_bytes: int | None = None, indent: int | None = 1
 ) -> None:
     """:func:`write_durably` of canonical JSON; see :func:`runner.system.parsing.json_text`.
 

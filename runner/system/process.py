@@ -115,12 +115,7 @@ def exit_status_by_pidfd(descriptor: int) -> int | None:
 def own_process() -> dict[str, str | int]:
     """JSON that identifies this process for others: host, boot, pid, start."""
     pid = os.getpid()
-    return {
-        "host": host_name(),
-        "boot": boot_id(),
-        "pid": pid,
-        "started": started_at(pid) or "",
-    }
+    return {"host": host_name(), "boot": boot_id(), "pid": pid, "started": started_at(pid) or ""}
 
 
 def parent_name() -> str:
@@ -263,10 +258,7 @@ def stay_beside(options: argparse.Namespace) -> bool:
 
 
 def run_beside(
-    arguments: Sequence[str],
-    *,
-    seconds: float,
-    is_over: Callable[[], bool] = lambda: False,
+    arguments: Sequence[str], *, seconds: float, is_over: Callable[[], bool] = lambda: False
 ) -> bytes | None:
     """Run ``python -m runner ARGUMENTS``; blocks until it has ended.
 

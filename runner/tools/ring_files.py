@@ -45,9 +45,5 @@ def _stored(folder: Path, serial: int, step: int) -> StoredCheckpoint | None:
         state = State.clean
     data = [status.st_size for name, status in files.items() if name.endswith(".bin")]
     return StoredCheckpoint(
-        serial=serial,
-        step=step,
-        state=state,
-        num_bytes=sum(data),
-        time=files["COMMITTED"].st_mtime,
+        serial=serial, step=step, state=state, num_bytes=sum(data), time=files["COMMITTED"].st_mtime
     )

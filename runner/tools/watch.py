@@ -225,11 +225,7 @@ class Watch:
             is_patient=is_named or not is_past,
         )
         self._watched[glance] = _Watched(
-            glance,
-            self._rules,
-            state,
-            tells_past=not is_past,
-            tells_state=is_named or not is_past,
+            glance, self._rules, state, tells_past=not is_past, tells_state=is_named or not is_past
         )
         return glance
 

@@ -14,12 +14,7 @@ from typing import Any, Protocol
 from runner.data.cursor import BatchPlan
 from runner.policy.decision.episode import Diagnosis, Episode
 from runner.policy.decision.finding import Cause
-from runner.policy.decision.history import (
-    Incident,
-    discard_incident,
-    may_be_data,
-    verdict_within,
-)
+from runner.policy.decision.history import Incident, discard_incident, may_be_data, verdict_within
 from runner.policy.decision.judge import Kind, Verdict
 from runner.policy.decision.ladder import Discard, Halt, Rebaseline, RemedyRules, Rollback
 from runner.policy.decision.skip_ledger import GiveUp, decide

@@ -98,11 +98,7 @@ class TrainState:
 def reach_of(state: TrainState, rules: RemedyRules, history: History) -> Reach:
     """How far back a rollback would go if the next step were bad."""
     return reach(
-        state.trouble,
-        rules,
-        updates=state.updates,
-        cursor=state.cursor,
-        ledger=history.ledger,
+        state.trouble, rules, updates=state.updates, cursor=state.cursor, ledger=history.ledger
     )
 
 

@@ -143,10 +143,7 @@ def test_a_click_on_an_incident_zooms_to_it(watched: Watched, troubled: Path) ->
 
 @pytest.mark.parametrize(
     "watched",
-    [
-        {"viewport": {"width": 1440, "height": 900}},
-        {"viewport": {"width": 360, "height": 740}},
-    ],
+    [{"viewport": {"width": 1440, "height": 900}}, {"viewport": {"width": 360, "height": 740}}],
     indirect=True,
 )
 def test_one_screen_says_how_it_is_what_happened_and_what_to_do(

@@ -25,11 +25,7 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 # A tiny model's step takes 0.03 s; a start several seconds.
 QUICK = ("watchdog.floor_seconds=3", "watchdog.slow_seconds=20")
-ALWAYS = {
-    ("abort", "backward", 0),
-    ("stop", "agree", 1),
-    ("hang", "apply", 1),
-}
+ALWAYS = {("abort", "backward", 0), ("stop", "agree", 1), ("hang", "apply", 1)}
 ALWAYS_WAITING = {("kill", "backward", 1)}
 MATRIX = [
     pytest.param(
@@ -54,12 +50,7 @@ SIGNAL_WORDS = {
 
 @pytest.mark.parametrize(("ending", "point", "rank", "breaks"), MATRIX)
 def test_a_rank_ends_badly(
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    ending: str,
-    point: str,
-    rank: int,
-    breaks: bool,
+    tmp_path: Path, request: pytest.FixtureRequest, ending: str, point: str, rank: int, breaks: bool
 ) -> None:
     clean = request.getfixturevalue("clean")
     out = tmp_path / "run"

@@ -50,10 +50,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "what",
-    full_but(["a flipped byte"], DAMAGE),
-)
+@pytest.mark.parametrize("what", full_but(["a flipped byte"], DAMAGE))
 def test_the_older_one_is_used(
     tmp_path: Path, part: Result, clean_alone: Result, what: str
 ) -> None:

@@ -12,15 +12,7 @@ from tests.run import read_lines
 from tests.script_run import ends_of
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "zero1",
-        full("zero2"),
-        full("bf16"),
-        full("bf16-2"),
-    ],
-)
+@pytest.mark.parametrize("layout", ["zero1", full("zero2"), full("bf16"), full("bf16-2")])
 def test_poisoned_and_killed_is_told_to_skip_is_the_bare_loop(tmp_path: Path, layout: str) -> None:
     """Three runs end alike: with the guard twice, and a loop that nobody guards."""
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")

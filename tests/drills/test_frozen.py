@@ -20,10 +20,7 @@ FROZEN = (
     "compute.frozen=[embedding,blocks.0.attention.query,ffn_norm]",
     "schedule.total=60",
 )
-ENGINES = [
-    "fsdp",
-    *(full(engine) for engine in ("ddp", "zero1", "zero2", "zero3")),
-]
+ENGINES = ["fsdp", *(full(engine) for engine in ("ddp", "zero1", "zero2", "zero3"))]
 # Without it ZeRO-3 would keep all of this small model gathered.
 SMALL = "stage3_param_persistence_threshold:1500"
 ZERO3 = f"parallel.deepspeed={{zero_optimization:{{{SMALL}}}}}"

@@ -31,15 +31,7 @@ def test_one_rank_sees_nan_and_none_has_a_trace_of_it(tmp_path: Path, layout: st
     assert back["ranks"] == [1]
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "fsdp",
-        full("ddp"),
-        full("sampler"),
-        full("micro"),
-    ],
-)
+@pytest.mark.parametrize("layout", ["fsdp", full("ddp"), full("sampler"), full("micro")])
 def test_read_late_on_two_ranks_and_killed(tmp_path: Path, layout: str) -> None:
     kill_at = "43" if layout == "micro" else "26"  # late enough for a checkpoint to be whole
     ends = run(tmp_path, layout, "poison", "told", restarts=1, LATE="1", KILL_AT=kill_at)
@@ -63,12 +55,7 @@ def test_nan_in_the_loss_of_an_early_batch_of_one_rank_discards_the_step_on_all(
 
 
 @pytest.mark.parametrize(
-    ("layout", "late"),
-    [
-        ("micro", {"LATE": "1"}),
-        full("micro", {}),
-        full("windows", {}),
-    ],
+    ("layout", "late"), [("micro", {"LATE": "1"}), full("micro", {}), full("windows", {})]
 )
 def test_a_stop_within_a_slow_step_leaves_no_trace(
     tmp_path: Path, layout: str, late: dict[str, str]

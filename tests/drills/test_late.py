@@ -27,11 +27,7 @@ SHIFT = (
     "guard.level_steps=6",
     "guard.drift_nats=50",
 )
-CUT = (
-    "faults=[poison@samples=700-1200]",
-    "guard.max_rollbacks=3",
-    "guard.cooldown_steps=12",
-)
+CUT = ("faults=[poison@samples=700-1200]", "guard.max_rollbacks=3", "guard.cooldown_steps=12")
 # What tells when, not what; the digest of settings that differ by guard.sync, paths in out.
 WHEN = ("time", "cost_seconds")
 WHEN_DETAIL = ("metrics_bytes", "settings", "command", "debug", "lost", "start_seconds")

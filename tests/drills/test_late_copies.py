@@ -29,12 +29,7 @@ from tests.drills import (
     test_zero,
 )
 from tests.drills import test_guard_loop as test_guard_drills
-from tests.mechanism import (
-    test_guard_late,
-    test_guard_loop,
-    test_ring_alone,
-    test_strange_loops,
-)
+from tests.mechanism import test_guard_late, test_guard_loop, test_ring_alone, test_strange_loops
 
 TWINS = (
     *(test_guard_loop, test_guard_late, test_ring_alone, test_strange_loops),

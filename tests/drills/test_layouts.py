@@ -103,10 +103,7 @@ def test_nan_on_any_rank_is_seen_by_all(tmp_path: Path, layout: str, ranks: int)
     assert all(end["skipped"] == [[12, 13]] for end in ends.values())
 
 
-@pytest.mark.parametrize(
-    "layout",
-    ["pp", *(full(name) for name in ("columns", "fsdp_tp"))],
-)
+@pytest.mark.parametrize("layout", ["pp", *(full(name) for name in ("columns", "fsdp_tp"))])
 def test_all_at_once_on_a_mesh(tmp_path: Path, layout: str) -> None:
     """Accumulation, numbers read late, evaluations, a rollback, a stop, a kill, two resumes.
 

@@ -43,10 +43,7 @@ def in_peace(runs: Path, world: int, poisoned: bool) -> Result:
     return _in_peace[key]
 
 
-@pytest.mark.parametrize(
-    ("world", "rank", "point", "breaks"),
-    full_but(ALWAYS, MATRIX),
-)
+@pytest.mark.parametrize(("world", "rank", "point", "breaks"), full_but(ALWAYS, MATRIX))
 def test_killed(
     tmp_path: Path, runs: Path, world: int, rank: int, point: str, breaks: bool
 ) -> None:

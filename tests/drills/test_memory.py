@@ -90,11 +90,7 @@ def test_a_restart_after_a_rollback_to_memory(
 @pytest.mark.full
 @pytest.mark.parametrize("what", ["lost", "fewer ranks"])
 def test_where_they_are_of_no_use_the_disk_is_used(
-    tmp_path: Path,
-    shared: Path,
-    clean: Result,
-    what: str,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, shared: Path, clean: Result, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
     killed = train(out, *NEAR, *QUICK, KILLED)

@@ -47,10 +47,7 @@ def test_a_discarded_step_never_happened(
     ], hit.tail
     assert_discards_explain_themselves(hit)
     told = finish(
-        tmp_path / "told",
-        *engine.split(),
-        skip_override(hit.summary["skipped"]),
-        ranks=ranks,
+        tmp_path / "told", *engine.split(), skip_override(hit.summary["skipped"]), ranks=ranks
     )
     assert not told.journal("discard"), told.tail
     assert_same_end(hit, told)

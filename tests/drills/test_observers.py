@@ -174,10 +174,7 @@ def test_a_probe_after_a_rollback_that_raises_on_one_rank_alone_ends_one_start(
 @pytest.mark.twin
 @pytest.mark.parametrize(
     ("fault", "step", "call"),
-    [
-        ("poison@samples=1030", 32, 3),
-        full("overflow@step=28-30,module=blocks.1.ffn", 28, 9),
-    ],
+    [("poison@samples=1030", 32, 3), full("overflow@step=28-30,module=blocks.1.ffn", 28, 9)],
 )
 def test_a_kill_inside_an_explanation_changes_nothing(
     tmp_path: Path, fault: str, step: int, call: int

@@ -20,11 +20,7 @@ SHORT = ("steps=24", "schedule.total=24", "batch.micro_size=8")
 
 @pytest.mark.twin
 @pytest.mark.parametrize(
-    ("engine", "precision", "rounding"),
-    [
-        ("fsdp", "fp32", 1e-4),
-        full("zero2", "bf16", 0.01),
-    ],
+    ("engine", "precision", "rounding"), [("fsdp", "fp32", 1e-4), full("zero2", "bf16", 0.01)]
 )
 def test_micro_batches_are_halved_until_they_fit(
     tmp_path: Path, engine: str, precision: str, rounding: float

@@ -27,26 +27,14 @@ from runner.system.error import EXIT_PREEMPTED
 from runner.system.process import parent
 from tests import warm
 from tests.rows import full
-from tests.run import (
-    TINY,
-    Result,
-    Started,
-    command,
-    left_behind,
-    metrics_step,
-)
+from tests.run import TINY, Result, Started, command, left_behind, metrics_step
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 # The promise is 15 s; a machine that does other work beside may take a little longer.
 LIMIT_SECONDS = 30.0
 STEPS = 60  # as many as the runs that it is compared with
-SETTINGS = (
-    *TINY,
-    f"steps={STEPS}",
-    "track.every=1",
-    "faults=[slow@step=4-60,seconds=0.06]",
-)
+SETTINGS = (*TINY, f"steps={STEPS}", "track.every=1", "faults=[slow@step=4-60,seconds=0.06]")
 
 
 def launched(out: Path, ranks: int, overrides: Sequence[str]) -> list[str]:
@@ -229,12 +217,7 @@ def rows() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("name", "way", "ranks", "workers"), rows())
 def test_no_output_stops_a_run(
-    name: str,
-    way: str,
-    ranks: int,
-    workers: int,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
+    name: str, way: str, ranks: int, workers: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     fault, out, row = FAULTS[name], tmp_path / "run", (name, way, ranks, workers)
     words = WAYS[way](out, ranks, [f"data.workers={workers}"])

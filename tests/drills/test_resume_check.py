@@ -11,10 +11,7 @@ from tests.run import train
 ROOT = Path(__file__).parents[2]
 SMALL = ("steps=24", "model.dim=32", "model.heads=2", "batch.global_size=8", "data.seq_len=32")
 # Slow before it dies, so that the checkpoint of step 10 is on disk by then.
-KILLED = (
-    "faults=[slow@step=11-17,seconds=0.2,kill@step=17,rank=0]",
-    "checkpoint.memory_every=0",
-)
+KILLED = ("faults=[slow@step=11-17,seconds=0.2,kill@step=17,rank=0]", "checkpoint.memory_every=0")
 
 
 def test_wrong_moments_are_told_at_the_second_step(tmp_path: Path) -> None:

@@ -8,12 +8,7 @@ from pathlib import Path
 import pytest
 
 from runner.__main__ import main
-from tests.drills.compare import (
-    assert_every_sample_once,
-    assert_same_end,
-    differing,
-    in_order,
-)
+from tests.drills.compare import assert_every_sample_once, assert_same_end, differing, in_order
 from tests.drills.conftest import POISON
 from tests.run import TINY, Result, finish, skip_override, train
 

@@ -115,10 +115,7 @@ def never_stopped(known: dict[str, Result], runs: Path, name: str) -> Result:
 
 
 def rows() -> list[Any]:
-    always = {
-        ("evaluation", signal.SIGINT, "1"),
-        ("A", signal.SIGUSR1, "0,1"),
-    }
+    always = {("evaluation", signal.SIGINT, "1"), ("A", signal.SIGUSR1, "0,1")}
     # All signals are noted by one handler: each phase has one of them, in turn.
     in_turn = (
         (phase, (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)[place % 3], ("1", "0,1")[place % 2])

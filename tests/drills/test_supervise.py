@@ -18,15 +18,7 @@ from runner.system.process import parent
 from tests import warm
 from tests.drills.compare import assert_every_sample_once, assert_same_run
 from tests.rows import full
-from tests.run import (
-    TINY,
-    Result,
-    Started,
-    environment_of,
-    journalled,
-    metrics_step,
-    unbroken,
-)
+from tests.run import TINY, Result, Started, environment_of, journalled, metrics_step, unbroken
 from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")

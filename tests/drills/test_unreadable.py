@@ -131,13 +131,7 @@ def test_they_are_passed_over_as_if_told_so(
     tmp_path: Path, told: Told, ranks: int, how: tuple[str, ...]
 ) -> None:
     broken = {index_of(position): kind for position, kind in BROKEN.items()}
-    run = finish(
-        tmp_path / "run",
-        *QUICK,
-        *how,
-        ranks=ranks,
-        program=program(tmp_path, broken),
-    )
+    run = finish(tmp_path / "run", *QUICK, *how, ranks=ranks, program=program(tmp_path, broken))
     assert_same_run(run, told(ranks))
     lines = run.journal("unreadable")
     found = [p for line in lines for p in line["detail"]["positions"]]
@@ -261,10 +255,7 @@ def test_a_held_out_set_without_a_counted_token(tmp_path: Path, evaluated: Resul
 # Without a guard
 
 
-@pytest.mark.parametrize(
-    "fault",
-    ["nan_loss@step=20,rank=1", full("poison@samples=300-331")],
-)
+@pytest.mark.parametrize("fault", ["nan_loss@step=20,rank=1", full("poison@samples=300-331")])
 def test_without_a_guard_a_nan_is_the_end_state(tmp_path: Path, fault: str) -> None:
     how = ("guard=off", "steps=20", "eval.every=10", f"faults=[{fault}]")
     run = finish(tmp_path / "run", *how)

@@ -73,10 +73,7 @@ def try_all(num: int, inputs: st.SearchStrategy[Any], work: Callable[[Any], obje
     tried = 0
 
     @settings(
-        max_examples=num,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
+        max_examples=num, deadline=None, database=None, suppress_health_check=list(HealthCheck)
     )
     @given(inputs)
     def one(value: Any) -> None:

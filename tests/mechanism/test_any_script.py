@@ -213,11 +213,7 @@ EARLY = " (it had printed nothing yet: a larger --quiet-start?)"
     ],
 )
 def test_when_a_script_is_taken_for_hung(
-    monkeypatch: pytest.MonkeyPatch,
-    step: int,
-    silent: float,
-    worked_ago: float | None,
-    words: str,
+    monkeypatch: pytest.MonkeyPatch, step: int, silent: float, worked_ago: float | None, words: str
 ) -> None:
     now = 1000.0
     monkeypatch.setattr("runner.launch.script.time.monotonic", lambda: now)

@@ -16,12 +16,7 @@ from runner.policy.retention.interval import (
     SnapshotRules,
     snapshot_steps,
 )
-from runner.train.save_schedule import (
-    AutoInterval,
-    FixedInterval,
-    SnapshotInterval,
-    num_failures,
-)
+from runner.train.save_schedule import AutoInterval, FixedInterval, SnapshotInterval, num_failures
 
 RULES = IntervalRules(clean_after=5, most=40, prior_seconds=86400.0)
 
@@ -151,10 +146,7 @@ def test_ranks_take_snapshots_at_the_same_steps(monkeypatch: pytest.MonkeyPatch)
 
     ways = (first, lambda _: told[0])
     saved = [
-        drive(
-            SnapshotInterval(run_of(history, way), SNAPSHOTS),
-            *(1, 200, 1.0),
-        )
+        drive(SnapshotInterval(run_of(history, way), SNAPSHOTS), *(1, 200, 1.0))
         for history, way in zip(histories, ways, strict=True)
     ]
     assert saved[0] == saved[1] == [10, 20, 30, 40, 60, 90, 120, 150, 180]

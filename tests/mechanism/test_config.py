@@ -222,10 +222,7 @@ def test_the_last_override_counts() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [
-        *(one.SETTINGS.split() for one in (soak, soak_trace, screenshot)),
-        gpu_check.TINY,
-    ],
+    [*(one.SETTINGS.split() for one in (soak, soak_trace, screenshot)), gpu_check.TINY],
     ids=["soak", "trace", "screenshot", "gpu_check"],
 )
 def test_the_settings_of_a_script_are_settings(words: Sequence[str]) -> None:

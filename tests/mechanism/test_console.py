@@ -107,12 +107,7 @@ def shown_steps(text: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("every", "shown"),
-    [
-        (1, list(range(1, 21))),
-        (6, [1, 6, 8, 12, 18, 20]),
-        (1000, [1, 8, 20]),
-    ],
+    ("every", "shown"), [(1, list(range(1, 21))), (6, [1, 6, 8, 12, 18, 20]), (1000, [1, 8, 20])]
 )
 def test_a_log_gets_lines_when_due(
     every: int, shown: list[int], capsys: pytest.CaptureFixture[str]

@@ -20,12 +20,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from runner.checkpoint import ring as ring_module
 from runner.checkpoint.disk import directory
@@ -277,10 +272,7 @@ def marker_before_manifest(self: CheckpointDirectory, manifest: Manifest) -> Non
 
 def _record(manifest: Manifest) -> Record:
     return Record(
-        serial=manifest.serial,
-        step=manifest.step,
-        cursor=manifest.cursor,
-        state=State.committed,
+        serial=manifest.serial, step=manifest.step, cursor=manifest.cursor, state=State.committed
     )
 
 

@@ -234,11 +234,7 @@ def test_two_ranks_on_one_gpu_are_named() -> None:
     ],
 )
 def test_how_many_ranks_a_node_starts(
-    seen: int,
-    environment: dict[str, str],
-    ranks: int,
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
+    seen: int, environment: dict[str, str], ranks: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not two on a node whose driver failed, while the others start eight."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)

@@ -163,11 +163,7 @@ def test_selective_changes_no_bit_and_keeps_less(dropout: float) -> None:
     found, kept = [], []
     for recompute in kinds:
         torch.manual_seed(0)
-        shape = replace(
-            SHAPE,
-            dropout=dropout,
-            recompute=recompute,
-        )
+        shape = replace(SHAPE, dropout=dropout, recompute=recompute)
         decoder = Decoder(shape)
         torch.manual_seed(1)
         tokens = torch.arange(600).view(2, 300) % 32

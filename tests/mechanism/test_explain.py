@@ -29,14 +29,7 @@ from runner.engine.protocol import Engine, MicroStep
 from runner.explain.case import Case
 from runner.explain.explaining_guard import ExplainingGuard, ExplainRules
 from runner.explain.probe import Bench, without_samples
-from runner.explain.reading import (
-    Reading,
-    SampleRow,
-    Share,
-    differing_ranks,
-    noise_floor,
-    usual,
-)
+from runner.explain.reading import Reading, SampleRow, Share, differing_ranks, noise_floor, usual
 from runner.explain.replay import Replay
 from runner.fault.inject import FaultInjector
 from runner.fault.spec import parse_faults
@@ -418,10 +411,7 @@ def positions_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def explained(
-    world: World,
-    most_steps: int = 10,
-    checkpoint: World | None = None,
-    limits: Limits = LIMITS,
+    world: World, most_steps: int = 10, checkpoint: World | None = None, limits: Limits = LIMITS
 ) -> Finding:
     """
     Args:
@@ -533,12 +523,7 @@ NAMED: list[tuple[World, tuple[Cause, Remedy], tuple[int, ...], tuple[int, ...]]
         (),
     ),
     # All that exceed the largest known sample by half a nat, and no other.
-    (
-        World(size=32, bad={p: 5.0 + 0.1 * p for p in range(20)}),
-        SKIP,
-        (),
-        tuple(range(20)),
-    ),
+    (World(size=32, bad={p: 5.0 + 0.1 * p for p in range(20)}), SKIP, (), tuple(range(20))),
     # Half of the batch, the whole, and those behind it too.
     (World(bad=of(*range(4))), SKIP, (), tuple(range(4))),
     (World(bad=of(*range(8))), (Cause.data, Remedy.ladder), (), tuple(range(8))),

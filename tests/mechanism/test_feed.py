@@ -118,10 +118,7 @@ def test_plans_in_a_row_are_all_allowed_positions_in_order(
 
 
 @settings(deadline=None, max_examples=50)
-@given(
-    asked=st.lists(st.tuples(st.integers(0, 60), LEDGERS), max_size=12),
-    size=st.integers(1, 20),
-)
+@given(asked=st.lists(st.tuples(st.integers(0, 60), LEDGERS), max_size=12), size=st.integers(1, 20))
 def test_a_plan_does_not_depend_on_what_was_asked_before(
     asked: list[tuple[int, Ledger]], size: int
 ) -> None:
@@ -189,10 +186,7 @@ def made_feed(
 
 @contextmanager
 def ranks(
-    world_size: int,
-    dataset: Dataset = LANGUAGE,
-    order: SampleStream | None = None,
-    **changes: Any,
+    world_size: int, dataset: Dataset = LANGUAGE, order: SampleStream | None = None, **changes: Any
 ) -> Iterator[list[Feed]]:
     """One feed a rank over the same stream."""
     feeds = [

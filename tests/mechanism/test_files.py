@@ -11,11 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.system.files import (
-    file_digest,
-    write_durably,
-    write_json,
-)
+from runner.system.files import file_digest, write_durably, write_json
 from runner.system.json_lines import LineFile, read_lines
 
 LINES = st.lists(

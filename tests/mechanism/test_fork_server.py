@@ -18,13 +18,7 @@ import pytest
 
 from runner.config.compose import compose
 from runner.launch import warm_start
-from runner.launch.fork_server import (
-    ForkedPopen,
-    ForkError,
-    Forks,
-    stack_without_lines,
-    suits,
-)
+from runner.launch.fork_server import ForkedPopen, ForkError, Forks, stack_without_lines, suits
 from runner.launch.warm_start import WarmStart, rank_modules
 from runner.system.process import parent
 

@@ -106,11 +106,7 @@ def test_where_the_time_went(case: str) -> None:
 
 def test_what_a_restart_cuts_away_is_lost_and_nothing_else() -> None:
     kept = [line(1, 1), line(2, 2)]
-    cut = [
-        line(3, 4, wait=0.5, checkpoint=1.0),
-        line(4, 5, action="discard"),
-        line(4, 6),
-    ]
+    cut = [line(3, 4, wait=0.5, checkpoint=1.0), line(4, 5, action="discard"), line(4, 6)]
     found = past(kept, cut, [entry("start", 0), entry("crash", 30)])
     assert found.lost == {"recomputed": 1.5, "discarded": 1.0, "data_wait": 0.5, "checkpoint": 1.0}
     assert found.last_life == 6, "the crash was journalled by the next start"

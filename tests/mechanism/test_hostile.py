@@ -24,12 +24,7 @@ from runner.observe.journal import read_journal
 from runner.policy.decision.history import Incident
 from runner.run_dir.lease import RunLease, acquire, newest_number
 from runner.run_dir.paths import RunDir
-from runner.system.error import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    Superseded,
-)
+from runner.system.error import CheckpointError, ConfigError, DataError, Superseded
 from runner.system.json_lines import read_lines, step_of
 from runner.system.process import own_process, started_at
 from runner.train.state import TrainState

@@ -502,15 +502,9 @@ TOLD = {
         Story(stretches=LEVEL, rules={"drift_nats": 50.0}),
         {"discard", "rollback", "rebaseline"},
     ),
-    "drift": (
-        Story(stretches=LEVEL, rules={"loss_floor": 9.0}),
-        {"rollback"},
-    ),
+    "drift": (Story(stretches=LEVEL, rules={"loss_floor": 9.0}), {"rollback"}),
     "drift that settles": (
-        Story(
-            stretches=LEVEL,
-            rules={"loss_floor": 9.0, "margin": 0},
-        ),
+        Story(stretches=LEVEL, rules={"loss_floor": 9.0, "margin": 0}),
         {"rollback", "rebaseline"},
     ),
     "rate cut": (

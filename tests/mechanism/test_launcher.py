@@ -9,13 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from runner.distributed.env import (
-    JobEnv,
-    first_host,
-    launch_from,
-    place_from,
-    rendezvous_endpoint,
-)
+from runner.distributed.env import JobEnv, first_host, launch_from, place_from, rendezvous_endpoint
 from runner.system.error import ConfigError
 from runner.system.process import is_alive, own_process
 

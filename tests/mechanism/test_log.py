@@ -200,9 +200,7 @@ def test_an_incident_has_the_level_of_its_kind(
 
 
 @pytest.mark.parametrize("word", ["track.log=json", "track.log=text"])
-def test_what_is_wrong_with_the_settings_is_said_in_the_format_that_they_ask_for(
-    word: str,
-) -> None:
+def test_what_is_wrong_with_the_settings_is_said_in_the_format_that_they_ask_for(word: str) -> None:
     """By a process of its own, in which the package's entry is called ``__main__``."""
     done = warm.finished([sys.executable, "-m", "runner", word, "steps=none"], timeout=60)
     assert done.returncode == 2 and done.stdout == ""

@@ -22,12 +22,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from runner.config.schema import RunConfig
 from runner.distributed import rendezvous
 from runner.distributed.env import RankEnv
-from runner.distributed.rendezvous import (
-    _absent,
-    allow_connections,
-    difference,
-    wait_for_ranks,
-)
+from runner.distributed.rendezvous import _absent, allow_connections, difference, wait_for_ranks
 from runner.session.group import refuse_untried
 from runner.system.error import ConfigError, StartError
 from tests import warm
@@ -104,10 +99,7 @@ def test_a_meeting_point_that_is_not_there(host: str) -> None:
     assert "Traceback" not in text
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [None, full(b"HTTP/1.1 400 Bad Request\r\n\r\n")],
-)
+@pytest.mark.parametrize("answer", [None, full(b"HTTP/1.1 400 Bad Request\r\n\r\n")])
 def test_a_meeting_point_that_is_something_else(answer: bytes | None) -> None:
     """A proxy, or another program on the port: it takes the call, and says nothing or nonsense."""
     over = threading.Event()

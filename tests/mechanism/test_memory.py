@@ -96,12 +96,7 @@ def memory(base: Path, state: Weights, *, incarnation: int = 3, **mark: Any) -> 
     layout = SlotLayout(state.shards())
     empty = empty_header(layout, incarnation=incarnation, rank=0, world_size=1, identity=IDENTITY)
     made = Memory(
-        folder,
-        layout,
-        mark=replace(empty, **mark),
-        num_slots=3,
-        device=state.device,
-        threads=2,
+        folder, layout, mark=replace(empty, **mark), num_slots=3, device=state.device, threads=2
     )
     made.open()
     return made

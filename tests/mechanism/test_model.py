@@ -18,12 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
 from runner.config.schema import ModelConfig
-from runner.model.blueprint import (
-    BLOCK_ELEMENTS,
-    freeze,
-    initial_range,
-    initial_std,
-)
+from runner.model.blueprint import BLOCK_ELEMENTS, freeze, initial_range, initial_std
 from runner.model.decoder import (
     Decoder,
     DecoderShape,
@@ -38,14 +33,7 @@ from tests.mechanism.weights import set_initial_weights
 
 PRESETS = sorted((Path(__file__).parents[2] / "configs" / "model").glob("*.yaml"))
 SHAPE = DecoderShape(
-    vocab_size=61,
-    dim=32,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    ffn_dim=64,
-    seq_len=32,
-    init_std=0.2,
+    vocab_size=61, dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=64, seq_len=32, init_std=0.2
 )
 VARIANTS = [
     SHAPE,

@@ -19,6 +19,7 @@ ENVIRONMENT = "runner/system/environment.py"
 IN_A_STRANGER = {"runner/prove/inside/hooks.py", "runner/prove/on_path/sitecustomize.py"}
 CODES = "runner/system/error.py"
 CHANGE = {
+    "runner/command/profile.py": "torch's own lines about it are left out",
     "runner/data/rows.py": "the same for transformers' tokenizers",
     "runner/data/tokenizer.py": "tokenizers warns in every loader process otherwise",
     "runner/distributed/rendezvous.py": "where srun's tasks meet, for torch",
@@ -49,10 +50,7 @@ def test_those_who_change_it_are_known() -> None:
 # Besides the one that keeps the modes of a network's modules: those of optimizers, and of a network
 # that is being built.
 MODES = "runner/engine/modes.py"
-OTHER_MODES = {
-    "runner/engine/user_optimizer.py",
-    "runner/model/pretrained.py",
-}
+OTHER_MODES = {"runner/engine/user_optimizer.py", "runner/model/pretrained.py"}
 
 
 def test_one_module_sets_the_modes_of_modules() -> None:

@@ -107,11 +107,7 @@ def test_being_asked_to_stop_after_a_death_is_no_preemption(
 
 @pytest.mark.parametrize("status", [*IN_ORDER, "reaped", "killed after all have met"])
 def test_who_left_in_order_is_no_death(
-    status: int | str,
-    tmp_path: Path,
-    peer: Peer,
-    left: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+    status: int | str, tmp_path: Path, peer: Peer, left: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = watched(tmp_path, has_agent=False)
     ticks: list[int] = []

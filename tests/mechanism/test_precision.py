@@ -98,13 +98,7 @@ BF16, FP32, AUTO = (compose([f"compute.precision={name}"]) for name in ("bf16", 
     ("natives", "stored", "overrides", "settings", "words"),
     [
         ([True, True], {}, [], BF16, []),
-        (
-            [False],
-            {},
-            [],
-            FP32,
-            ["fp32", "the processor has no", "compute.precision=bf16 uses"],
-        ),
+        ([False], {}, [], FP32, ["fp32", "the processor has no", "compute.precision=bf16 uses"]),
         ([True, False, True], {}, [], FP32, ["processors of rank 1 have no BF16"]),
         ([False] * 9 + [True], {}, [], FP32, ["ranks 0, 1, 2, 3, 4, 5, 6, 7 and 1 more have"]),
         # As the run began, on whatever machine it is taken up.

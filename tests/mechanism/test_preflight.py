@@ -61,9 +61,7 @@ def test_a_router_that_takes_the_best_two_has_no_wrong_gradient(
 @pytest.mark.full
 def test_samples_without_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     code, results, found = _results(
-        capsys,
-        "model._target_=tests.guests.Seeing",
-        f"data._target_={MODELS}.Pictures",
+        capsys, "model._target_=tests.guests.Seeing", f"data._target_={MODELS}.Pictures"
     )
     assert code == EXIT_DONE, found
     assert results["no look at later tokens"] == "-"

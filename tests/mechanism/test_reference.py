@@ -435,10 +435,7 @@ def name_of_row(ranks: int, row: Row) -> str:
 
 
 @pytest.mark.timeout(1300)
-@pytest.mark.parametrize(
-    "optimizer",
-    full_but(ALWAYS_ALIKE, OPTIMIZERS),
-)
+@pytest.mark.parametrize("optimizer", full_but(ALWAYS_ALIKE, OPTIMIZERS))
 def test_weights_do_not_depend_on_the_number_of_ranks(
     told: dict[tuple[int, str], dict[int, str]], optimizer: str
 ) -> None:

@@ -24,15 +24,7 @@ from runner.system.error import ConfigError
 from runner.tools.report import page as pages
 from runner.tools.report import sections
 from runner.tools.report.attempts import AttemptRow, Thinned, row_of
-from runner.tools.report.drawing import (
-    ABOVE,
-    CURVES,
-    NONE,
-    drawing,
-    heat,
-    picture,
-    script_json,
-)
+from runner.tools.report.drawing import ABOVE, CURVES, NONE, drawing, heat, picture, script_json
 from runner.tools.report.episode import command, episodes
 from runner.tools.report.follow import Follower
 from runner.tools.report.incident import group_incidents, line_of
@@ -97,10 +89,7 @@ def row(attempt: int, loss: float, **more: Any) -> AttemptRow:
 
 
 @settings(deadline=None, max_examples=30)
-@given(
-    st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=3000),
-    st.integers(1, 40),
-)
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=3000), st.integers(1, 40))
 def test_no_spike_is_lost(losses: list[float], columns: int) -> None:
     thinned = Thinned(columns=columns, near=0, most_near=0)
     for at, loss in enumerate(losses):

@@ -56,9 +56,7 @@ def test_steps_of_other_settings_are_not_compared(kinds: list[str], is_compared:
     lines = [Incident(kind=kind, step=10, decision="", reason="") for kind in kinds]
     reports: list[Incident] = []
     run: Any = parts(
-        history=parts(incidents=lines),
-        written=parts(report=reports.append),
-        resumed=parts(step=20),
+        history=parts(incidents=lines), written=parts(report=reports.append), resumed=parts(step=20)
     )
     start = Incident(kind="start", step=20, decision="", reason="")
     rows = from_rows([[21, 160, 168, 3.0, 1.0, 1e-3]])

@@ -427,10 +427,7 @@ def test_a_mark_that_fails_is_no_mark(
     ring: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     record = write(ring, tensors())
-    with (
-        a_failing_sync(monkeypatch, number),
-        pytest.raises(OSError, match=r"CLEAN|000001-step"),
-    ):
+    with a_failing_sync(monkeypatch, number), pytest.raises(OSError, match=r"CLEAN|000001-step"):
         CheckpointDirectory(ring).mark(record, State.clean)
     assert only(ring).record.state is State.committed
 

@@ -10,10 +10,7 @@ import torch
 
 import runner.system.files
 from runner.checkpoint.disk.directory import Entry
-from runner.checkpoint.disk.shards import (
-    ShardReader,
-    verify_files,
-)
+from runner.checkpoint.disk.shards import ShardReader, verify_files
 from runner.checkpoint.elements import dtype_of, is_finite
 from runner.checkpoint.manifest import ITEM_SIZES
 from runner.checkpoint.memory.snapshot import SlotLayout

@@ -91,10 +91,7 @@ def watched(
     watchdog = WatchdogConfig(enabled=False, floor_seconds=limit, slow_seconds=limit)
     return RankMonitor(
         place=RankEnv(
-            rank=rank,
-            world_size=world_size,
-            local_rank=rank % per_node,
-            local_world_size=per_node,
+            rank=rank, world_size=world_size, local_rank=rank % per_node, local_world_size=per_node
         ),
         launch=JobEnv(job=None, order=(0, 0), step="", end_time=None, has_agent=has_agent),
         run_dir=RunDir(out),

@@ -201,10 +201,7 @@ def bare(stage: tuple[int, bool]) -> Iterator[dict[str, Any]]:
 
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)
     engine, wrapped, _, _ = deepspeed.initialize(
-        model=module,
-        optimizer=optimizer,
-        config=deepspeed_settings(plan),
-        dist_init_required=False,
+        model=module, optimizer=optimizer, config=deepspeed_settings(plan), dist_init_required=False
     )
     tokens = torch.arange(8).view(1, 8)
     engine.backward(engine(tokens).float().square().sum(), scale_wrt_gas=False)
@@ -285,11 +282,9 @@ def test_an_engine_that_cannot_be_guarded_is_refused(
         with pytest.raises(CheckpointError, match="on 2 ranks, this run has 1"):
             state.expect({"param/optimizer0.0.0": ["torch.float32", [2, 8], None, "cpu"]})
         return
-    why = {
-        (3, False): "stage 3",
-        (3, True): "stage 3",
-        (2, False): "check_grad_overflow",
-    }.get(stage, "offload")
+    why = {(3, False): "stage 3", (3, True): "stage 3", (2, False): "check_grad_overflow"}.get(
+        stage, "offload"
+    )
     with pytest.raises(ConfigError, match=why):
         Guard(tmp_path, model=engine, optimizer=bare["optimizer"])
 

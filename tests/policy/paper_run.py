@@ -92,10 +92,7 @@ class PaperRun:
         return self.act(signals, _with_onset(verdict, onset), recent)
 
     def act(
-        self,
-        signals: StepSignals,
-        verdict: Verdict,
-        recent: Sequence[tuple[float, float]] = (),
+        self, signals: StepSignals, verdict: Verdict, recent: Sequence[tuple[float, float]] = ()
     ) -> Action:
         """Decide on one step and do it."""
         self.trouble.note(signals, self.before if verdict.kind in BAD_KINDS else None)

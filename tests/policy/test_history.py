@@ -168,8 +168,7 @@ def test_rollbacks_keep_what_the_ladder_and_a_restart_need() -> None:
 
 def test_only_a_rollback_with_a_cut_cuts() -> None:
     history = folded(
-        rollback(3, 6, (240, 280)),
-        rollback(2, 8, (240, 300), cut_steps=100, cut_factor=0.5),
+        rollback(3, 6, (240, 280)), rollback(2, 8, (240, 300), cut_steps=100, cut_factor=0.5)
     )
     assert history.cuts == [RateCut(start=34, stop=134, factor=0.5)]
 

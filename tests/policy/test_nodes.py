@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runner.policy.nodes import (
-    DIED,
-    PASSED,
-    SLOW,
-    NodeEvent,
-    Standing,
-    choose,
-    standing,
-)
+from runner.policy.nodes import DIED, PASSED, SLOW, NodeEvent, Standing, choose, standing
 from runner.policy.restart import HARDWARE
 
 NOW, DAY = 1e9, 86400.0

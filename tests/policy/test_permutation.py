@@ -26,11 +26,7 @@ def test_every_index_comes_exactly_once(size: int) -> None:
         assert np.array_equal(np.sort(order), np.arange(size))
 
 
-@given(
-    size=st.integers(1, 10**12),
-    key=st.integers(0, 2**64 - 1),
-    seed=st.integers(0, 2**32 - 1),
-)
+@given(size=st.integers(1, 10**12), key=st.integers(0, 2**64 - 1), seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=40, deadline=None)
 def test_distinct_positions_give_distinct_indices_in_range(size: int, key: int, seed: int) -> None:
     positions = np.unique(np.random.default_rng(seed).integers(0, size, 500))

@@ -12,11 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.policy.retention.interval import (
-    LLAMA3_NODES,
-    NODE_MTBF_HOURS,
-    availability_interval,
-)
+from runner.policy.retention.interval import LLAMA3_NODES, NODE_MTBF_HOURS, availability_interval
 from runner.tools.goodput import (
     Costs,
     Strategy,

@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 
-from runner.policy.decision.finding import (
-    Outcome,
-    Recorded,
-    StepComparison,
-    from_rows,
-    recorded_in,
-)
+from runner.policy.decision.finding import Outcome, Recorded, StepComparison, from_rows, recorded_in
 from runner.policy.decision.history import History, Incident
 
 

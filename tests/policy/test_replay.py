@@ -160,12 +160,7 @@ def test_limits_are_kept_where_asked_and_change_nothing() -> None:
     losses = healthy(100)
     losses[60] = 9.0
     curve = RecordedCurve(steps=range(100), losses=losses, grad_norms=[1.0] * 100)
-    replay = GuardReplay(
-        curve,
-        rules=remedy_rules(batch=1),
-        checkpoint=SAVES,
-        keep_limits=True,
-    )
+    replay = GuardReplay(curve, rules=remedy_rules(batch=1), checkpoint=SAVES, keep_limits=True)
     replay.run()
     assert replay.limits is not None
     assert sorted(replay.limits) == list(range(100))

@@ -9,13 +9,7 @@ import pytest
 from runner.policy.restart import HARDWARE, Again, Attempt, End, ExitCodes, RestartRules, after
 
 CRASH = Attempt(
-    code=1,
-    clean_before=20,
-    clean_after=20,
-    took_up=True,
-    step=33,
-    cause="exception",
-    signature="s",
+    code=1, clean_before=20, clean_after=20, took_up=True, step=33, cause="exception", signature="s"
 )
 NOBODY_SAID = replace(CRASH, cause=None, signature=None)
 CODES = ExitCodes(

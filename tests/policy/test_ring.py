@@ -224,11 +224,7 @@ def test_make_room(
     assert (found.serial if found else None) == gone
 
 
-@given(
-    interval=st.integers(1, 25),
-    clean_after=st.integers(1, 40),
-    verify_steps=st.integers(0, 3),
-)
+@given(interval=st.integers(1, 25), clean_after=st.integers(1, 40), verify_steps=st.integers(0, 3))
 @settings(max_examples=60, deadline=None)
 def test_the_slots_for_probation_are_enough(
     interval: int, clean_after: int, verify_steps: int

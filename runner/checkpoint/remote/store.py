@@ -31,13 +31,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from runner.checkpoint.disk.directory import (
-    CLEAN,
-    COMMITTED,
-    MANIFEST,
-    Entry,
-    checked_manifest,
-)
+from runner.checkpoint.disk.directory import CLEAN, COMMITTED, MANIFEST, Entry, checked_manifest
 from runner.checkpoint.manifest import MOST_BYTES, FileFacts, Manifest
 from runner.checkpoint.remote.retrying_files import (
     PAUSES_SECONDS,
@@ -315,11 +309,7 @@ class RemoteRing:
     def _read_claim(self, name: re.Match[str]) -> _Standing:
         place = int(name[1])
         damaged = _Standing(
-            place=place,
-            number=place,
-            token=name[2] or "",
-            run=_DAMAGED,
-            whose="a damaged claim",
+            place=place, number=place, token=name[2] or "", run=_DAMAGED, whose="a damaged claim"
         )
         try:
             claim = json.loads(self.files.read(f"incarnation/{name[0]}", _SMALL_BYTES))

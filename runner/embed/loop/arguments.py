@@ -24,11 +24,7 @@ _REFUSED_OPTIMIZERS = {
 
 
 def check_arguments(
-    models: Sequence[Any],
-    optimizers: Sequence[Any],
-    schedulers: Sequence[Any],
-    *,
-    is_a_stage: bool,
+    models: Sequence[Any], optimizers: Sequence[Any], schedulers: Sequence[Any], *, is_a_stage: bool
 ) -> None:
     """
     Raises:

@@ -697,10 +697,7 @@ class Guard(Holder):
         with journal_errors(self._run):
             self._steps.checkpoints.commit(self._run.state)
         is_small = self._sharded.num_elements <= _NO_DIGEST_ABOVE
-        self._sum_up(
-            f"pass {number + 1} is over",
-            digest=self.state_digest() if is_small else None,
-        )
+        self._sum_up(f"pass {number + 1} is over", digest=self.state_digest() if is_small else None)
 
     def _sum_up(self, reason: str, *, digest: str | None) -> None:
         end = RunEnd(status="done", exit_code=0, reason=reason)

@@ -129,11 +129,7 @@ class RollbackState:
             },
         )
         schedulers = own.pop("schedulers")
-        return {
-            **self._state.capture(),
-            "schedulers": schedulers,
-            "ranks": self._ranks.gather(own),
-        }
+        return {**self._state.capture(), "schedulers": schedulers, "ranks": self._ranks.gather(own)}
 
     def load_json(self, state: Mapping[str, Any]) -> None:
         """Restore the state, after the tensors were loaded. Collective."""

@@ -216,13 +216,7 @@ def _swapped(inputs: Inputs, place: int) -> Inputs | None:
 
 @torch.no_grad()
 def _apart(
-    subject: Subject,
-    one: Inputs,
-    other: Inputs,
-    begin: int,
-    end: int,
-    *,
-    in_training: bool = False,
+    subject: Subject, one: Inputs, other: Inputs, begin: int, end: int, *, in_training: bool = False
 ) -> float:
     """The largest difference of outputs at positions ``[begin, end)``; NaN counts as one.
 

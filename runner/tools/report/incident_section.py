@@ -12,14 +12,7 @@ from runner.tools.report.drawing import MOST_INCIDENTS, number
 from runner.tools.report.episode import Episode, rank_list
 from runner.tools.report.follow import number as number_of
 from runner.tools.report.follow import whole
-from runner.tools.report.incident import (
-    Line,
-    ints,
-    notices,
-    readings,
-    texts,
-    verdicts,
-)
+from runner.tools.report.incident import Line, ints, notices, readings, texts, verdicts
 from runner.tools.report.markup import (
     Html,
     details,

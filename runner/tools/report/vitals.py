@@ -9,12 +9,7 @@ from typing import Any
 
 from runner.policy.alert import RUNNING, SILENT, STARTING
 from runner.run_dir.paths import RunDir
-from runner.run_dir.time_account import (
-    TimeAccount,
-    account,
-    plausible_seconds,
-    seconds_by_kind,
-)
+from runner.run_dir.time_account import TimeAccount, account, plausible_seconds, seconds_by_kind
 from runner.system.error import ConfigError
 from runner.system.json_lines import last_lines
 from runner.system.units import duration
