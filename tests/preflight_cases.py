@@ -42,6 +42,8 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "held out twice": (("Small", "data.wrong=twice"), "held-out text is not trained on"),
     "constant text": (("Small", "data.wrong=constant"), "text is not degenerate"),
     "labels shifted": (("Small", "data.wrong=shifted"), "labels are the tokens"),
+    "labels one above": (("Small", "data.wrong=above"), "labels are the tokens"),
+    "labels of others": (("Small", "data.wrong=shuffled"), "labels are the tokens"),
     "labels masked": (("Small", "data.wrong=unlabelled"), "labels count"),
 }
 SOUND: dict[str, tuple[str, ...]] = {

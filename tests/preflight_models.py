@@ -159,11 +159,18 @@ class Text:
         if self.wrong == "unlabelled":
             labels[:] = -100
             labels[-1] = tokens[-1]
+        if self.wrong == "above":
+            labels = (tokens + 1) % 48
+        if self.wrong == "shuffled":
+            labels = Text(self.seq_len)[(index * 7 + 5) % self.samples]["labels"]
         return {"input_ids": tokens, "labels": labels}
 
 
 class Pictures:
-    """Images of three kinds; no tokens."""
+    """Images of three kinds; no tokens. ``wrong``: as shuffled, kinds of other images."""
+
+    def __init__(self, wrong: str = "") -> None:
+        self.wrong = wrong
 
     def __len__(self) -> int:
         return 200
@@ -173,4 +180,6 @@ class Pictures:
         kind = index % 3
         image = random.normal(size=(1, 12, 12)).astype(np.float32)
         image[:, kind * 4 : kind * 4 + 4] += 2
+        if self.wrong == "shuffled":
+            kind = np.random.default_rng(0).permutation(len(self))[index] % 3
         return {"image": image, "kind": np.int64(kind)}

@@ -279,14 +279,15 @@ class DataConfig:
     )
     suffixes: list[str] = exact(
         [".py", ".txt", ".md", ".jsonl", ".rst", ".c", ".h"],
-        "text: file name endings read from directories; .jsonl also for its compressed forms",
+        "text: file name endings read from directories; .jsonl and .csv also for their compressed "
+        "forms",
     )
     # Not part of the trajectory: its effect is in the corpus' fingerprint, and runs begun without
     # the key, on files that have no such lines, go on.
     field: str | None = key(
         "text",
-        "text: field of a .jsonl line, or column of a .parquet file, that holds the document; "
-        "null: .jsonl files are plain text. "
+        "text: field of a .jsonl line, or column of a .parquet or .csv file, that holds the "
+        "document; null: .jsonl and .csv files are plain text. "
         "hf: column of a row's text, if there is no input_ids",
     )
     messages: str | None = exact(
@@ -306,7 +307,10 @@ class DataConfig:
         TokenDtype.auto, "tokens: type of a raw file; .npy and .idx files name theirs"
     )
     vocab_size: int | None = exact(
-        None, "tokens, synthetic: number of token ids; required for tokens", ge=2
+        None,
+        "tokens, synthetic: number of token ids; required for tokens. text, hf: fewer than the "
+        "tokenizer has",
+        ge=2,
     )
     seq_len: int = exact(256, "tokens the model sees per sequence", ge=1)
     end_token: int | str | None = exact(

@@ -1,14 +1,15 @@
 """Text files as documents: which files are read, and what a document is in each.
 
-A plain file is one document. A ``.jsonl`` file has one per line, in a field, and a Parquet table
-one per row, in a column. Text may be compressed. Files are read as a stream, with bounded memory
-whatever their size. Must not know tokens, nor the cache.
+A plain file is one document. A ``.jsonl`` file has one per line, in a field; a Parquet table or a
+``.csv`` file has one per row, in a column. Text may be compressed. Files are read as a stream, with
+bounded memory whatever their size. Must not know tokens, nor the cache.
 """
 
 from __future__ import annotations
 
 import bz2
 import contextlib
+import csv
 import gzip
 import io
 import itertools
@@ -174,6 +175,7 @@ _LINE_BYTES: Final = 1 << 28  # longer than any document of a text corpus
 PYTHON_LIBRARY: Final = "python:library"  # as a path: the standard library's source
 _JSON_LINES: Final = ".jsonl"
 _TABLE: Final = ".parquet"
+_CSV: Final = ".csv"
 _ROWS_AT_ONCE: Final = 256
 _TOLD_SHARE: Final = 1e-3  # of bytes that are not UTF-8
 _NAMED_KEYS: Final = 8
@@ -201,6 +203,10 @@ class TextFile:
     def is_table(self) -> bool:
         return self.is_lines and self.name.endswith(_TABLE)
 
+    @property
+    def is_csv(self) -> bool:
+        return self.is_lines and self.name.removesuffix(self.compression or "").endswith(_CSV)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
@@ -220,17 +226,17 @@ def find_files(paths: Sequence[str], suffixes: Sequence[str], field: str | None)
     Args:
         paths: files, or directories read recursively in order of name; hidden entries and
             ``__pycache__`` are left out; or :data:`PYTHON_LIBRARY`.
-        suffixes: name endings read from directories; ``.jsonl`` stands for its compressed forms
-            as well.
+        suffixes: name endings read from directories; ``.jsonl`` and ``.csv`` stand for their
+            compressed forms as well.
         field: the field of a JSON line, or the column of a table, with the document; None: JSON
-            lines are plain text.
+            lines and CSV are plain text.
 
     Raises:
         DataError: a path cannot be read or is no text, nothing matches, or every file is empty.
     """
     endings = tuple(suffixes)
-    if field is not None and _JSON_LINES in endings:
-        endings += tuple(_JSON_LINES + ending for ending in COMPRESSED)
+    for one in {_JSON_LINES, _CSV} & set(endings) if field is not None else ():
+        endings += tuple(one + ending for ending in COMPRESSED)
     if not paths:
         raise DataError(
             "data.path is not set; give the corpus as data.path=DIR (files and directories, "
@@ -268,7 +274,7 @@ def _inspected(name: str, path: Path, field: str | None) -> TextFile:
         name=name,
         path=path,
         num_bytes=num_bytes,
-        is_lines=field is not None and stem.endswith((_JSON_LINES, _TABLE)),
+        is_lines=field is not None and stem.endswith((_JSON_LINES, _CSV, _TABLE)),
         compression=compression,
     )
 
@@ -361,7 +367,8 @@ class Reader:
         read = 0
         try:
             text = decompressed(file.path, raw, file.compression)
-            for piece in _of_lines(file, text, self._field) if file.is_lines else _cut(text):
+            of_lines = _of_csv if file.is_csv else _of_lines
+            for piece in of_lines(file, text, self._field) if file.is_lines else _cut(text):
                 read += len(piece.text)
                 if not file.is_lines:
                     self._count(file, piece.text)
@@ -389,6 +396,31 @@ def _of_lines(file: TextFile, lines: BinaryIO, field: str | None) -> Iterator[Pi
         if not line:
             return
         yield from _cut(io.BytesIO(_document(line, field or "", f"{file.path} line {number}")))
+
+
+def _of_csv(file: TextFile, lines: BinaryIO, field: str | None) -> Iterator[Piece]:
+    """The documents of a CSV file with a header: its rows, in one column."""
+    csv.field_size_limit(_LINE_BYTES)
+    number = -1
+    try:
+        texts = (line.decode() for line in iter(lines.readline, b""))
+        head = next(texts, "").removeprefix("\ufeff")
+        separator = max(",\t;", key=head.count)
+        rows = csv.reader(itertools.chain([head], texts), delimiter=separator, strict=True)
+        columns = next(rows, [])
+        if field not in columns:
+            named = ", ".join(columns[:_NAMED_KEYS])[:300]
+            raise DataError(f"{file.path}: has no column {field!r} (data.field), but {named}")
+        at = columns.index(field)
+        for row in filter(None, rows):  # a blank line is no row
+            number += 1
+            if len(row) != len(columns):
+                raise DataError(
+                    f"{file.path} row {number}: has {len(row)} cells, and the header {len(columns)}"
+                )
+            yield from _cut(io.BytesIO(row[at].encode()))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{file.path} row {number + 1}: cannot be read ({error})") from error
 
 
 def _of_table(file: TextFile, raw: BinaryIO, field: str) -> Iterator[Piece]:

@@ -119,7 +119,7 @@ def open_prepared(place: Path, data: DataConfig) -> Dataset:
         stream=TokenStream([index.tokens_at(place)]),
         name=places.name,
         seq_len=data.seq_len,
-        vocab_size=index.vocab_size,
+        vocab_size=min(index.vocab_size, data.vocab_size or index.vocab_size),
         source=digest([index.source, index.tokens_sha256]),
         starts_between=table.between if data.isolate_documents else None,
     )
@@ -574,7 +574,7 @@ class TextPlaces:
         name = self.names[file]
         if not self.are_lines[file]:
             return f"{name} {self.unit} {low}-{high}"
-        word, begin = ("row", 0) if name.endswith(".parquet") else ("line", 1)
+        word, begin = ("line", 1) if ".jsonl" in name[-len(".jsonl.bz2") :] else ("row", 0)
         if first == last:
             return f"{name} {word} {from_ + begin} {self.unit} {low}-{high}"
         return (

@@ -411,7 +411,9 @@ def pretrained_blueprint(
     if dataset.vocab_size > inner.vocab_size:
         raise ConfigError(
             f"model.path={path}: its embedding has {inner.vocab_size} rows, and the data "
-            f"{dataset.vocab_size} token ids; use the model's own tokenizer (data.tokenizer)"
+            f"{dataset.vocab_size} token ids; use the model's own tokenizer (data.tokenizer). If "
+            f"it is, and no text has the ids beyond: data.vocab_size={inner.vocab_size}; samples "
+            "that have one are then left out, and named"
         )
     most = getattr(inner, "max_position_embeddings", None)
     if isinstance(most, int) and config.data.seq_len > most:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import csv
 import gzip
 import io
 import json
@@ -625,6 +626,45 @@ class TestWhatAFileIs:
         refused(lambda: text(tmp_path, path, field=None), f"{path}: set data.field")
         path.write_bytes(path.read_bytes()[:-9] + b"x" * 9)
         refused(lambda: text(tmp_path, path, field="body"), str(path), "cannot be read")
+
+    @pytest.mark.parametrize("separator", [",", "\t", ";"])
+    def test_a_csv_file_is_a_document_a_row(self, tmp_path: Path, separator: str) -> None:
+        documents = [f'"{n}", she said;\tand\n' * (n % 5) + f"é {n}" for n in range(100)]
+        path, lines = tmp_path / "x" / "a.csv.gz", tmp_path / "a.jsonl"
+        path.parent.mkdir()
+        with gzip.open(path, "wt", newline="", encoding="utf-8-sig") as file:
+            writer = csv.writer(file, delimiter=separator)
+            writer.writerows([["id", "text"], *enumerate(documents)])
+            file.write("\r\n")
+        lines.write_text("".join(json.dumps({"text": one}) + "\n" for one in documents))
+        opened = {"isolate_documents": True, "seq_len": 64}
+        table = text(tmp_path, path.parent, suffixes=(".csv",), **opened)
+        same = text(tmp_path, lines, **opened)
+        assert len(table) == len(same) > 50
+        for index in range(len(table)):
+            assert table[index].tokens.tolist() == same[index].tokens.tolist()
+            assert table[index].segments.tolist() == same[index].segments.tolist()  # type: ignore[union-attr]
+        assert table.describe(0).startswith("a.csv.gz rows 0-")
+        assert len(text(tmp_path, path, field=None, seq_len=64)) > len(table), "plain text"
+
+    def test_what_is_wrong_with_a_csv_file_is_said(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.csv"
+        for content, *words in (
+            (b"id,body\n1,a\n", "has no column 'text' (data.field), but id, body"),
+            (b"id,text\n1,a\n2,b,c\n", "row 1: has 3 cells, and the header 2"),
+            (b'id,text\n1,"a\n2,b', "row 0: cannot be read", "unexpected end of data"),
+            (b"id,text\n1,a\n2,\xff\n", "row 1: cannot be read", "'utf-8' codec"),
+        ):
+            path.write_bytes(content)
+            refused(lambda: text(tmp_path, path), str(path), *words)
+
+    def test_only_ids_that_occur_need_a_row_of_the_table(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.txt"
+        path.write_text("a" * 64 + "é" + "a" * 100)
+        fits = text(tmp_path, path, vocab_size=128, seq_len=16)
+        assert fits.vocab_size == 128 and len(fits[0].tokens) == 17
+        refused(lambda: fits[4], "has id 195, allowed are 0..127")
+        assert text(tmp_path, path, vocab_size=1000).vocab_size == 257, "the tokenizer has no more"
 
 
 class TestJsonLines:

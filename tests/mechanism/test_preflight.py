@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +12,15 @@ import torch
 
 from runner.__main__ import main
 from runner.command.preflight import TRIALS
+from runner.config.compose import compose
+from runner.data.dataset import RecordDataset
+from runner.data.user_dataset import adapt
+from runner.engine.optimizer import OptimizerSettings
 from runner.startup.checks import Check
 from runner.startup.preflight.corpus_trials import _longest_repeat, _numbers
 from runner.startup.preflight.hardware import all_reduce_speed, judged
-from runner.startup.preflight.learning import _error, by_heart, rate_range
+from runner.startup.preflight.independence import labels_belong
+from runner.startup.preflight.learning import _error, by_heart, first_loss, rate_range
 from runner.startup.preflight.subject import Subject, Trial
 from runner.system.error import EXIT_CONFIG, EXIT_DONE
 from tests.preflight_cases import DATA, MODELS, SOUND, WRONG
@@ -66,6 +73,85 @@ def test_samples_without_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == EXIT_DONE, found
     assert results["no look at later tokens"] == "-"
     assert results["each trained parameter gets a gradient"] == "ok"
+    assert results["labels belong to their inputs"] == "ok"
+
+
+def _records(random: np.random.Generator, num: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Inputs and labels of tasks that can be learned, none of them easily by a line."""
+    kinds, rare = random.integers(0, 10, num), (random.random(num) < 0.03).astype(int)
+    plane, noise = random.standard_normal((num, 2)), random.standard_normal
+    turn, arm = random.uniform(0, 3, num), random.integers(0, 2, num)
+    along = np.stack([turn * np.cos(6 * turn + np.pi * arm), turn * np.sin(6 * turn + np.pi * arm)])
+    words = np.ones((2, 2000))
+    words[1, :20] *= 6
+    texts = [random.choice(2000, 80, p=words[one] / words[one].sum()) for one in arm]
+    walk = np.cumsum(noise((num, 32)), axis=1)
+    masks = noise((num, 1, 8, 8)) > 0
+    return {
+        "faint pictures": (0.15 * noise((10, 1, 16, 16))[kinds] + noise((num, 1, 16, 16)), kinds),
+        "exclusive or": (plane, (plane[:, 0] > 0) ^ (plane[:, 1] > 0)),
+        "spirals": (along.T + 0.05 * noise((num, 2)), arm),
+        "regression": (plane, np.sin(2 * plane[:, 0]) * plane[:, 1] + 0.3 * noise(num)),
+        "words": (np.stack(texts), arm),
+        "forecast": (walk, walk[:, -4:].mean(axis=1, keepdims=True) + noise((num, 4))),
+        "masks": (masks + 0.5 * noise((num, 1, 8, 8)), masks.astype(int)),
+        "a rare kind": (noise((num, 20)) + 2 * rare[:, None], rare),
+    }
+
+
+@pytest.mark.parametrize("seed", full_but([0], range(12)))
+def test_labels_that_were_shuffled_alone_are_told(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    wrong: list[str] = []
+    for name, (inputs, labels) in _records(random, 400).items():
+        for own, is_shuffled in ((labels, False), (random.permutation(labels), True)):
+            items = [{"x": x, "y": y} for x, y in zip(inputs, own, strict=True)]
+            records = adapt(items, vocab_size=None, seq_len=0)
+            assert isinstance(records, RecordDataset)
+            check = labels_belong(records, range(400))
+            wrong += [name] * (check.holds is is_shuffled)
+    assert len(wrong) <= (1 if seed else 0), wrong
+
+
+def test_labels_that_nothing_can_be_said_of() -> None:
+    for items in ([{"a": n / 7, "b": n / 3} for n in range(200)], [{"x": 1.5, "y": 2}] * 200):
+        records = adapt(items, vocab_size=None, seq_len=0)
+        assert isinstance(records, RecordDataset)
+        assert labels_belong(records, range(200)).holds is None
+
+
+class _Table(torch.nn.Module):
+    """Logits by the token itself."""
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        super().__init__()
+        self.weights = torch.nn.Parameter(weights)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.weights[input_ids]
+
+
+@pytest.mark.parametrize("shift", [0, 1, -1])
+def test_ids_that_are_one_off_are_told_by_a_model_that_knows_text(shift: int) -> None:
+    config = compose(["model=tiny", *DATA])
+    random = np.random.default_rng(5)
+    follows = random.permutation(48)
+    rows = [[int(random.integers(48))] for _ in range(8)]
+    for row in rows:
+        row.extend(int(follows[row[-1]]) for _ in range(20))
+    ids = (torch.tensor(rows) + shift) % 48
+    batch: Any = SimpleNamespace(inputs=lambda: {"input_ids": ids[:, :-1], "labels": ids[:, 1:]})
+    blueprint: Any = None
+    for knows in (True, False):
+        subject = Subject(
+            config=config, blueprint=blueprint, batches=[batch], device=torch.device("cpu"),
+            vocab_size=48, optimizer=OptimizerSettings.of(config.optim),
+        )  # fmt: skip
+        weights = torch.eye(48)[torch.from_numpy(follows)] * 6 * knows
+        subject.__dict__["network"] = _Table(weights)
+        check = list(first_loss(subject))[1]
+        assert check.holds is ((shift == 0) if knows else None), check
+        assert shift == 0 or not knows or f"with all ids {-shift:+}" in check.found
 
 
 def test_no_trial_changes_a_mode(

@@ -10,9 +10,17 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.data.dataset import NOT_COUNTED, Dataset, Sample, Tokens, describe
+from runner.data.dataset import (
+    NOT_COUNTED,
+    Dataset,
+    RecordDataset,
+    Sample,
+    Tokens,
+    describe,
+)
 from runner.data.draws import read_sample
 from runner.startup.checks import Check, not_tried
+from runner.startup.preflight.independence import labels_belong
 
 Words = NDArray[np.uint64]
 
@@ -26,6 +34,15 @@ _DISTINCT = 10  # different tokens in a chunk: fewer say little
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that it has an inverse modulo 2**64
 _SHARE, _MANY = 0.01, 0.1
 _UNCOUNTED = 0.95
+# What labels may be: the token so many places ahead, its id so much above, and what is wrong then.
+_LABELS = (
+    (0, 0, ""),
+    (1, 0, "are token n + 1: labels are shifted already, and the run shifts them again"),
+    (2, 0, "are token n + 2: labels are two tokens ahead"),
+    (0, 1, "are one above: their ids, or those of the inputs, are off by one"),
+    (0, -1, "are one below: their ids, or those of the inputs, are off by one"),
+)
+_PIECE, _PLACES = 8, 32  # tokens that name a sample, and places where they are looked for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +68,10 @@ class _Read:
 
 
 def corpus_checks(corpus: TrialCorpus) -> Iterator[Check]:
-    """Run all trials that need only samples of token ids."""
+    """Run all trials that need only samples."""
     began = time.monotonic()
+    if isinstance(corpus.dataset, RecordDataset):
+        yield labels_belong(corpus.dataset, corpus.training.tolist())
     read, unreadable = _samples(corpus.dataset, corpus.training[:_SAMPLES], began + _SECONDS)
     if not read:
         yield not_tried("the data", "its samples hold no token ids, or none can be read")
@@ -133,31 +152,52 @@ def _counted(dataset: Dataset, read: Sequence[_Read]) -> Check:
 
 def _follows(read: Sequence[_Read]) -> Check:
     """Whether labels equal their tokens: the run shifts them by one itself."""
-    hits = np.zeros(3)
+    hits = np.zeros(len(_LABELS))
     total = 0
     for one in read[:1000]:
-        for shift in range(3):
-            labels = one.labels[: len(one.labels) - shift] if shift else one.labels
-            counted = labels != NOT_COUNTED
-            hits[shift] += ((labels == one.tokens[shift:]) & counted).sum()
-            total += int(counted.sum()) if shift == 0 else 0
+        counted = one.labels != NOT_COUNTED
+        total += int(counted.sum())
+        for case, (ahead, above, _) in enumerate(_LABELS):
+            end = len(one.labels) - ahead
+            hits[case] += ((one.labels[:end] == one.tokens[ahead:] + above) & counted[:end]).sum()
     share = hits / max(total, 1)
-    messages = {1: "labels are shifted already, and the run shifts them again",
-             2: "labels are two tokens ahead"}  # fmt: skip
     best = int(np.argmax(share))
-    is_shifted = best > 0 and bool(share[best] > 0.9)
     message = (
         f"{100 * share[0]:.3g} % of the labels are their own token, which the run shifts by one"
     )
-    if is_shifted:
-        message += f"; {100 * share[best]:.3g} % are token n + {best}: {messages[best]}"
+    wrong = ""
+    if best > 0 and share[best] > 0.9:
+        wrong = f"; {100 * share[best]:.3g} % {_LABELS[best][2]}"
+    elif share[0] <= 0.9 and (others := _of_others(read)) > _MANY:
+        wrong = f"; of {100 * others:.3g} % of the samples they are the tokens of another sample: "
+        wrong += "labels were shuffled alone"
     return Check(
         name="labels are the tokens",
         holds=bool(share[0] > 0.9),
-        found=message,
+        found=message + wrong,
         remedy="labels[i] belongs to input_ids[i]; leave labels out where every token counts",
-        is_warning=not is_shifted,
+        is_warning=not wrong,
     )
+
+
+def _of_others(read: Sequence[_Read]) -> float:
+    """The share of samples whose first counted labels another sample has as its tokens there."""
+    wanted: dict[tuple[int, bytes], int] = {}
+    for one in read:
+        place = int(np.argmax(one.labels != NOT_COUNTED))
+        piece = one.labels[place : place + _PIECE]
+        if (piece != NOT_COUNTED).all() and not np.array_equal(
+            piece, one.tokens[place : place + _PIECE]
+        ):
+            key = place, piece.astype(np.int64).tobytes()
+            wanted[key] = wanted.get(key, 0) + 1
+    places = sorted({place for place, _ in wanted})[:_PLACES]
+    found = {
+        (place, one.tokens[place : place + _PIECE].astype(np.int64).tobytes())
+        for one in read
+        for place in places
+    }
+    return sum(count for key, count in wanted.items() if key in found) / len(read)
 
 
 def _odd(dataset: Dataset, read: Sequence[_Read]) -> Check:

@@ -16,7 +16,7 @@ from runner.config.schema import OptimKind, Precision
 from runner.engine.modes import evaluating, in_evaluation
 from runner.engine.optimizer import OptimizerSettings
 from runner.model.loss import NOT_COUNTED
-from runner.model.objective import LABELS, has_own_losses
+from runner.model.objective import INPUT, LABELS, has_own_losses
 from runner.startup import checks
 from runner.startup.checks import Check, not_tried
 from runner.startup.preflight.subject import (
@@ -31,6 +31,7 @@ from runner.startup.preflight.subject import (
 from runner.system.units import first_few
 
 _STEPS_TO_TRAIN = 4  # in a low-rank pair one gradient is zero at first
+_KNOWN, _LIKELIER = 0.7, 0.8  # of ln V: what knows text; of the loss: what is clearly lower
 _BY_HEART = 0.1  # nats
 _ROWS, _LENGTH = 4, 32
 _MOST_STEPS, _MOST_SECONDS = 300, 12.0
@@ -47,19 +48,44 @@ _BF16_NATS, _BF16_COSINE = 0.02, 0.98
 _COUNTS = 1e-2  # share of the whole gradient's norm: less is noise in BF16
 
 
-def first_loss(subject: Subject) -> Check:
-    """Compare the untrained model's loss with that of a uniform guess."""
+def first_loss(subject: Subject) -> Iterator[Check]:
+    """Compare the first loss with that of a uniform guess, and with that of ids one off."""
     name = "first loss against ln V"
     if subject.vocab_size < 2:
-        return not_tried(name, "the data has no number of token ids")
+        yield not_tried(name, "the data has no number of token ids")
+        return
     uniform = math.log(subject.vocab_size)
+    loss = _shifted_loss(subject, 0)
+    yield checks.first_loss(loss, uniform)
+    shifted = {shift: _shifted_loss(subject, shift) for shift in (1, -1)}
+    best = min(shifted, key=lambda shift: shifted[shift])
+    name = "ids are the model's"
+    if not min(loss, shifted[best]) < _KNOWN * uniform:
+        yield not_tried(name, "the weights know no text yet")
+        return
+    yield Check(
+        name=name,
+        holds=shifted[best] > _LIKELIER * loss,
+        found=f"the loss is {loss:.4g}; with all ids {best:+} it is {shifted[best]:.4g}",
+        remedy="the ids begin at another number than the model's: another tokenizer, or a table "
+        "that was counted from 1",
+    )
+
+
+def _shifted_loss(subject: Subject, shift: int) -> float:
+    """The mean loss of the first batches with ``shift`` added to each id, modulo their number."""
     model = objective(subject.network)
+    losses = []
     with torch.no_grad(), evaluating(model):
-        losses = [
-            float(mean_loss(model, subject.inputs(_ROWS, None, number)))
-            for number in range(len(subject.batches))
-        ]
-    return checks.first_loss(sum(losses) / len(losses), uniform)
+        for number in range(len(subject.batches)):
+            inputs = subject.inputs(_ROWS, None, number)
+            labels = inputs[LABELS]
+            moved = (inputs[INPUT] + shift) % subject.vocab_size
+            counted = torch.where(
+                labels == NOT_COUNTED, labels, (labels + shift) % subject.vocab_size
+            )
+            losses.append(float(mean_loss(model, {**inputs, INPUT: moved, LABELS: counted})))
+    return sum(losses) / len(losses)
 
 
 def trained(subject: Subject) -> Iterator[Check]:
@@ -260,7 +286,7 @@ def _exact_loss(network: nn.Module, inputs: Inputs) -> Tensor:
 
 
 def _own_loss(network: nn.Module, inputs: Inputs) -> Tensor:
-    sums, counts = network.losses(inputs)  # type: ignore[operator]
+    sums, counts = network.losses(inputs)[:2]  # type: ignore[operator]  # metrics may follow
     loss: Tensor = sums.sum() / counts.sum().clamp(min=1)
     return loss
 
