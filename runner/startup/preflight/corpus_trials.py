@@ -10,14 +10,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.data.dataset import (
-    NOT_COUNTED,
-    Dataset,
-    RecordDataset,
-    Sample,
-    Tokens,
-    describe,
-)
+from runner.data.dataset import NOT_COUNTED, Dataset, RecordDataset, Sample, Tokens, describe
 from runner.data.draws import read_sample
 from runner.startup.checks import Check, not_tried
 from runner.startup.preflight.independence import labels_belong
