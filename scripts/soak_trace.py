@@ -26,17 +26,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
 from runner.run_dir.paths import RunDir
 from runner.system.json_lines import read_lines
 from runner.tools.goodput import (
     Costs,
+    Failure,
     Strategy,
     measured,
     one_tier,
     plan,
+    read_failures,
     ring_goodput,
     trace_goodput,
 )
@@ -79,40 +81,14 @@ UNKNOWN = ("kill", "abort", "freeze", "crash", "cut")  # "Unknown Error" is one 
 GRACE_SECONDS, FREEZE_SECONDS, STUCK_SECONDS = 40.0, 12.0, 600.0
 
 
-class Failure(NamedTuple):
-    """``begin`` and ``end`` in days of the trace."""
-
-    begin: float
-    end: float
-    server: str
-    kind: str
-    text: str
-
-
-def read_trace(path: Path) -> list[Failure]:
-    """All failures, in order; a server's end belongs to its oldest open failure of the type."""
-    is_open: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
-    failures = []
-    # At one time, what ends does so first: it may be the end of an earlier one.
-    for event in sorted(json.loads(path.read_text()), key=lambda event: event["event_time"]):
-        key = event["node_id"] + str(event["fault_type"])
-        if event["event_type"] == "fault_start":
-            is_open[key].append(event)
-        else:
-            begin, kind = is_open[key].pop(0)["event_time"], event["fault_type"]
-            end = event["event_time"]
-            failures.append(Failure(begin, end, event["node_id"], kind["Class"], kind["Desc"]))
-    return sorted(failures)
-
-
 def drawn(failures: Sequence[Failure], seed: int) -> tuple[list[tuple[Failure, int]], float]:
     """Failures of the drawn servers with their nodes, and the day on which the play begins."""
     dice = random.Random(seed)
-    named = sorted({failure.server for failure in failures})
+    named = sorted({failure.node for failure in failures})
     servers = named + [f"never-failed-{number}" for number in range(SERVERS - len(named))]
     chosen = dice.sample(servers, NODES * SERVERS_A_NODE)
     node = {server: number % NODES for number, server in enumerate(chosen)}
-    played = [(one, node[one.server]) for one in failures if one.server in node]
+    played = [(one, node[one.node]) for one in failures if one.node in node]
     return played, dice.uniform(0, DAYS)
 
 
@@ -369,7 +345,7 @@ def segment(options: Any, folder: Path, earlier: list[dict[str, Any]]) -> dict[s
     clock = mine[-1]["until_day"] if mine else 0.0
     peace = in_peace(folder)
     nodes = [f"node{number}" for number in range(NODES)]
-    played, first = drawn(read_trace(options.trace), options.seed)
+    played, first = drawn(read_failures(options.trace), options.seed)
     lap = clock // DAYS * DAYS
     coming = sorted(
         (lap + more + (one.begin - first) % DAYS, nodes[node], one)

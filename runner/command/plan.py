@@ -8,7 +8,6 @@ it says instead what a rank's memory would have to hold.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import sys
@@ -40,6 +39,7 @@ from runner.tools.goodput import (
     daly_interval,
     measured,
     plan,
+    read_failures,
     share_in_memory,
     trace_goodput,
     young_interval,
@@ -144,13 +144,12 @@ def _read_trace(options: Namespace) -> Trace | None:
     if options.trace is None:
         return None
     try:
-        events = json.loads(Path(options.trace).read_text())
-        begun = [event for event in events if event["event_type"] == "fault_start"]
-        failures = sorted((one["event_time"] * 86_400.0, str(one["node_id"])) for one in begun)
+        known = read_failures(Path(options.trace))
+        failures = sorted((failure.begin * 86_400.0, failure.node) for failure in known)
         named = len({node for _, node in failures})
         if not 0 < failures[-1][0] < math.inf:
             raise ValueError("its last failure is at its beginning")
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"--trace {options.trace}: not a list of events with node_id, event_type (fault_start) "
             f"and event_time in days ({error!r})"

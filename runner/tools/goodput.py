@@ -13,6 +13,7 @@ Saxena 2024 and Llama 3 2024: see :mod:`runner.policy.retention.interval`.
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import statistics
@@ -23,7 +24,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from runner.policy.retention.interval import LLAMA3_FAILURES, LLAMA3_IN_MEMORY
 from runner.run_dir.paths import RunDir
@@ -175,6 +176,40 @@ def ring_goodput(costs: Costs, *, steps: int, per_disk: int) -> float:
     if power > _TOO_LARGE:
         return 0.0
     return work * lag * falls / (spent * math.expm1(power))
+
+
+class Failure(NamedTuple):
+    """``begin`` and ``end`` in days of the trace; infinite where it has no end."""
+
+    begin: float
+    end: float
+    node: str
+    kind: str
+    text: str
+
+
+def read_failures(path: Path) -> list[Failure]:
+    """The failures in a file of events as in stepfun-ai/InfiniteHBD-Trace, in order.
+
+    A node's end belongs to its oldest open failure of the type.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError, AttributeError: it is no such file.
+    """
+    is_open: defaultdict[str, list[int]] = defaultdict(list)
+    failures: list[Failure] = []
+    # At one time, what ends does so first: it may be the end of an earlier one.
+    for event in sorted(json.loads(path.read_text()), key=lambda event: event["event_time"]):
+        time, node, kind = event["event_time"], str(event["node_id"]), event.get("fault_type") or {}
+        others = is_open[f"{node}{kind}"]
+        if event["event_type"] == "fault_start":
+            others.append(len(failures))
+            fault = kind.get("Class", ""), kind.get("Desc", "")
+            failures.append(Failure(time, math.inf, node, *fault))
+        elif others:
+            ended = others.pop(0)
+            failures[ended] = failures[ended]._replace(end=time)
+    return sorted(failures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
