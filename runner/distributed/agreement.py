@@ -46,6 +46,10 @@ class Ranks:
         """Element-wise sum over ranks, in place; does not wait for the device."""
         dist.all_reduce(packed)
 
+    def maximise(self, packed: torch.Tensor) -> None:
+        """Element-wise maximum over ranks, in place; does not wait for the device."""
+        dist.all_reduce(packed, op=dist.ReduceOp.MAX)
+
     def fingerprint(self, identity: Mapping[str, Any]) -> list[float]:
         """FINGERPRINT_SIZE numbers for ``identity``; :meth:`require_alike` compares their sums."""
         numbers = lanes(repr(identity))

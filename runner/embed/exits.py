@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -82,11 +83,14 @@ def _tell_uncaught(
     An error of ours is raised alike on every rank, and in the journal. At a prompt nothing ends.
     """
     _former_hook(kind, error, trace)
-    is_at_prompt = hasattr(sys, "ps1")
     if isinstance(error, Exception) and not isinstance(error, RunnerError | SystemExit):
         is_forked = any(run.owner != os.getpid() for run in _under_watch)
-        for run in [] if is_at_prompt or is_forked else list(_under_watch):
+        for run in [] if _is_at_prompt() or is_forked else list(_under_watch):
             run.group.monitor.uncaught(error)
+
+
+def _is_at_prompt() -> bool:
+    return hasattr(sys, "ps1")  # of Python and of IPython, and so of notebooks
 
 
 def close_at_exit(run: OpenRun) -> None:
@@ -105,6 +109,9 @@ def close_at_exit(run: OpenRun) -> None:
     run.group.monitor.end()
 
 
+_holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+
+
 class Holder:
     """An object of the user's that holds an open run until it is closed or the process ends."""
 
@@ -116,6 +123,17 @@ class Holder:
         self._finalizer = weakref.finalize(self, close_at_exit, run)
         atexit.register(self._finalizer)
         watch_for_uncaught(run)
+        _holders.add(self)
+
+    @staticmethod
+    def _release_former(out: str | Path) -> None:
+        """At a prompt, release what this process holds of ``out``: a cell is run again."""
+        for one in list(_holders) if _is_at_prompt() else ():
+            group = one._run.group
+            is_same = group.run_dir.out.resolve() == Path(out).resolve()
+            if is_same and one._run.owner == os.getpid() and not one._is_closed:
+                group.console.say(f"out={out}: the Guard or Ring of before is closed")
+                one._release()
 
     def _release(self) -> None:
         self._finalizer()

@@ -339,6 +339,7 @@ class Ring(Holder):
     ) -> None:
         _check(state)
         config = ring_config(out, memory=memory, given={"keep": keep, **settings})
+        self._release_former(out)
         with joined(config, "Ring") as group:
             stages = Stages(group.ranks, pipeline)
             self._tree = TreeState(state, group.ranks, group.device, stages)

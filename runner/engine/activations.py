@@ -30,53 +30,15 @@ _QUERIES, _KEYS = (
 )
 
 
-class Activations:
-    """Measures one rank's forward passes of one step.
+class Hooked:
+    """Hooks of one forward pass. An error in one of them waits, and takes all of them away."""
 
-    Residual stream, attention logits and log Z come from up to 64 positions of the first sequence
-    of the first micro-batch; the loss by position covers all micro-batches.
-
-    Args:
-        objective: computes losses from a batch.
-        units: the blocks, in order.
-        is_compiled: the blocks are compiled, so nothing inside them is hooked.
-    """
-
-    def __init__(
-        self, objective: nn.Module, units: Sequence[nn.Module], *, is_compiled: bool
-    ) -> None:
-        self._objective = objective
-        self._is_outside = False
-        self._residual: dict[int, Tensor] = {}
-        self._queries: dict[int, Tensor] = {}
-        self._logits: dict[int, Tensor] = {}
-        self._log_sums: Tensor | None = None
-        self._by_position: Tensor | None = None
-        self.num_units = 0 if is_compiled else len(units)
-        self.length = 0  # of the sequences whose loss is reported by position
-        self._hooks: list[tuple[nn.Module, Callable[..., None]]] = []
-        for number, unit in enumerate(units[: self.num_units]):
-            self._hooks.append((unit, partial(self._at_unit, number)))
-            self._hooks += self._attention_hooks(number, unit)
+    def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
         self._error: Exception | None = None
 
-    def _attention_hooks(
-        self, number: int, unit: nn.Module
-    ) -> list[tuple[nn.Module, Callable[..., None]]]:
-        """Of the first attention of a block, where it is one whose parts are known."""
-        for module in unit.modules():
-            query, key = _first_submodule(module, _QUERIES), _first_submodule(module, _KEYS)
-            width = getattr(module, "head_dim", None)
-            if query is not None and key is not None and isinstance(width, int):
-                return [
-                    (query, partial(self._at_query, number)),
-                    (key, partial(self._at_key, number, module, width)),
-                ]
-        return []
-
     def _safe(self, look: Callable[..., None]) -> Callable[..., None]:
-        """The same, except that an error there waits until :meth:`end`."""
+        """The same, except that an error there waits for :meth:`_require_sound`."""
 
         def safe(*inputs: Any) -> None:
             try:
@@ -92,9 +54,64 @@ class Activations:
             handle.remove()
         self._handles = []
 
-    def begin(self, *, is_inside: bool) -> None:
+    def _require_sound(self) -> None:
+        """
+        Raises:
+            Exception: what measuring raised in the middle of the forward or backward pass.
+        """
+        if self._error is not None:
+            raise self._error
+
+
+class Activations(Hooked):
+    """Measures one rank's forward passes of one step.
+
+    Residual stream, attention logits and log Z come from up to 64 positions of the first sequence
+    of the first micro-batch; the loss by position covers all micro-batches.
+
+    Args:
+        objective: computes losses from a batch.
+        units: the blocks, in order.
+        is_compiled: the blocks are compiled, so nothing inside them is hooked.
+    """
+
+    def __init__(
+        self, objective: nn.Module, units: Sequence[nn.Module], *, is_compiled: bool
+    ) -> None:
+        super().__init__()
+        self._objective = objective
+        self._is_outside = self._has_spread = False
+        self._spread: dict[int, Tensor] = {}
+        self._residual: dict[int, Tensor] = {}
+        self._queries: dict[int, Tensor] = {}
+        self._logits: dict[int, Tensor] = {}
+        self._log_sums: Tensor | None = None
+        self._by_position: Tensor | None = None
+        self.num_units = 0 if is_compiled else len(units)
+        self.length = 0  # of the sequences whose loss is reported by position
+        self._hooks: list[tuple[nn.Module, Callable[..., None]]] = []
+        for number, unit in enumerate(units[: self.num_units]):
+            self._hooks.append((unit, partial(self._at_unit, number)))
+            self._hooks += self._attention_hooks(number, unit)
+
+    def _attention_hooks(
+        self, number: int, unit: nn.Module
+    ) -> list[tuple[nn.Module, Callable[..., None]]]:
+        """Of the first attention of a block, where it is one whose parts are known."""
+        for module in unit.modules():
+            query, key = _first_submodule(module, _QUERIES), _first_submodule(module, _KEYS)
+            width = getattr(module, "head_dim", None)
+            if query is not None and key is not None and isinstance(width, int):
+                return [
+                    (query, partial(self._at_query, number)),
+                    (key, partial(self._at_key, number, module, width)),
+                ]
+        return []
+
+    def begin(self, *, is_inside: bool, has_spread: bool = False) -> None:
         """Measure the step that is computed next; ``is_inside`` False: only its losses."""
-        self._residual, self._queries, self._logits = {}, {}, {}
+        self._residual, self._queries, self._logits, self._spread = {}, {}, {}, {}
+        self._has_spread = has_spread
         self._log_sums = self._by_position = None
         self._error = None
         self._is_outside = not is_inside
@@ -109,7 +126,7 @@ class Activations:
     @property
     def size(self) -> int:
         """Length of the result of :meth:`end`."""
-        return 2 * self.num_units + 2 + 2 * MOST_STRETCHES
+        return (2 + SPREAD) * self.num_units + 2 + 2 * MOST_STRETCHES
 
     def stop(self) -> None:
         """Stop measuring."""
@@ -120,15 +137,15 @@ class Activations:
         """Stop measuring; returns the results, FP64.
 
         Mean square of each block's output, largest attention logit of each, log Z (mean,
-        largest); then sums and counts of the tokens' losses in each stretch of the sequence. NaN
-        where nothing was measured; 0 on ranks that do not measure (only one does).
+        largest); then sums and counts of the tokens' losses in each stretch of the sequence, and
+        :data:`QUANTILES` and the largest of each block's absolute outputs. NaN where nothing was
+        measured; 0 on ranks that do not measure (only one does).
 
         Raises:
             Exception: what measuring raised in the middle of the forward pass.
         """
         self.stop()
-        if self._error is not None:
-            raise self._error
+        self._require_sound()
         nothing = torch.full((), 0.0 if self._is_outside else math.nan, device=device)
         units = range(self.num_units)
         inside = [self._residual.get(n, nothing) for n in units]
@@ -137,7 +154,8 @@ class Activations:
         by_position = self._by_position
         if by_position is None:
             by_position = torch.zeros(2 * MOST_STRETCHES, dtype=torch.float64, device=device)
-        return torch.cat([torch.stack([*inside, *log_sums]).double(), by_position])
+        spreads = [self._spread.get(n, nothing.expand(SPREAD)).double() for n in units]
+        return torch.cat([torch.stack([*inside, *log_sums]).double(), by_position, *spreads])
 
     def _at_end(self, module: nn.Module, inputs: object, output: object) -> None:
         """The first pass alone is measured, and not its recomputation in backward."""
@@ -146,7 +164,12 @@ class Activations:
     def _at_unit(self, number: int, module: nn.Module, inputs: object, output: Any) -> None:
         first = _first_sequence(output)
         if first is not None:
-            self._residual[number] = _subsample(first).float().square().mean()
+            rows = _subsample(first).float()
+            self._residual[number] = rows.square().mean()
+            if self._has_spread:
+                sample = rows.flatten()[:: _distance(rows.numel())]
+                largest = rows.abs().max().view(1)
+                self._spread[number] = torch.cat([_quantiles(sample), largest])
 
     def _at_query(self, number: int, module: nn.Module, inputs: object, output: Any) -> None:
         first = _first_sequence(output)
@@ -289,6 +312,9 @@ def _listen(objective: nn.Module, tap: Any) -> None:
 KINDS = ("grad", "weight", "moved", "held", "ratio", "count")
 # Elements of each shard, to tell how far it moved: a copy of all weights would not fit everywhere.
 _SAMPLED = 512
+# A histogram in nine numbers: these quantiles of the absolute values, and the largest of all.
+QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
+SPREAD = len(QUANTILES) + 1
 _CHUNK = 1 << 22  # elements that one norm on a CPU takes in
 
 
@@ -298,12 +324,14 @@ class Before:
 
     ``squares`` are the squared norms of gradients, FP64 [names]; ``weights`` and ``gradients`` a
     sample of each shard, FP32 [names, ``_SAMPLED``], padded with zeros; ``gradients`` None where
-    moments are not measured.
+    moments are not measured; ``spreads`` and ``largest`` of the gradients of each group.
     """
 
     squares: Tensor
     weights: Tensor
     gradients: Tensor | None
+    spreads: Tensor
+    largest: Tensor
 
 
 class LayerSums:
@@ -314,10 +342,19 @@ class LayerSums:
 
     Args:
         names: trained parameters, the same on all ranks; sets the order of the sums.
+        groups: numbers of the names of which histograms are made together.
+
+    Attributes:
+        largest: of the last result: the largest absolute weight of each group, then the largest
+            gradient, FP64 [2 * groups]; to be maximised over the ranks. 0 where not measured.
     """
 
-    def __init__(self, engine: Engine, names: Sequence[str]) -> None:
+    def __init__(
+        self, engine: Engine, names: Sequence[str], groups: Sequence[Sequence[int]]
+    ) -> None:
+        self._groups = groups
         self._engine = engine
+        self.largest = torch.zeros(2 * len(groups), dtype=torch.float64, device=engine.device)
         self._names = tuple(names)
         self._weights: list[Tensor] = []  # this rank's shards, 1-D
         self._steps: list[int] = []  # between the sampled elements of each
@@ -330,7 +367,7 @@ class LayerSums:
     @property
     def size(self) -> int:
         """Length of the result of :meth:`after`."""
-        return len(KINDS) * len(self._names)
+        return len(KINDS) * len(self._names) + 2 * SPREAD * len(self._groups)
 
     @torch.no_grad()
     def before(self, *, has_moments: bool) -> Before:
@@ -345,10 +382,14 @@ class LayerSums:
             gradients[name].reshape(-1) if name in gradients else weight.new_empty(0)
             for name, weight in zip(self._names, self._weights, strict=True)
         ]
+        sampled = self._filled("gradients", self._sampled(own)) if has_moments else None
+        spreads, largest = self._spreads("gradients", own, has_moments=has_moments)
         return Before(
             squares=self._squares(own),
             weights=self._filled("before", self._sampled_weights),
-            gradients=self._filled("gradients", self._sampled(own)) if has_moments else None,
+            gradients=sampled,
+            spreads=spreads,
+            largest=largest,
         )
 
     @torch.no_grad()
@@ -357,7 +398,9 @@ class LayerSums:
 
         Squared norms of gradients (of the summed loss) and of weights; then of up to
         ``_SAMPLED`` elements a shard: squares of what they moved, and of what they are; the sum of
-        g^2 / v, and how many of these there are: 0 where moments are not measured.
+        g^2 / v, and how many of these there are: 0 where moments are not measured. Then, where they
+        are, of each group's weights, and then of its gradients, :data:`QUANTILES` times the number
+        of elements, and that number.
         """
         now = self._filled("now", self._sampled_weights)
         sampled = [now - before.weights, now]
@@ -371,7 +414,31 @@ class LayerSums:
         sums = [column.to(self._engine.device) for column in sums]
         # Copies of a shard have equal sums: each gives its part.
         squares = self._squares(self._weights)
-        return torch.cat([before.squares, squares, *sums]) / self._engine.replica[1]
+        has_moments = before.gradients is not None
+        spreads, largest = self._spreads("now", self._weights, has_moments=has_moments)
+        self.largest = torch.cat([largest, before.largest])
+        copies = self._engine.replica[1]
+        return torch.cat(
+            [torch.cat([before.squares, squares, *sums]) / copies, spreads, before.spreads]
+        )
+
+    def _spreads(
+        self, kind: str, tensors: Sequence[Tensor], *, has_moments: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Of the elements of this kind: see :meth:`after` and :attr:`largest`, for one kind."""
+        device = self._engine.device
+        spreads = torch.zeros(len(self._groups), SPREAD, dtype=torch.float64, device=device)
+        largest = spreads.new_zeros(len(self._groups))
+        for number, group in enumerate(self._groups if has_moments else ()):
+            own = [at for at in group if tensors[at].numel()]
+            if not own:
+                continue
+            values = torch.cat([self._matrices[kind][1][at] for at in own])
+            spreads[number, :-1] = len(values) * _quantiles(values)
+            spreads[number, -1] = len(values)
+            norms = torch._foreach_norm([tensors[at] for at in own], math.inf)
+            largest[number] = torch.stack(norms).max()
+        return spreads.flatten(), largest
 
     def _open(self) -> None:
         if self._weights:
@@ -429,6 +496,17 @@ class LayerSums:
 
     def _stacked(self, numbers: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(numbers)).to(self._engine.device).double()
+
+
+def _quantiles(values: Tensor) -> Tensor:
+    """:data:`QUANTILES` of the absolute values, FP32."""
+    ordered = values.abs().sort().values
+    return ordered[_quantile_places(len(ordered), ordered.device)]
+
+
+@lru_cache(maxsize=64)
+def _quantile_places(count: int, device: torch.device) -> Tensor:
+    return torch.tensor([round(share * (count - 1)) for share in QUANTILES], device=device)
 
 
 def _like(second: Tensor | None, weight: Tensor) -> Tensor:

@@ -154,6 +154,7 @@ class Engine(Protocol):
         works_a_step: micro-batches that each step must have, whatever its samples; 1 where it may
             have any number.
         applies_wider: whether :meth:`apply` can use the gradients of :meth:`accumulate_wider`.
+        gradient_factor: what gradients are multiplied by in the backward pass.
     """
 
     device: torch.device
@@ -163,6 +164,7 @@ class Engine(Protocol):
     twin: WiderTwin
     applies_wider: bool
     works_a_step: int = 1
+    gradient_factor: float = 1.0
     _home: torch.device
     _parameters: dict[str, nn.Parameter]
     _is_half_way: bool

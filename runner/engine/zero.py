@@ -268,6 +268,7 @@ class ZeroEngine(Engine):
             module, device=device, home=torch.device("cpu") if plan.offload else device
         )
         self._world_size = dist.get_world_size()
+        self.gradient_factor = float(self._world_size)
         scalars = scalar_names(self.network)
         self._shapes = {
             # Stage 3 keeps the whole shape beside what is left of it.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,13 @@ from runner.distributed.observers import Failure
 from runner.engine.activations import (
     KINDS,
     MOST_STRETCHES,
+    SPREAD,
     Activations,
     Before,
     LayerSums,
     stretches,
 )
+from runner.engine.first_batch import FirstBatch
 from runner.policy.decision.early import EarlyRules, EarlyWarnings, Look, Warned
 from runner.policy.decision.history import WARNING, Incident
 from runner.system.json_lines import LineFile, step_of, tail
@@ -34,8 +37,11 @@ from runner.train.run import EngineRun
 COLUMNS = "layers/"  # prefix of the columns
 LAYERS = "layers"  # the observer
 _POSITIONS_EVERY = 10  # measurements per report of the loss by position
-# Looks between two at g^2 / v: no rule is made of it, and it takes a third of the sums.
+# Looks between two at g^2 / v and at histograms: no rule is made of them, and they take longer.
 _MOMENTS_EVERY = 4
+_NOISE_LOOKS = 20  # over which gradient noise is averaged: of one look it is very rough
+# Where 0 is all tokens to the same experts and 1 all experts alike: less, so often, is a collapse.
+_COLLAPSED, _COLLAPSED_LOOKS = 0.25, 3
 _QUARTER = 4
 _TAIL_BYTES = 4 << 20  # of a file's end, enough for the latest measurements
 _LINE_BYTES = 4 << 10  # upper bound on a line of the metrics
@@ -44,53 +50,72 @@ _LINE_BYTES = 4 << 10  # upper bound on a line of the metrics
 class LayerWatch:
     """Measures at intervals of updates, on one rank; rank 0 inside the forward pass as well.
 
-    The numbers are those of :class:`LayerSums`, then those of :class:`Activations`. What fails in
-    measuring is left out; until all ranks know, it gives NaN.
+    The numbers are those of :class:`LayerSums`, :class:`Activations` and :class:`FirstBatch`. What
+    fails in measuring is left out; until all ranks know, it gives NaN.
 
     Args:
-        names: names of the trained parameters.
         every: steps between measurements.
     """
 
     def __init__(
-        self, run: EngineRun, activations: Activations, names: Sequence[str], every: int
+        self,
+        run: EngineRun,
+        activations: Activations,
+        first: FirstBatch,
+        table: LayerTable,
+        every: int,
     ) -> None:
         self._observers, self._device = run.observers, run.engine.device
-        self._activations = activations
-        self._sums = LayerSums(run.engine, names)
+        self._activations, self._first = activations, first
+        self._sums = LayerSums(run.engine, table.names, table.groups)
+        self.num_largest = 2 * len(table.groups)
         self._every, self._is_first = every, run.group.is_first
         self._before: Before | None = None
+        self._counts: Sequence[torch.Tensor] = ()
         self._has_moments = False
 
     def begin(self, step: int) -> bool:
         """Begin measuring if the step is due; returns whether it is."""
         if step % self._every or self._observers.is_out(LAYERS):
             return False
-        self._observers.alone(
-            LAYERS, lambda: self._activations.begin(is_inside=self._is_first), None
-        )
         self._has_moments = step // self._every % _MOMENTS_EVERY == 0
+        self._observers.alone(LAYERS, self._begin, None)
         return True
 
-    def before(self) -> None:
-        """Measure before the update, when gradients exist."""
+    def _begin(self) -> None:
+        self._activations.begin(is_inside=self._is_first, has_spread=self._has_moments)
+        self._first.begin(is_inside=self._is_first)
+
+    def before(self, counts: Sequence[torch.Tensor]) -> None:
+        """Measure before the update, when gradients exist.
+
+        Args:
+            counts: terms of each sample's loss, by micro-batch.
+        """
+        self._counts = counts
         self._before = self._observers.alone(
             LAYERS, lambda: self._sums.before(has_moments=self._has_moments), None
         )
 
     def after(self) -> torch.Tensor:
-        """Measure after the update; returns this rank's numbers, FP64 on the device."""
+        """Measure after the update; returns this rank's numbers, FP64 on the device.
+
+        The last :attr:`num_largest` are to be maximised over the ranks, the others summed.
+        """
         before, self._before = self._before, None
-        size = self._sums.size + self._activations.size
+        size = self._sums.size + self._activations.size + self._first.size + self.num_largest
         # The others' numbers are summed with these.
         nothing = torch.full((size,), math.nan, dtype=torch.float64, device=self._device)
         result = self._observers.alone(LAYERS, lambda: self._measured(before), nothing)
         self._activations.stop()
+        self._counts = ()
         return result
 
     def _measured(self, before: Before | None) -> torch.Tensor:
         assert before is not None, "an error before the update leaves this observer out"
-        return torch.cat([self._sums.after(before), self._activations.end(self._device)])
+        parts = [self._sums.after(before), self._activations.end(self._device)]
+        parts.append(self._first.end(self._counts, self._device))
+        return torch.cat([*parts, self._sums.largest])
 
     @property
     def length(self) -> int:
@@ -104,6 +129,10 @@ class LayerTable:
     Args:
         blocks: of the network; a layer is one of them, or a module outside all blocks.
         shapes: shapes of the whole parameters, which the engine may shard.
+        experts: by router, how many experts it has, and how many of them a token goes to.
+
+    Attributes:
+        groups: numbers of the names of each layer's matrices, or of all it has where it has none.
     """
 
     def __init__(
@@ -114,6 +143,7 @@ class LayerTable:
         optim: OptimConfig,
         *,
         num_units: int,
+        experts: Mapping[str, tuple[int, int]],
     ) -> None:
         called = {id(module): name for name, module in network.named_modules()}
         self._blocks = [called[id(block)] for block in blocks]
@@ -126,6 +156,11 @@ class LayerTable:
             inside = (block for block in self._blocks if name.startswith(f"{block}."))
             layer = next(inside, name.rpartition(".")[0] or name)
             self._members.setdefault(layer, []).append(at)
+        self._experts = experts
+        self.groups = [
+            [at for at in members if self._matrices[at]] or members
+            for members in self._members.values()
+        ]
 
     def layers(self, measured: Measured) -> dict[str, dict[str, float]]:
         """The numbers of each layer; NaN for what could not be measured."""
@@ -154,6 +189,10 @@ class LayerTable:
         adam = [self._adam(ratio, count, measured) for ratio, count in pairs]
         units = [self._of_unit(measured, at) for at in range(self._num_units)]
         log_sums = measured.numbers[self._inside(2 * self._num_units) :][:2]
+        noise, signal = self._noise(measured)
+        balances = [
+            _balance(load, self._experts[name][1]) for name, load in self.loads(measured).items()
+        ]
         numbers = {
             "grad_ratio": max(norms) / statistics.median(norms) if norms else math.nan,
             "grad_first_to_last": self._first_to_last(by_kind["grad"]),
@@ -164,6 +203,9 @@ class LayerTable:
             "logsumexp": log_sums[0],
             "logsumexp_max": log_sums[1],
             "adam_rms": max((rms for rms in adam if not math.isnan(rms)), default=math.nan),
+            "grad_noise": noise,
+            "grad_signal": signal,
+            "expert_balance": min(balances, default=math.nan),
         }
         return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
@@ -174,13 +216,54 @@ class LayerTable:
         num = stretches(measured.length)
         return list(losses[:num]), list(counts[:num])
 
+    def histograms(self, measured: Measured) -> dict[str, dict[str, list[float]]]:
+        """Quantiles and the largest of absolute values by layer and kind, where measured."""
+        found: dict[str, dict[str, list[float]]] = {}
+        at, most = self.num_sums, len(measured.numbers) - 2 * len(self.groups)
+        for kind, scale in (("weights", 1.0), ("gradients", 1.0 / max(measured.tokens, 1))):
+            for name in self._members:
+                *sums, count = measured.numbers[at : at + SPREAD]
+                if count > 0:
+                    values = [*(one / count for one in sums), measured.numbers[most]]
+                    found.setdefault(name, {})[kind] = [scale * value for value in values]
+                at, most = at + SPREAD, most + 1
+        at = self._inside(2 * self._num_units + 2 + 2 * MOST_STRETCHES)
+        for unit in range(self._num_units):
+            outputs = list(measured.numbers[at + unit * SPREAD :][:SPREAD])
+            if outputs[-1] > 0:
+                found.setdefault(self._blocks[unit], {})["outputs"] = outputs
+        return found
+
+    def loads(self, measured: Measured) -> dict[str, list[float]]:
+        """The share of choices of each expert by router, where measured."""
+        at, found = self._first + 2, {}
+        for name, (num, _) in self._experts.items():
+            counts = measured.numbers[at : at + num]
+            at += num
+            if sum(counts) > 0:
+                found[name] = [count / sum(counts) for count in counts]
+        return found
+
+    def _noise(self, measured: Measured) -> tuple[float, float]:
+        """:func:`gradient_noise` of the first micro-batch and the whole; NaN where both are one."""
+        square, few = measured.numbers[self._first :][:2]
+        many = measured.tokens
+        if not 0 < few < many:
+            return math.nan, math.nan
+        return gradient_noise(square / few**2, few, measured.grad_norm**2, many)
+
+    @property
+    def _first(self) -> int:
+        """Where the numbers of :class:`FirstBatch` begin."""
+        return self._inside((2 + SPREAD) * self._num_units + 2 + 2 * MOST_STRETCHES)
+
     @property
     def num_sums(self) -> int:
         """Number of leading values that are finite at every applied update."""
-        return self._inside(0)
+        return len(KINDS) * len(self.names)
 
     def _inside(self, at: int) -> int:
-        return len(KINDS) * len(self.names) + at
+        return self.num_sums + 2 * SPREAD * len(self.groups) + at
 
     def _by_kind(self, measured: Measured) -> dict[str, Sequence[float]]:
         size = len(self.names)
@@ -215,6 +298,26 @@ class LayerTable:
         return math.sqrt(square) if square >= 0 else math.nan
 
 
+def gradient_noise(small: float, few: float, large: float, many: float) -> tuple[float, float]:
+    """Trace of the covariance of one term's gradient, and the squared norm of the true gradient.
+
+    Unbiased (McCandlish et al. 2018, arXiv 1812.06162, appendix A.1); either may be negative.
+
+    Args:
+        small: squared norm of the mean gradient of ``few`` terms.
+        large: of ``many`` terms, with these.
+    """
+    signal = (many * large - few * small) / (many - few)
+    return (small - large) / (1 / few - 1 / many), signal
+
+
+def _balance(load: Sequence[float], num_chosen: int) -> float:
+    """Entropy of the experts' load: 0 where all tokens choose the same, 1 where all are alike."""
+    entropy = -sum(share * math.log(share) for share in load if share > 0)
+    least, most = math.log(num_chosen), math.log(len(load))
+    return max(0.0, (entropy - least) / (most - least))
+
+
 class LayerLog:
     """Records measurements, equal on all ranks; rank 0 writes the file, a line per measurement.
 
@@ -240,8 +343,11 @@ class LayerLog:
         self._file = ranks.all_or_none("opening the layers' file", opened)
         self._attempt = run.journal.attempt + 1  # the line of this start is written later
         self._by_position: list[tuple[int, list[float], list[float]]] = []
+        self._noises: deque[tuple[float, float]] = deque(maxlen=_NOISE_LOOKS)
+        self._num_collapsed = 0
         for step, values in ranks.from_first(looks):
             self._early.note(Look(step=step, values=values))
+            self._noise_scale(values)
         self._norms = {int(step): float(norm) for step, norm in ranks.from_first(norms)}
 
     def columns(self, info: StepInfo | None) -> dict[str, float]:
@@ -260,7 +366,9 @@ class LayerLog:
         ):
             return {}
         model = {**self._table.model(measured), **self._clip_share(measured.step)}
+        model |= self._noise_scale(model)
         self._write(measured, model)
+        self._warn_of_collapse(measured, model.get("expert_balance", math.nan))
         warned = self._early.note(Look(step=measured.step, values=model))
         if warned is not None:
             clean = self._run.ring.newest_clean()  # it pins the checkpoint before it
@@ -277,6 +385,34 @@ class LayerLog:
             return {}
         return {"clip_share": sum(norm > clip for norm in norms) / len(norms)}
 
+    def _noise_scale(self, model: Mapping[str, float]) -> dict[str, float]:
+        """The simple noise scale in terms of the loss, over the last measurements."""
+        if not {"grad_noise", "grad_signal"} <= model.keys():
+            return {}
+        self._noises.append((model["grad_noise"], model["grad_signal"]))
+        noise, signal = (math.fsum(column) for column in zip(*self._noises, strict=True))
+        return {"noise_scale": noise / signal} if noise > 0 and signal > 0 else {}
+
+    def _warn_of_collapse(self, measured: Measured, balance: float) -> None:
+        self._num_collapsed = self._num_collapsed + 1 if balance < _COLLAPSED else 0
+        if self._num_collapsed != _COLLAPSED_LOOKS:
+            return
+        loads = self._table.loads(measured)
+        name = min(loads, key=lambda one: -max(loads[one]))
+        heavy = max(range(len(loads[name])), key=lambda expert: loads[name][expert])
+        idle = sum(not share for share in loads[name])
+        self._run.written.report(
+            Incident(
+                kind="experts",
+                step=measured.step,
+                decision="only reported",
+                reason=f"the router {name} has collapsed: {loads[name][heavy]:.0%} of its choices "
+                f"are expert {heavy}, and {idle} of {len(loads[name])} experts got no token, in "
+                f"{_COLLAPSED_LOOKS} measurements in a row",
+                detail={"balance": _rounded(balance), "router": name},
+            )
+        )
+
     def _write(self, measured: Measured, model: Mapping[str, float]) -> None:
         positions = self._positions(measured)
         if self._file is None:
@@ -292,6 +428,15 @@ class LayerLog:
             "model": {name: _rounded(value) for name, value in model.items()},
             **positions,
         }
+        histograms = self._table.histograms(measured)
+        if histograms:
+            line["histograms"] = {
+                name: {kind: list(map(_rounded, row)) for kind, row in kinds.items()}
+                for name, kinds in histograms.items()
+            }
+        loads = self._table.loads(measured)
+        if loads:
+            line["experts"] = {name: list(map(_rounded, load)) for name, load in loads.items()}
         self._file.append(line, durably=False)
 
     def _positions(self, measured: Measured) -> dict[str, Any]:
@@ -357,11 +502,20 @@ def _layers(
     blocks = network.units(engine.network)
     shapes = {name: tuple(one.shape) for name, one in network.parameters().items()}
     activations = Activations(engine.objective, blocks, is_compiled=is_compiled)
-    num_units = activations.num_units
-    table = LayerTable(engine.network, blocks, shapes, optim, num_units=num_units)
+    first = FirstBatch(
+        engine.objective, blocks, is_compiled=is_compiled, factor=engine.gradient_factor
+    )
+    table = LayerTable(
+        engine.network,
+        blocks,
+        shapes,
+        optim,
+        num_units=activations.num_units,
+        experts={one.name: (one.num_experts, one.num_chosen) for one in first.routers},
+    )
     log = LayerLog(run, table, rules)
     run.ring.also_keep(run.history.kept_serials)
-    return LayerWatch(run, activations, table.names, rules.every), log
+    return LayerWatch(run, activations, first, table, rules.every), log
 
 
 def _past(path: Path, resumed: int, window: int) -> tuple[list[tuple[int, Mapping[str, Any]]], int]:

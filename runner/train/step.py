@@ -57,10 +57,12 @@ _REMEMBERED = 256  # steps whose durations are kept
 class LayerWatch(Protocol):
     """The part of :class:`runner.explain.layers.LayerWatch` that is used here."""
 
+    num_largest: int
+
     @property
     def length(self) -> int: ...
     def begin(self, step: int) -> bool: ...
-    def before(self) -> None: ...
+    def before(self, counts: Sequence[torch.Tensor]) -> None: ...
     def after(self) -> torch.Tensor: ...
 
 
@@ -221,7 +223,7 @@ class Stepper:
         watch = watched if watched and watched.begin(plan.step) else None
         sums = self._accumulate((looked_at or self._looked_at)(works), is_wide=plan.is_wide)
         if watch:
-            watch.before()
+            watch.before(sums.sequences.counts)
         report = RankReport(
             identity={
                 "step": plan.step,
@@ -293,7 +295,9 @@ class Stepper:
         """
         late, self._late_layers = self._late_layers, None
         if step.layers is not None and not signals.gated and self.layers is not None:
-            self._ranks.all_reduce(step.layers)
+            num_sums = len(step.layers) - self.layers.num_largest
+            self._ranks.all_reduce(step.layers[:num_sums])
+            self._ranks.maximise(step.layers[num_sums:])
             numbers, length = HostNumbers(step.layers), self.layers.length
 
             def measured() -> Measured:

@@ -63,6 +63,15 @@ def test_looking_changes_nothing(tmp_path: Path, settings: list[str]) -> None:
         square = sum(numbers["grad"] ** 2 for numbers in layers.values())
         assert square**0.5 == pytest.approx(seen.counted()[step]["grad_norm"], rel=1e-3)
         assert 3 < line["model"]["logsumexp"] < 8
+        assert {"grad_noise", "grad_signal"} <= line["model"].keys()
+        assert ("histograms" in line) is (step == 4 * EVERY)
+    assert by_step[24]["model"]["noise_scale"] > 0
+    histograms = by_step[24]["histograms"]
+    assert list(histograms) == ["embedding", "blocks.0", "blocks.1", "norm"]
+    assert histograms["blocks.1"].keys() == {"weights", "gradients", "outputs"}
+    for kinds in histograms.values():
+        for row in kinds.values():
+            assert len(row) == 9 and row == sorted(row) and row[0] >= 0
 
 
 @pytest.mark.twin
@@ -79,6 +88,8 @@ def test_ranks_and_restarts_tell_the_same(tmp_path: Path) -> None:
         # Estimated from some elements of each shard, and other ranks have other shards.
         moved = numbers.pop("update_ratio")
         assert moved == pytest.approx(others.pop("update_ratio"), rel=0.15)
+        for name in ("grad_noise", "grad_signal", "noise_scale"):
+            numbers.pop(name, None), others.pop(name, None)
         assert numbers == pytest.approx(others, rel=2e-2)
 
 

@@ -444,6 +444,25 @@ def test_one_batch_and_two_guards_in_a_process(tmp_path: Path) -> None:
         guard.close()
 
 
+def test_a_cell_that_is_run_again_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a prompt an interrupted cell leaves its guard open: the next one closes it."""
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    job = Job.make()
+    former = job.guard(tmp_path / "run", every=3)
+    job.train(former, batches(num=4))
+    again = Job.make()
+    guard = again.guard(tmp_path / "." / "run", every=3)
+    assert guard.updates == 4
+    former.close()  # does nothing any more
+    again.train(guard, batches(num=6))
+    guard.close()
+    whole = Job.make()
+    other = whole.guard(tmp_path / "whole")
+    whole.train(other, batches(num=6))
+    assert guard.state_digest() == other.state_digest()
+    other.close()
+
+
 def test_without_a_gate_everything_is_applied(tmp_path: Path) -> None:
     job = Job.make()
     guard = job.guard(tmp_path, enabled=False)

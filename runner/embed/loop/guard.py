@@ -138,6 +138,7 @@ class Guard(Holder):
             require_gated(optimizers)
         self._position = DataPosition()
         generators, logged = Randomness(), Logged()
+        self._release_former(out)
         with joined(config, "Guard") as group:
             ranks, device = group.ranks, group.device
             self._sharded: LoopState

@@ -83,7 +83,7 @@ _LEGEND = {
     "proven": "proven checkpoint on disk",
 }
 _SHOWN_LAYERS = 2  # quantities shown at once; the others are collapsed
-_MOST_SMALL = 12
+_MOST_SMALL = 14
 _PROFILES = 5
 _UNIT = "nats per token"
 _ALIKE = 1.12  # ranks whose times differ by a smaller factor need no picture
@@ -99,6 +99,10 @@ _MODEL_LABELS = {
     "logsumexp_max": "logsumexp of the logits, largest",
     "adam_rms": "RMS of g/sqrt(v), Adam",
     "clip_share": "share of clipped steps",
+    "noise_scale": "gradient noise scale, tokens",
+    "grad_noise": "gradient noise of a token",
+    "grad_signal": "true gradient, squared norm",
+    "expert_balance": "least even router: 0 collapsed, 1 even",
 }
 _MOST_BARS = 250
 _SHOWN_ROWS, _MOST_ROWS = 10, 60
