@@ -25,7 +25,7 @@ from hydra.errors import ConfigCompositionException, HydraException, OverridePar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.config.foreign_keys import our_key
+from runner.config.foreign_keys import RESUME, likely_key, our_key
 from runner.config.schema import DECODER_KEYS, DataKind, RunConfig, former_key
 from runner.system.environment import redacted
 from runner.system.error import ConfigError
@@ -234,6 +234,7 @@ def _reject_whole_group(text: str) -> None:
         f"{text}: {group} is a group of settings, not one: "
         + (f"take a preset ({presets}), or " if has_presets else "")
         + f"set a key of it, such as {keys[0]}=... ; `--help {group}` lists all"
+        + (f". To go on with a run: {RESUME}" if group == "resume" else "")
     )
 
 
@@ -245,8 +246,9 @@ def suggestion(key: str, known: Collection[str]) -> str:
 
 def _close(key: str, known: Collection[str]) -> list[str]:
     """Keys that end with the typed one (``lr``: ``optim.lr``), or else look like it."""
-    same_leaf = [name for name in known if name.endswith(f".{key}")]
-    return same_leaf or difflib.get_close_matches(key, known, n=3, cutoff=0.6)
+    leaf = key.rpartition(".")[2]
+    same_leaf = [name for name in known if name == leaf or name.endswith(f".{leaf}")]
+    return difflib.get_close_matches(key, same_leaf or known, n=3, cutoff=0 if same_leaf else 0.6)
 
 
 def _explain(error: Exception, overrides: Sequence[str]) -> str:
@@ -292,13 +294,25 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         return f"{missing[1]}={missing[2]}: no such preset.{meant} Allowed: {choices}.{path}"
     named = re.search(r"full_key: (\S+)", full)
     if named is not None:
-        reason = str(cause or error).splitlines()[0]
+        reason = _plain_reason(str(cause or error).splitlines()[0])
         value = _given_value(named[1], overrides)
         whole = _whole_of(named[1], value)
         if whole is not None:
             return f"{named[1]}{value}: must be written as a whole number: {named[1]}={whole}"
         return f"{named[1]}{value}: {reason.rstrip('.')}. {_allowed(named[1])}".rstrip()
     return " ".join(line.strip() for line in full.splitlines() if line.strip())
+
+
+def _plain_reason(text: str) -> str:
+    """What OmegaConf says of a value of the wrong type, in words that name no type of its own."""
+    for its, ours in (
+        ("could not be converted to Integer", "is no whole number"),
+        ("could not be converted to Float", "is no number"),
+        ("is not a valid bool", "is neither true nor false"),
+    ):
+        if its in text:
+            return ours
+    return text
 
 
 def _key_of(override: str) -> str:
@@ -308,8 +322,10 @@ def _key_of(override: str) -> str:
 def _unknown(key: str) -> str:
     if former := former_key(key):
         return f"{key}: {former}"
-    if ours := our_key(key):
+    if ours := our_key(key) or likely_key(key, 1.0):
         return f"unknown key {key!r}. Here: {ours}. `--help all` lists all keys."
+    if not _close(key, _specs()) and (ours := likely_key(key, 0.5)):
+        return f"unknown key {key!r}. Perhaps: {ours}. `--help all` lists all keys."
     return f"unknown key {key!r}. {_suggest(key)}"
 
 

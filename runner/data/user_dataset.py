@@ -96,7 +96,9 @@ def adapt(
         sample = item if collate is None else _only(collate([item]))
         if not _is_tokens(sample):
             size = vocab_size or int(getattr(dataset, "vocab_size", 0) or 0)
-            adapted = AdaptedRecords(own, example=Record(item=item), vocab_size=size)
+            adapted = AdaptedRecords(
+                own, example=Record(item=item), vocab_size=size, collate=collate
+            )
             adapted.collate([adapted.example, adapted.example])
             return adapted
     return Adapted(
@@ -291,12 +293,19 @@ class Adapted:
 class AdaptedRecords:
     """Samples that only a model of the user's own understands. Build it with :func:`adapt`."""
 
-    def __init__(self, own: _Own, *, example: Record, vocab_size: int) -> None:
+    def __init__(
+        self,
+        own: _Own,
+        *,
+        example: Record,
+        vocab_size: int,
+        collate: Callable[[list[Any]], Any] | None,
+    ) -> None:
         self.vocab_size = vocab_size
         self.draws = own.may_draw
         self.example = example
         self._own = own
-        self._collate: Callable[[list[Any]], Any] | None = getattr(own.dataset, "collate", None)
+        self._collate = collate
         place = f"a sample of {own.name}"
         self._kind = None if self._collate else _kind(_tensors(example.item, place))
 

@@ -13,7 +13,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -229,9 +229,9 @@ class ScriptSupervisor(Supervisor):
         cause = None if ended.code == 0 else _cause(said, watchdog, folder, ended)
         if cause is not None:
             (folder / "output.txt").write_text("\n".join(said.since(said.num_lines - _TAIL)))
-            self._say(f"attempt {number} {cause.reason} (evidence: {folder})")
+            self._say(f"attempt {number}: {cause.reason} (evidence: {folder})")
         return Attempt(
-            code=ended.code,
+            code=_code_of_ranks(ended.code, said.lines, self._rules.codes.final),
             clean_before=best,
             clean_after=max(best, said.step),
             took_up=said.step >= 0,
@@ -239,6 +239,12 @@ class ScriptSupervisor(Supervisor):
             cause=cause.kind if cause else None,
             signature=cause.signature if cause else None,
         )
+
+
+def _code_of_ranks(code: int, lines: Iterable[str], final: Collection[int]) -> int:
+    """torchrun ends with 1 whatever its ranks ended with: theirs, if it forbids a restart."""
+    codes = {one for _, one in failures(list(lines)) if one != -signal.SIGTERM}
+    return codes.pop() if code == 1 and len(codes) == 1 and codes <= set(final) else code
 
 
 def settings(folder: Path) -> dict[str, str]:
@@ -389,7 +395,8 @@ def _cause(said: Said, watchdog: _Watchdog, folder: Path, ended: Ended) -> RootC
     dumps = read_dumps(folder, _DUMPS)
     failed = failures(lines)
     world_size = max([*dumps, *(rank for rank, _ in failed)], default=0) + 1
-    report = partial(Report, world_size=world_size, step=step, phase="training")
+    phase = "training" if said.step >= 0 else "start"
+    report = partial(Report, world_size=world_size, step=step, phase=phase)
     by_rank = _reports(lines, _recorded(folder), failed, report)
     for rank, entries in dumps.items():
         by_rank.setdefault(rank, report(rank=rank, kind="called", collectives=entries))

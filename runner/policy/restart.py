@@ -146,7 +146,7 @@ def _within_budget(attempts: Sequence[Attempt], rules: RestartRules) -> Again | 
             f"{rules.restarts} restarts; last: {what_failed(last)} at step {last.step}",
             code=last.code if was_preempted else codes.crash,
         )
-    what = "preempted" if was_preempted else what_failed(last)
+    what = "preempted" if was_preempted else "failed" if last.signature else what_failed(last)
     unexplained = last.took_up and last.cause in _UNEXPLAINED and not was_preempted
     diagnosed = any(attempt.diagnosed for attempt in attempts[-max(1, failed) :])
     return Again(

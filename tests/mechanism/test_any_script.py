@@ -55,8 +55,29 @@ def test_an_exception_is_told_and_the_script_started_again(tmp_path: Path) -> No
     assert first["cause"] == "exception" and "ValueError: boom N" in first["signature"]
     assert "rank 0: ValueError: boom 17 in training of step 3 at" in text
     assert "broken_step" in text.partition("in training of step 3 at")[2].splitlines()[0]
+    assert "run: attempt 1: rank 0" in text
+    assert "run: failed at step 3, newest step 3; attempt 2" in text, "no signature with N in it"
     evidence = tmp_path / "run" / "attempt-0001" / "output.txt"
     assert "ValueError: boom 17" in evidence.read_text()
+
+
+NO_SCRIPT = """\
+Root Cause (first observed failure):
+[0]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : 2 (pid: 31930)
+"""
+
+
+def test_a_wrong_path_under_torchrun_is_not_tried_again(tmp_path: Path) -> None:
+    """torchrun ends with 1, whatever its ranks ended with; Python ends with 2 without a script."""
+    torchrun = tmp_path / "like_torchrun.py"
+    torchrun.write_text(f"import sys\nprint({NO_SCRIPT!r})\nsys.exit(1)\n")
+    words = [sys.executable, "-m", "runner", "run", "--out", str(tmp_path / "run"), "--pause", "0"]
+    done = warm.finished([*words, "--", sys.executable, str(torchrun)], timeout=300)
+    assert done.returncode == 2, done.stderr
+    assert "attempt 1: rank 0: ended with 2 in start of step 0" in done.stderr
+    assert "settings or data: a restart would not help" in done.stderr
 
 
 def test_a_slow_start_is_no_hang(tmp_path: Path) -> None:

@@ -280,13 +280,13 @@ def test_streams_tuples_and_loaders_are_taken_and_read_by_number() -> None:
     assert batch.fields is not None and set(batch.fields["1"].tolist()) < set(range(6))
     assert batch.fields["0"].shape == (4, 2)
 
-    def joined(rows: list[Any]) -> list[torch.Tensor]:
-        return [torch.stack([x for x, _ in rows]), torch.tensor([y for _, y in rows])]
+    def joined(rows: list[Any]) -> dict[str, torch.Tensor]:
+        return {"x": torch.stack([x for x, _ in rows]), "y": torch.tensor([y for _, y in rows])}
 
     pairs: Any = [(torch.ones(2), 5)] * 4
     loader = torch.utils.data.DataLoader(pairs, collate_fn=joined)
     [collated, *_] = batches(adapt(loader, vocab_size=None, seq_len=4))
-    assert collated.fields is not None and collated.fields["1"].tolist() == [5, 5, 5, 5]
+    assert collated.fields is not None and collated.fields["y"].tolist() == [5, 5, 5, 5]
 
 
 def test_a_stream_without_an_end_is_told_where_it_can_be_used(

@@ -35,9 +35,9 @@ def crash(step: int, *, clean: tuple[int, int] = (20, 20), signature: str | None
         (2, 2, "settings"),
         (3, 3, "halted"),
         (4, 4, "no loadable checkpoint"),
-        (1, None, "s at step 33, newest clean checkpoint 20"),
+        (1, None, "failed at step 33, newest clean checkpoint 20"),
         (75, None, "preempted at step 33"),
-        (137, None, "s at step 33"),
+        (137, None, "failed at step 33"),
     ],
 )
 def test_one_attempt(code: int, ends_with: int | None, words: str) -> None:
