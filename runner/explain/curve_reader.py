@@ -36,7 +36,9 @@ _LEAST_ROWS, _LEAST_SHARE = 100, 0.1  # rows, and share of the run, before the f
 _GROWN = 1.1  # growth since the last reading: all readings cost as much as eleven of the last
 _LONGEST_SECONDS = 60.0
 _NICE = 10
-_IN_WARMUP = frozenset({"plateau", "rate_too_low"})  # signatures that a warm-up resembles
+# Signatures that the beginning of a healthy run resembles: asked for after the warm-up, and in two
+# readings in a row or at the end.
+_AT_FIRST = frozenset({"plateau", "rate_too_low"})
 _SAMPLES = 32
 _TOKENS = 2048  # a few hundred have a low entropy whatever they are; more take time of the step
 _GRAM, _PRIME = 4, 1_000_003
@@ -96,6 +98,7 @@ class CurveReader:
         self._run, self._total, self._warmup = run, total, warmup
         self._next = _LEAST_ROWS
         self._entropy: float | None = None
+        self._before = frozenset[str]()  # signatures of the reading before
         self._begun: int | None = None  # the step whose reading is not collected yet
         self._found: Future[list[dict[str, Any]]] = Future()
 
@@ -162,12 +165,15 @@ class CurveReader:
         # On a busy machine it may time out: the next reading sees as much.
         with contextlib.suppress(TimeoutError):
             found = self._found.result() if self._metrics is not None else []
-        for finding in self._observers.ranks.from_first(found):
+        found = self._observers.ranks.from_first(found)
+        for finding in found:
             self._report_once(finding, step)
+        self._before = frozenset(str(finding["signature"]) for finding in found)
 
     def _report_once(self, finding: dict[str, Any], step: int) -> None:
         signature = finding["signature"]
-        is_early = signature in _IN_WARMUP and step < 2 * self._warmup
+        is_once = signature not in self._before and step < self._total
+        is_early = signature in _AT_FIRST and (step < 2 * self._warmup or is_once)
         if signature in self._reported or finding["confidence"] == "low" or is_early:
             return
         self._reported.add(signature)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace as parts
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -116,7 +117,22 @@ def test_a_reading_is_collected_at_the_next_evaluation(tmp_path: Path) -> None:
     assert run.reported == []
     run.take(lines[399:])
     (incident,) = run.reported
-    assert incident.detail["signature"] == "plateau" and incident.step in (200, 400, 600, 800, 1000)
+    assert incident.detail["signature"] == "plateau" and incident.step in (400, 600, 800, 1000)
+
+
+def test_what_the_beginning_of_a_healthy_run_resembles_is_asked_for_twice(tmp_path: Path) -> None:
+    """As small decoders do that know the letters' frequencies, and then learn how they follow."""
+    flat, falling = np.full(100, 2.8), np.linspace(2.8, 1.6, 300)
+    loss = np.concatenate([np.linspace(5.4, 2.8, 20), flat[:80], falling])
+    loss += np.random.default_rng(0).normal(0, 0.02, len(loss))
+    made = Made(np.arange(400.0), loss, np.ones(400), {"lr": np.full(400, 1e-3)})
+    run = _Run(tmp_path / "metrics.jsonl", total=400)
+    run.reader.columns(None)  # a corpus of 2.8 nats
+    read = Mock(wraps=run.reader._report_once)
+    run.reader._report_once = read  # type: ignore[method-assign]
+    run.take(_lines(made, every=100))
+    assert [call.args[0]["signature"] for call in read.mock_calls] == ["plateau"]
+    assert run.reported == []
 
 
 def test_a_reading_that_fails_is_an_observer_that_fails(tmp_path: Path) -> None:
