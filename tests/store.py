@@ -2,34 +2,63 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn
 
 import boto3
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import BaseWSGIServer, make_server
 
 BUCKET = "runs"
+TROUBLES = {
+    "slow down": "503 SlowDown, as where too many ask; nothing is done",
+    "late": "carried out, and answered after LATE_SECONDS",
+    "cut": "the connection ends in the middle of what is sent; nothing is done",
+    "lost": "carried out, and the connection ends before the answer",
+    "short": "the connection ends in the middle of the answer",
+}
+LATE_SECONDS = 2.0
+_ERROR = "<?xml version='1.0' encoding='UTF-8'?><Error><Code>{}</Code><Message>{}</Message></Error>"
+
+
+def once(trouble: str, *methods: str) -> Callable[[Mapping[str, Any]], str]:
+    """The trouble of each request of these methods, of any without, when it is made first."""
+    met = set[tuple[str, ...]]()
+
+    def ask(environ: Mapping[str, Any]) -> str:
+        method, path, query = (
+            environ[key] for key in ("REQUEST_METHOD", "PATH_INFO", "QUERY_STRING")
+        )
+        if (methods and method not in methods) or (method, path, query) in met:
+            return ""
+        met.add((method, path, query))
+        return trouble
+
+    return ask
 
 
 class Store:
     """A server whose contents outlive :meth:`stop`, like a store's disks.
 
     ``puts`` has the keys that were written, in order; ``dies_at`` the number of the write
-    (from 1) that brings the server down half way. ``loses_answers`` cuts the connection after so
-    many conditional writes were carried out; with ``ignores_conditions`` they are like any other,
-    as in stores that do not know them.
+    (from 1) that brings the server down half way. ``trouble`` is asked before each request is
+    carried out, and chooses one of :data:`TROUBLES` or nothing. With ``ignores_conditions``
+    conditional writes are like any other, as in stores that do not know them.
     """
 
     def __init__(self) -> None:
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self.puts: list[str] = []
         self.dies_at: int | None = None
-        self.loses_answers = 0
+        self.trouble: Callable[[Mapping[str, Any]], str] = lambda environ: ""
+        self.met: Counter[str] = Counter()
+        self._completed = set[str]()
         self.ignores_conditions = False
         self.died = threading.Event()
         self._app = DomainDispatcherApplication(create_backend_app)
@@ -108,20 +137,44 @@ class Store:
             self.stop()
             self.died.set()
         if self._server is None:  # a connection kept alive must not outlive the server
-            environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
-            raise ConnectionAbortedError("the server is down")
+            self._hang_up(environ)
+        trouble = self.trouble(environ)
+        self.met[trouble] += 1
+        num_bytes = int(environ.get("CONTENT_LENGTH") or 0)
+        if trouble == "slow down":
+            environ["wsgi.input"].read(num_bytes)
+            return _refused(begin, "503 Slow Down", "SlowDown", "Please reduce your request rate.")
+        if trouble == "cut":
+            environ["wsgi.input"].read(num_bytes // 2)
+            self._hang_up(environ)
+        answer = self._carried_out(environ, begin)
+        if trouble == "late":
+            time.sleep(LATE_SECONDS)
+        if trouble == "lost":
+            self._hang_up(environ)
+        return self._half(environ, answer) if trouble == "short" else answer
+
+    def _carried_out(self, environ: dict[str, Any], begin: Callable[..., Any]) -> Iterable[bytes]:
+        query = environ["QUERY_STRING"]
+        if environ["REQUEST_METHOD"] == "POST" and "uploadId=" in query:
+            # moto takes a second completion for the first one; not every store does.
+            if query in self._completed:
+                return _refused(begin, "404 Not Found", "NoSuchUpload", "There is no such upload.")
+            self._completed.add(query)
         if self.ignores_conditions:
             environ.pop("HTTP_IF_NONE_MATCH", None)
-        if "HTTP_IF_NONE_MATCH" not in environ:
-            return self._app(environ, begin)
         # moto looks and writes in two steps; S3 takes one of all that come at once.
-        with self._conditional:
-            answer = self._app(environ, begin)
-            if self.loses_answers:
-                self.loses_answers -= 1
-                environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
-                raise ConnectionAbortedError("the answer is lost")
-            return answer
+        with self._conditional if "HTTP_IF_NONE_MATCH" in environ else contextlib.nullcontext():
+            return self._app(environ, begin)
+
+    def _half(self, environ: dict[str, Any], answer: Iterable[bytes]) -> Iterator[bytes]:
+        whole = b"".join(answer)
+        yield whole[: len(whole) // 2]
+        self._hang_up(environ)
+
+    def _hang_up(self, environ: dict[str, Any]) -> NoReturn:
+        environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+        raise ConnectionAbortedError("the connection has ended")
 
     def held(self, prefix: str) -> dict[str, bytes]:
         """Every object under a prefix."""
@@ -134,3 +187,8 @@ class Store:
 
     def put(self, key: str, data: bytes) -> None:
         self.client.put_object(Bucket=BUCKET, Key=key, Body=data)
+
+
+def _refused(begin: Callable[..., Any], status: str, code: str, message: str) -> Iterable[bytes]:
+    begin(status, [("Content-Type", "application/xml")])
+    return [_ERROR.format(code, message).encode()]

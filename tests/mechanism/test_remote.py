@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import shutil
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
 from runner.checkpoint.jobs import LockstepQueue
@@ -38,7 +40,7 @@ from tests.crash_world import Holder
 from tests.mechanism.test_ring_on_disk import tensors, write
 from tests.observed import OneRank
 from tests.rows import full
-from tests.store import BUCKET, Store
+from tests.store import BUCKET, Store, once
 from tests.stored import moment
 
 RUN = "a" * 64
@@ -341,7 +343,7 @@ def test_of_two_that_claim_at_once_one_wins(
     print(f"{place}: won {won}")
 
 
-def once(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, spoiled: Any) -> None:
+def next_is(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, spoiled: Any) -> None:
     """Let the next call of a method be ``spoiled``."""
     waiting, real = [spoiled], getattr(target, name)
     monkeypatch.setattr(target, name, lambda *a, **k: (waiting.pop() if waiting else real)(*a, **k))
@@ -352,7 +354,7 @@ def test_one_odd_error_does_not_make_a_store_that_cannot_exclude(
 ) -> None:
     """Two writers would then have names of their own, and both be let in."""
     ring = RemoteRing(f"s3://{BUCKET}/odd")
-    once(monkeypatch, ring.files, "_create", Mock(side_effect=ValueError("garbled answer")))
+    next_is(monkeypatch, ring.files, "_create", Mock(side_effect=ValueError("garbled answer")))
     ring.claim(WriterClaim(number=3, token="a" * 8), RUN)
     assert ring.files.names("incarnation") == ["000003.json"]
 
@@ -365,7 +367,7 @@ def test_a_claim_that_reads_badly_once_stands(
 ) -> None:
     rings = two(f"s3://{BUCKET}/badly")
     rings[0].claim(WriterClaim(number=3, token="a" * 8), RUN)
-    once(monkeypatch, rings[1].files, "read", spoiled)
+    next_is(monkeypatch, rings[1].files, "read", spoiled)
     with pytest.raises(RemoteTaken, match="incarnation 3 has taken"):
         rings[1].claim(WriterClaim(number=3, token="b" * 8), RUN)
 
@@ -394,10 +396,13 @@ def test_the_newer_of_two_that_claim_at_once_ends_as_the_owner(store: Store) -> 
 
 def test_a_claim_whose_answer_is_lost_is_a_claim(store: Store) -> None:
     url, one = f"s3://{BUCKET}/lost-answer", WriterClaim(number=3, token="a" * 8)
-    store.loses_answers = 3  # of the probe, which comes first, and of the claim itself
+    # Of the probe, which comes first, and of the claim itself.
+    store.trouble = lambda asked: (
+        "lost" if "HTTP_IF_NONE_MATCH" in asked and store.met["lost"] < 3 else ""
+    )
     ring = RemoteRing(url, pauses=(0.1, 0.1, 0.1, 0.1))
     ring.claim(one, RUN)
-    assert store.loses_answers == 0
+    assert store.met["lost"] == 3
     ring.check(one)
     assert ring.files.names("incarnation") == ["000003.json"]
 
@@ -679,6 +684,39 @@ def test_no_secret_is_in_what_a_failure_says(store: Store, out: Path) -> None:
             "x", lambda: (_ for _ in ()).throw(OSError("key a-very-secret-key"))
         )
     assert "a-very-secret-key" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "methods"),
+    [
+        ("slow down", ()),
+        ("lost", ("PUT", "POST", "DELETE")),
+        full("cut", ("PUT", "POST")),
+        full("short", ("GET",)),
+        full("late", ()),
+    ],
+)
+def test_a_store_in_trouble_at_each_request_gets_the_whole_of_it(
+    store: Store, out: Path, trouble: str, methods: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a file in parts, too: whoever completes it twice is told that there are no such parts."""
+    from s3fs import S3FileSystem
+
+    monkeypatch.setattr(S3FileSystem, "read_timeout", 1)
+    record = write(out / "ring", {"weight": torch.randn(3 << 20)}, serial=5, step=50)
+    CheckpointDirectory(out / "ring").mark(record, State.clean)
+    url = f"s3://{BUCKET}/{trouble.replace(' ', '-')}"
+    ring = RemoteRing(url, pauses=(0.1,) * 5)
+    files = ring.files._files
+    monkeypatch.setattr(files, "put_file", functools.partial(files.put_file, chunksize=5 << 20))
+    made, said = uploads(out, url, ring=ring)
+    made.settings = CheckpointConfig(remote_wait_seconds=300)
+    store.trouble = once(trouble, *methods)
+    made.finish(local(out))
+    store.trouble = lambda asked: ""
+    assert said == [] and store.met[trouble] >= 10, store.met
+    (entry,), damaged = RemoteRing(url).entries(verify=True)
+    assert entry.record.serial == 5 and damaged == []
 
 
 # -- with the ring ------------------------------------------------------------------------

@@ -171,7 +171,13 @@ class RemoteFiles:
             if self._has(name, facts):
                 return
             self._make_folder_of(name)
-            self._files.put_file(str(source), self._at(name))
+            try:
+                self._files.put_file(str(source), self._at(name))
+            except FileNotFoundError:
+                # So some stores answer who asks a second time for a file of its parts, because
+                # the first answer was lost.
+                if not self._has(name, facts):
+                    raise
             self.moved(facts.num_bytes)
             try:
                 self._compare(name, facts)
