@@ -700,9 +700,7 @@ def test_a_store_in_trouble_at_each_request_gets_the_whole_of_it(
     store: Store, out: Path, trouble: str, methods: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a file in parts, too: whoever completes it twice is told that there are no such parts."""
-    from s3fs import S3FileSystem
-
-    monkeypatch.setattr(S3FileSystem, "read_timeout", 1)
+    monkeypatch.setattr("s3fs.S3FileSystem.read_timeout", 1)
     record = write(out / "ring", {"weight": torch.randn(3 << 20)}, serial=5, step=50)
     CheckpointDirectory(out / "ring").mark(record, State.clean)
     url = f"s3://{BUCKET}/{trouble.replace(' ', '-')}"
