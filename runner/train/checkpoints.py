@@ -57,6 +57,9 @@ class Checkpoints:
         self._reporter = run.reporter
         self._heart = run.group.heart
         self._backlog = run.backlog
+        # What a notice saves is said once, when this start's first checkpoint is on disk.
+        self._is_unsaid = run.group.monitor.hears_notices
+        self._first_save: tuple[int, float] | None = None  # its step, and since when
 
     def is_due(self, updates: int) -> bool:
         """Whether the state of exactly so many updates is saved."""
@@ -69,12 +72,10 @@ class Checkpoints:
         checkpoint whose probation was over when the run ended.
         """
         if self._ring.saved_step < 0:
-            began = time.monotonic()
             with self._reporter.stall("checkpoint"):
                 self._save(state)
                 self._ring.drain()
-            if self._group.monitor.hears_notices:
-                self._group.console.say(what_notices_save(time.monotonic() - began))
+        self._say_what_notices_save()
         self.prove(state)
 
     def apply_progress(self, info: StepInfo, state: TrainState) -> None:
@@ -115,6 +116,7 @@ class Checkpoints:
         Args:
             seconds: duration of the update.
         """
+        self._say_what_notices_save()
         disk, memory = self._schedule.disk, self._schedule.memory
         for times in (disk, memory):
             if times is not None:
@@ -227,8 +229,17 @@ class Checkpoints:
     def _is_saved(self, state: TrainState) -> bool:
         return self._ring.saved_step == state.updates
 
+    def _say_what_notices_save(self) -> None:
+        if self._first_save is None or self._ring.saved_step < self._first_save[0]:
+            return
+        if self._is_unsaid:
+            self._group.console.say(what_notices_save(time.monotonic() - self._first_save[1]))
+            self._is_unsaid = False
+
     def _save(self, state: TrainState, *, disk: bool = True) -> None:
         self._heart.enter("save")
+        if disk and self._first_save is None:
+            self._first_save = state.updates, time.monotonic()
         self._ring.save(
             CheckpointMetadata(
                 step=state.updates,

@@ -64,7 +64,10 @@ def test_a_cloud_takes_the_machine_back(tmp_path: Path, clean: Result, late: boo
     [advice] = asked.journal("notice")
     assert advice["reason"].startswith("rank 0: AWS: rebalance")
     assert list((out / "ring").glob(f"*-step-{advice['step']:08d}")), "saved at once"
-    assert_same_run(finish(out), clean)
+    with served() as (_, address):
+        ended = finish(out, f"preempt.notice=aws:{address}")
+    assert ended.text.count("a notice of 30 s (Google, Azure)") == 1, "said by each start, once"
+    assert_same_run(ended, clean)
 
 
 @pytest.mark.twin
