@@ -25,7 +25,7 @@ from tests.syscalls import NAMES, READING, Inline, Outcome, Point, points, run, 
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
-KILL, ERRORS = "signal=KILL", ("EIO", "ENOSPC", "EINTR", "EDQUOT", "EROFS")
+KILL, ERRORS = "signal=KILL", ("EIO", "ENOSPC", "EINTR", "EDQUOT", "ESTALE", "EROFS")
 # Files that are closed by the garbage collector are closed now before the end, now after it.
 MOST_UNREACHED = 3
 
@@ -140,7 +140,7 @@ def test_killed_at_a_call(folder: Path, stride: int) -> None:
 @pytest.mark.timeout(1800)
 def test_failed_at_a_call(folder: Path, error: str, stride: int) -> None:
     ends: Counter[str] = Counter()
-    tried = chosen(f"{NAMES},{READING}" if error in ("EIO", "EINTR") else NAMES, stride)
+    tried = chosen(f"{NAMES},{READING}" if error in ("EIO", "EINTR", "ESTALE") else NAMES, stride)
     wrong, unreached = [], 0
     for point in tried:
         told = f"{error} at {point.name} {point.number}"
