@@ -22,6 +22,7 @@ from runner.config.validate import check
 from runner.policy.decision.ladder import RemedyRules
 from runner.system.error import ConfigError
 from runner.system.parsing import json_text
+from runner.system.units import counted
 from runner.tools.backtest.guard_replay import Decision, GuardReplay
 from runner.tools.backtest.recording import ALWAYS, RecordedRun, option, read_curve
 
@@ -128,7 +129,7 @@ def _report(recording: RecordedRun, replay: GuardReplay, seconds: float) -> str:
     counts = Counter(decision.action for decision in decisions)
     num_skipped = replay.skipped.num_skipped(0, len(steps))
     lines = [
-        f"{recording.path}: {len(steps):,} rows, steps {min(steps):,} to {max(steps):,} "
+        f"{recording.path}: {counted(len(steps), 'row')}, steps {min(steps):,} to {max(steps):,} "
         f"({len(steps) / max(seconds, 1e-9):,.0f} rows/s)",
         *(f"  note: {note}" for note in recording.notes),
         f"  {counts['discard']} discarded ({_share(counts['discard'], len(steps))} of the steps), "

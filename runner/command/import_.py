@@ -40,7 +40,7 @@ from runner.session import parts
 from runner.session.corpus import open_dataset
 from runner.system.environment import variables
 from runner.system.error import ConfigError
-from runner.system.units import first_few
+from runner.system.units import counted, first_few
 from runner.train.state import TrainState
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -97,7 +97,8 @@ def import_command(arguments: Sequence[str]) -> int:
     weights = partial(_state_of_step_0, source, names, shapes)
     _write(config, run_dir, dataset.fingerprint(), shapes, weights)
     Console(soft_wrap=True).print(
-        f"imported {len(wanted)} tensors from {options.source}; out={run_dir.out} starts from them",
+        f"imported {counted(len(wanted), 'tensor')} from {options.source}; out={run_dir.out} "
+        "starts from them",
         markup=False,
     )
     if foreign and added:

@@ -26,7 +26,7 @@ from runner.observe.journal import read_journal
 from runner.policy.retention.interval import LLAMA3_NODES, NODE_MTBF_HOURS, availability_interval
 from runner.system.error import ConfigError
 from runner.system.parsing import json_text
-from runner.system.units import duration
+from runner.system.units import counted, duration
 from runner.tools.goodput import (
     BYTES_PER_PARAMETER,
     LLAMA3_PARAMETERS,
@@ -182,7 +182,8 @@ def _values(options: Namespace, trace: Trace | None) -> Values:
             raise ConfigError(f"--run {out}: no journal.jsonl there, so it is not a run")
         values |= measured(out, read_journal(out / "journal.jsonl")[0])
     if trace:
-        source = f"{options.trace}: {len(trace.failures)} failures of {trace.num_nodes} nodes"
+        failures = counted(len(trace.failures), "failure")
+        source = f"{options.trace}: {failures} of {counted(trace.num_nodes, 'node')}"
         values["mtbf_node_hours"] = Value(trace.mtbf_node_hours, source)
     if options.params is not None:
         size = options.params * BYTES_PER_PARAMETER / 1e9
@@ -318,7 +319,7 @@ def _plans_table(costs: Costs, plans: Sequence[RunPlan]) -> Table:
 
 
 def _every(steps: int, costs: Costs) -> str:
-    return f"{steps:,} step{'s' if steps > 1 else ''} ({duration(steps * costs.step_seconds)})"
+    return f"{counted(steps, 'step')} ({duration(steps * costs.step_seconds)})"
 
 
 def _seconds(seconds: float) -> str:

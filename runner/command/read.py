@@ -28,6 +28,7 @@ from runner.system.error import ConfigError
 from runner.system.json_lines import iter_lines, step_of
 from runner.system.parsing import json_text
 from runner.system.process import add_options, stay_beside
+from runner.system.units import counted
 from runner.tools.backtest.recording import ALWAYS, option, read_columns
 from runner.tools.reading import trouble
 from runner.tools.reading.curve import (
@@ -170,7 +171,7 @@ def _report(file: str, curve: Curve, findings: Sequence[Signature]) -> str:
     columns += [f"{len(curve.held_out)} held-out losses"] if len(curve.held_out) else []
     warning = f"; fewer than {LEAST_ROWS}: too few to judge" if len(curve) < LEAST_ROWS else ""
     lines = [
-        f"{file}: {len(curve):,} rows, steps {int(curve.steps.min()):,} to "
+        f"{file}: {counted(len(curve), 'row')}, steps {int(curve.steps.min()):,} to "
         f"{int(curve.steps.max()):,} ({', '.join(columns)}){warning}"
     ]
     if not findings:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from runner.system.error import DataError
 from runner.system.files import naming, open_regular
-from runner.system.units import first_few, format_bytes
+from runner.system.units import counted, first_few, format_bytes
 
 Tokens = npt.NDArray[np.int64]
 Segments = npt.NDArray[np.int32]
@@ -197,7 +197,7 @@ def name_in_files(
 def contents_of(files: int, num_bytes: int) -> str:
     """How much there is, as "396 files, 1.7 MB"."""
     size = f", {format_bytes(num_bytes)}" if num_bytes else ""
-    return f"{files:,} file{'s' if files > 1 else ''}{size}"
+    return f"{counted(files, 'file')}{size}"
 
 
 class Windows:

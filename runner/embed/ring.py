@@ -27,6 +27,7 @@ from runner.policy.decision.history import Incident
 from runner.policy.retention.records import State, Tier, resume_order
 from runner.system.error import CheckpointError, ConfigError
 from runner.system.parsing import json_text
+from runner.system.units import counted
 
 # The state of any objects with ``state_dict`` and ``load_state_dict`` as shards of the ring.
 
@@ -208,7 +209,7 @@ class TreeState(StagedState):
         num_stages = len(by_rank) if isinstance(by_rank[0], list) else 1
         if num_stages != self.stages.count:
             raise CheckpointError(
-                f"the checkpoint is of a pipeline of {num_stages} stage(s), this ring has "
+                f"the checkpoint is of a pipeline of {counted(num_stages, 'stage')}, this ring has "
                 f"{self.stages.count}: Ring loads it on as many only. runner.Guard loads weights "
                 "and optimizers on any number"
             )

@@ -24,6 +24,7 @@ from runner.explain.case import NOT_RECOMPUTED, Probes, inconclusive, listing, s
 from runner.explain.probe import without_samples
 from runner.explain.reading import Reading, Usual, outstanding, usual
 from runner.policy.decision.finding import Cause, Finding, Remedy
+from runner.system.units import counted
 
 _MANY = 0.25  # of a batch; more may be a new level of the data
 _FAR_LOUDER = 20.0  # times as far above known samples
@@ -168,7 +169,7 @@ class Culprits:
                 return self._unless_of_rank(culprits)
         if culprits:
             return inconclusive(
-                f"{len(culprits)} sample(s) stand out, but the step is bad without them too"
+                f"it is also bad without the {counted(len(culprits), 'sample')} that stood out"
             )
         self._probes.not_tried.append(NOT_RECOMPUTED)
         return inconclusive(
@@ -194,7 +195,7 @@ class Culprits:
         ranks = {probes.first.rows[position].rank for position in culprits}
         if len(ranks) > 1:
             return inconclusive(
-                f"{len(culprits)} sample(s) make the step bad on their ranks and not on others"
+                f"{len(culprits)} samples make the step bad on their ranks and not on others"
             )
         return sticky(ranks)
 
@@ -225,7 +226,7 @@ class Culprits:
             ranks = ", on whichever rank" if self._probes.bench.world_size > 1 else ""
             how = f"far above known good ones, or not finite{ranks}"
         positions, is_whole = tuple(sorted(culprits)), len(culprits) >= len(self._all)
-        count_text = f"{len(positions)} sample{'s' if len(positions) > 1 else ''}"
+        count_text = f"{counted(len(positions), 'sample')}"
         why = f"{count_text} (stream positions {listing(positions)}) {how}"
         if is_tried:
             why += "; without them the step is good"
@@ -258,9 +259,9 @@ class Culprits:
         if level is None or outstanding(before, level) & set(finding.positions):
             return finding
         why = (
-            f"{len(finding.positions)} sample(s) (stream positions {listing(finding.positions)}) "
-            "stand out with these weights, but not with those of the clean checkpoint: the weights "
-            "may have become bad"
+            f"{counted(len(finding.positions), 'sample')} (stream positions "
+            f"{listing(finding.positions)}) stood out with these weights, but not with those of "
+            "the clean checkpoint: the weights may have become bad"
         )
         return replace(inconclusive(why, remedy=Remedy.go_back), fallback=finding)
 

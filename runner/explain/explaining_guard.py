@@ -35,6 +35,7 @@ from runner.policy.decision.history import (
 from runner.policy.decision.judge import Verdict
 from runner.policy.decision.signals import StepSignals
 from runner.system.error import LeaveError
+from runner.system.units import counted
 from runner.train.agreed_step import StepInfo
 from runner.train.guard import Guard
 from runner.train.run import EngineRun
@@ -388,4 +389,4 @@ def _decision(finding: Finding, num_skipped: int, num_wide: int) -> str:
         return f"compute {steps} in a wider precision, skip nothing"
     if not num_skipped:
         return "compute the step again, skip nothing"
-    return f"skip {num_skipped} sample{'s' if num_skipped > 1 else ''}, compute the step again"
+    return f"skip {counted(num_skipped, 'sample')}, compute the step again"

@@ -30,7 +30,7 @@ from runner.explain.reading import (
 )
 from runner.policy.decision.finding import Cause, Finding, Remedy, relative_difference
 from runner.policy.decision.signals import Limits
-from runner.system.units import name_ranks
+from runner.system.units import counted, name_ranks
 
 _MOST_AGAIN = 5  # repetitions of a step that is bad intermittently
 _REPEATS = 3  # repetitions of a step that was good again, to refute a transient fault
@@ -148,9 +148,9 @@ class _Search(Probes):
         positions = tuple(sorted(position for of_rank in wrong for position in of_rank))
         return shown(
             Cause.misread,
-            f"{len(positions)} sample(s) (stream positions {listing(positions)}) had other "
-            "bits than the data set returns now, and with those the step is good: storage, loader "
-            "or host memory",
+            f"{counted(len(positions), 'sample')} (stream positions {listing(positions)}) had "
+            "other bits than the data set returns now, and with those the step is good: storage, "
+            "loader or host memory",
             ranks=tuple(rank for rank, of_rank in enumerate(wrong) if of_rank),
             positions=positions,
         )

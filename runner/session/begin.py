@@ -63,6 +63,7 @@ from runner.startup.resume import (
 from runner.startup.shared_memory import open_memory
 from runner.system.error import CheckpointError, ConfigError, RankError
 from runner.system.generators import kept_generators
+from runner.system.units import counted
 from runner.train.checkpoints import Checkpoints, LastProof
 from runner.train.corpus_check import CorpusCheck, known_digest
 from runner.train.evaluate import (
@@ -421,7 +422,7 @@ def _greet(run: EngineRun, config: RunConfig, repeats: bool | None) -> None:
     say = group.console.say
     say(
         f"holdfast: {corpus.network.num_parameters():,} parameters, "
-        f"{len(corpus.dataset):,} samples "
+        f"{counted(len(corpus.dataset), 'sample')} "
         + (f"of {config.data.seq_len} tokens " if corpus.has_tokens else "")
         + f"from {corpus.words}, "
         f"{config.parallel.kind.value} on "

@@ -31,6 +31,7 @@ from runner.run_dir.lease import RunLease, acquire
 from runner.run_dir.paths import RunDir, is_allowed
 from runner.system.error import CheckpointError, ConfigError
 from runner.system.json_lines import count_of, iter_lines, last_line, step_of
+from runner.system.units import counted
 from runner.train.run import Resumed, Run, ring_directory
 from runner.train.state import TrainState
 
@@ -516,8 +517,8 @@ class ResumeCheck:
                 + (
                     "the weights are not those that were saved"
                     if first
-                    else f"{self.num_compared - 1} step(s) before it agreed, so the weights were "
-                    "right: check moments, update counts and the schedule"
+                    else f"{counted(self.num_compared - 1, 'step')} before it agreed, so the "
+                    "weights were right: check moments, update counts and the schedule"
                 ),
                 samples=row.samples,
                 detail={

@@ -19,6 +19,11 @@ def format_bytes(num_bytes: float) -> str:
     return f"{amount:.1f} TiB"
 
 
+def counted(number: float, noun: str) -> str:
+    """1 run, 1,234 runs."""
+    return f"{number:,.0f} {noun}{'' if number == 1 else 's'}"
+
+
 def duration(seconds: float) -> str:
     """4s, 3m07s, 2h05m, 12d04h."""
     whole = int(seconds)

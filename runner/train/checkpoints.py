@@ -19,6 +19,7 @@ from runner.policy.decision.history import Incident
 from runner.policy.decision.ladder import RemedyRules
 from runner.policy.retention.records import State
 from runner.system.error import Preempted, SaveError
+from runner.system.units import counted
 from runner.train.agreed_step import StepInfo
 from runner.train.corpus_check import CorpusCheck
 from runner.train.evaluate import Evaluator, FixedSet
@@ -343,7 +344,7 @@ class LastProof:
     def _fault_of_values(self) -> str | None:
         sound = [is_finite(shard.local) for shard in self._sharded.shards()]
         [num_unsound] = self._ranks.sum([float(not all(sound))])
-        return f"{num_unsound:.0f} rank(s) hold NaN or Inf in the state" if num_unsound else None
+        return f"NaN or Inf in the state of {counted(num_unsound, 'rank')}" if num_unsound else None
 
     def _fault_of_loss(self, held_out: Loss) -> str | None:
         """Judge the end state by its loss, preferably held-out: the last batch was trained on.

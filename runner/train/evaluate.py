@@ -30,6 +30,7 @@ from runner.policy.retention.records import Record, State, on_disk
 from runner.system.error import ConfigError
 from runner.system.garbage import collect
 from runner.system.json_lines import iter_lines, step_of
+from runner.system.units import counted
 from runner.train.agreed_step import MetricNames, StepInfo
 from runner.train.run import EngineRun, RunJournal
 
@@ -478,8 +479,8 @@ class BestEvaluation:
             return ""
         return (
             f"stopped early: {self._settings.metric} {best[1]:.6g} of step {best[0]} is the "
-            f"{self._settings.goal.value}, and {later} evaluations since were no better "
-            f"(eval.stop_after={patience})"
+            f"{self._settings.goal.value}, and none of {counted(later, 'evaluation')} since was "
+            f"better (eval.stop_after={patience})"
         )
 
     def _best(self, updates: float = math.inf) -> tuple[int, float] | None:

@@ -20,6 +20,7 @@ from runner.policy.decision.ladder import Discard, Halt, Rebaseline, RemedyRules
 from runner.policy.decision.skip_ledger import GiveUp, decide
 from runner.policy.retention.records import Tier
 from runner.system.error import DataError, RankError
+from runner.system.units import counted
 from runner.train.agreed_step import StepInfo, Suspect
 from runner.train.run import Run
 from runner.train.state import TrainState, reach_of
@@ -92,7 +93,7 @@ class Recovery:
         incident = Incident(
             kind="unreadable",
             step=step,
-            decision=f"skip {len(unreadable)} sample{'s' if len(unreadable) > 1 else ''}",
+            decision=f"skip {counted(len(unreadable), 'sample')}",
             reason=decision.reason,
             ranks=tuple(sorted({one.rank for one in unreadable})),
             samples=(decision.positions[0], decision.positions[-1] + 1),

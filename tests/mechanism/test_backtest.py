@@ -140,7 +140,7 @@ def test_what_is_not_finite_is_trouble_and_what_is_not_there_is_none(tmp_path: P
     assert list(recording.curve.grad_norms) == [0.5, 0.5, math.inf, 0.5]
     assert list(recording.curve.steps) == [1, 2, 3, 5]
     assert recording.notes == (
-        "1 line(s) could not be read and were left out",
+        "1 line could not be read, and left out",
         "no grad norm in 2 of 4 rows: the last one stands in",
         "1 loss(es) not finite",
     )
@@ -192,7 +192,7 @@ def test_rows_that_repeat_the_one_before_are_one_step(tmp_path: Path) -> None:
     assert list(recording.curve.losses[:-2]) == [*values, 3.3]
     assert [math.isnan(loss) for loss in recording.curve.losses[-2:]] == [True, True]
     assert set(recording.curve.grad_norms) == {0.5}
-    assert "100 row(s) repeat the step and loss before: left out" in recording.notes
+    assert "left out: 100 rows with the step and loss of the one before" in recording.notes
 
 
 def test_losses_below_the_thresholds_are_said_to_be(
@@ -226,8 +226,8 @@ def test_gaps_and_restarts_are_told(tmp_path: Path) -> None:
     assert recording.curve.fresh == {210}
     told = "\n".join(recording.notes)
     assert "a row every 10 steps" in told
-    assert "1 gap(s)" in told and "1990 -> 9000" in told
-    assert "1 restart(s)" in told and "990 -> 900" in told
+    assert "1 gap " in told and "1990 -> 9000" in told
+    assert "1 restart " in told and "990 -> 900" in told
 
 
 def our_line(step: int, loss: float | None, action: str = "apply") -> dict[str, Any]:

@@ -76,7 +76,7 @@ def test_a_finding_tells_where_and_why() -> None:
     (finding,) = read(made.curve())
     assert (finding.signature, finding.first, finding.last) == ("spike", 200, 204)
     assert f"at step {int(made.steps[200])} " in finding.evidence
-    assert "5 row(s)" in finding.evidence
+    assert "5 rows" in finding.evidence
     assert finding.remedy
 
 

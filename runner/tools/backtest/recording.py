@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Any, TextIO
 
 from runner.system.error import ConfigError, MissingPackage, lacking
-from runner.system.units import first_few
+from runner.system.units import counted, first_few
 from runner.tools.backtest.guard_replay import RecordedCurve
 from runner.tools.reading.curve import (
     CORPUS_ENTROPY,
@@ -225,7 +225,7 @@ def _readable(path: str, names: Names, moved: Moved) -> tuple[Table, list[str]]:
     table = _read(Path(path), names, moved)
     notes = []
     if table.num_unreadable:
-        notes.append(f"{table.num_unreadable} line(s) could not be read and were left out")
+        notes.append(f"{counted(table.num_unreadable, 'line')} could not be read, and left out")
     if table.num_unreadable > len(table.rows):
         first = f", the first of them {table.unreadable!r}" if table.unreadable else ""
         raise ConfigError(
@@ -270,7 +270,8 @@ def _once(rows: list[Row], notes: list[str]) -> list[Row]:
         elif once[-1][2] is None:
             once[-1] = row
     if len(once) < len(rows):
-        notes.append(f"{len(rows) - len(once)} row(s) repeat the step and loss before: left out")
+        repeated = counted(len(rows) - len(once), "row")
+        notes.append(f"left out: {repeated} with the step and loss of the one before")
     return once
 
 
@@ -326,7 +327,7 @@ def _told(noun: str, words: str, rows: frozenset[int], steps: list[int]) -> list
         return []
     where = ", ".join(f"{steps[row - 1]} -> {steps[row]}" for row in sorted(rows)[:5])
     more = ", ..." if len(rows) > 5 else ""
-    return [f"{len(rows)} {noun}(s) {words} ({where}{more})"]
+    return [f"{counted(len(rows), noun)} {words} ({where}{more})"]
 
 
 # -- files as rows --------------------------------------------------------------------------------
@@ -479,7 +480,7 @@ def read_events(paths: Sequence[Path], names: Names, source: str) -> Table:
     """
     tags = list(dict.fromkeys(tag for path in paths for tag, _, _ in _scalars(path)))
     if not tags:
-        raise ConfigError(f"{source}: no scalars in its {len(paths)} event file(s)")
+        raise ConfigError(f"{source}: no scalars in {counted(len(paths), 'event file')}")
     columns = chosen(["step", *tags], names, source)
     cell = {tag: at for at, tag in enumerate(columns) if at > 1 and tag is not None}
     rows: list[list[float | None]] = []

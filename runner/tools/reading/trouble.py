@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from runner.system.units import counted
 from runner.tools.reading.curve import Curve, Flags, Floats, Signature, levels, median_of, noise
 
 _WINDOW = 64  # rows before; their median is the level
@@ -142,7 +143,7 @@ def not_finite(curve: Curve) -> Iterator[Signature]:
     first = int(bad[0])
     continues = bool(curve.finite[bad[-1] + 1 :].any())
     is_to_the_end = bool((~curve.finite[first:]).all()) and len(bad) > 1
-    extent = "every row since" if is_to_the_end else f"{len(bad)} row(s)"
+    extent = "every row since" if is_to_the_end else counted(len(bad), "row")
     ends = "the run continues after it" if continues else "the run ends there"
     yield Signature(
         signature="not_finite",
@@ -171,7 +172,7 @@ def spikes(curve: Curve, jumps: list[Jump]) -> Iterator[Signature]:
         first=worst.begin,
         last=worst.end - 1,
         evidence=f"at step {curve.steps[worst.begin]} the loss went from {worst.level:.4g} to "
-        f"{worst.peak:.4g} and was back after {worst.end - worst.begin} row(s){more}",
+        f"{worst.peak:.4g} and was back after {counted(worst.end - worst.begin, 'row')}{more}",
         remedy="frequent spikes: a peak rate lower by 20 %, a longer warm-up, beta2 of 0.95, "
         "clipping at 1" if is_frequent else "look at the samples of that step; discard the update "
         "(guard); clip the gradient norm at 1",

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from runner.system.parsing import json_text
+from runner.system.units import counted
 from runner.tools.report import sections
 from runner.tools.report.attempts import AttemptRow
 from runner.tools.report.drawing import data_of
@@ -295,7 +296,7 @@ class LiveRuns(Live):
         return {"alive": True, "title": self._title(), "parts": made}
 
     def _title(self) -> str:
-        return f"{len(self._shown)} runs - holdfast"
+        return f"{counted(len(self._shown), 'run')} - holdfast"
 
     def page(self, version: str) -> str:
         made = [tag("div", make(), data_part=name) for name, (_, make) in self._parts().items()]
@@ -307,7 +308,7 @@ class LiveRuns(Live):
         at = time.strftime("As of %Y-%m-%d %H:%M:%S %Z: ", time.localtime())
         counts = Counter(one.status for one in self._shown)
         told = ", ".join(f"{count:,} {status}" for status, count in counts.most_common())
-        words = tag("strong", f"\u25b6 {len(self._shown):,} runs", cls="badge status")
+        words = tag("strong", f"\u25b6 {counted(len(self._shown), 'run')}", cls="badge status")
         state = tag("div", tag("p", words, f" {at}", told or "none yet", "."), cls="state plain")
         unread = (note(f"Cannot be read: {one}") for one in self._runs.unread)
         runs = join([state, self._table(), *unread])

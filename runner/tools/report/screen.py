@@ -21,6 +21,7 @@ from textual.screen import ModalScreen, Screen
 from textual.widgets import DataTable, Footer, Static, TabbedContent, TabPane
 
 from runner.system.process import in_thread
+from runner.system.units import counted
 from runner.tools.report import terminal
 from runner.tools.report.markup import plain
 from runner.tools.report.run_reader import RunReader, RunStatus
@@ -236,7 +237,9 @@ class RunsScreen(_Following):
         return terminal.runs(self._runs.update())
 
     def show(self, told: Listing) -> None:
-        words = f"{self._folder}: {len(told.rows)} runs, as of {time.strftime('%H:%M:%S')}"
+        words = (
+            f"{self._folder}: {counted(len(told.rows), 'run')}, as of {time.strftime('%H:%M:%S')}"
+        )
         if not told.rows:
             words = f"{self._folder}: no run yet; those that begin are shown"
         if self._runs.unread:
