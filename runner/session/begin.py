@@ -291,7 +291,13 @@ def begin(
     saved = SavedActivations()
     is_to_train = run.resumed.step < config.steps
     rows = recomputed(run)  # before the reporter cuts the metrics
-    start = start_incident(run, spent, reason="command", parallel=config.parallel.kind.value)
+    start = start_incident(
+        run,
+        spent,
+        reason="command",
+        parallel=config.parallel.kind.value,
+        unit="nats per token" if run.corpus.has_tokens else "",
+    )
     known = tested_before(run, rows, start) if is_to_train else None
     is_to_test = is_to_train and known is None
     repeats = _repeats_bits(run, config, saved) if is_to_test else known

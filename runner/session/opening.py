@@ -475,13 +475,16 @@ def time_before(group: RankGroup, resumed: Resumed, journal: list[dict[str, Any]
     )
 
 
-def start_incident(run: Run, spent: Past, *, reason: str, parallel: str) -> Incident:
+def start_incident(
+    run: Run, spent: Past, *, reason: str, parallel: str, unit: str = ""
+) -> Incident:
     """The journal line of this start, alike on all ranks. Collective.
 
     Args:
         spent: the time before this start, see :func:`time_before`.
         reason: what started the run.
         parallel: how the state is laid over the ranks.
+        unit: of losses; empty where it is not known.
     """
     group, resumed = run.group, run.resumed
     by_rank = group.ranks.gather({"host": host_name(), **device_facts(group.device)})
@@ -505,6 +508,7 @@ def start_incident(run: Run, spent: Past, *, reason: str, parallel: str) -> Inci
             "world_size": group.place.world_size,
             "hosts": {host: ranks_on(host, hosts) for host in dict.fromkeys(hosts)},
             "parallel": parallel,
+            "unit": unit,
             "command": sys.argv if len(" ".join(sys.argv)) <= _COMMAND_CHARACTERS else [],
             "device": group.device.type,
             **versions(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import io
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from runner.__main__ import main
 from runner.observe.page_writer import PageWriter
@@ -32,6 +34,7 @@ from runner.tools.report.markup import tag
 from runner.tools.report.metrics_text import metrics_text, samples_of
 from runner.tools.report.run_reader import RunReader, RunStatus
 from runner.tools.report.side_files import LayerFold, RingFold, ValueGrid
+from runner.tools.report.terminal import now_parts
 from tests.made_run import BEGAN, Made, checkpoint, incident
 from tests.waiting import until
 
@@ -51,6 +54,22 @@ def journalled(out: Path, lines: Iterable[dict[str, Any]]) -> Path:
     out.mkdir(exist_ok=True)
     (out / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return out
+
+
+@pytest.mark.parametrize("unit", [None, "", "nats per token"])
+def test_losses_have_the_unit_that_the_start_tells(tmp_path: Path, unit: str | None) -> None:
+    out = Made(steps=70, sources=("a", "b")).write(tmp_path / "run")
+    lines = [json.loads(line) for line in (out / "journal.jsonl").read_text().splitlines()]
+    if unit is not None:
+        lines[0]["detail"]["unit"] = unit
+    journalled(out, lines)
+    run = read(out)
+    has_unit = unit != ""
+    assert ("nats" in RunStatus(run).sentence()) is has_unit
+    assert ("nats" in page_of(out)) is has_unit
+    console = Console(record=True, file=io.StringIO(), width=100)
+    console.print(*now_parts(run, 80))
+    assert ("loss, nats per token" in console.export_text()) is has_unit
 
 
 # -- following a file ---------------------------------------------------------------------------

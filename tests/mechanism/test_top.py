@@ -217,7 +217,7 @@ def test_a_folder_without_runs_waits_for_them(
         await comes(application, pilot, "no run yet")
         Made(steps=20).write(tmp_path / "a")
         await comes(application, pilot, "20 of 20")
-        await comes(application, pilot, "1 runs")
+        await comes(application, pilot, "1 run,")
 
     piloted(tmp_path, steps)
 

@@ -63,7 +63,7 @@ class Chart(NamedTuple):
 
 
 CURVES = (
-    Chart("loss", "Loss", "nats per token"),
+    Chart("loss", "Loss"),
     Chart("grad_norm", "Gradient norm", "before clipping, log scale", is_log=True),
     Chart("lr", "Learning rate"),
     Chart("tokens_per_second", "Tokens per second"),

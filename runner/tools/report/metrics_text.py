@@ -39,7 +39,7 @@ def samples_of_glance(one: Glance) -> Iterator[Sample]:
     """What is known of a run without its curves."""
     yield "step", _GAUGE, "applied updates", {"": one.step}
     yield "steps", _GAUGE, "updates at which the run is done", {"": one.total}
-    yield "loss", _GAUGE, "training loss of the last attempt, nats per token", {"": one.loss}
+    yield "loss", _GAUGE, "training loss of the last attempt", {"": one.loss}
     yield "goodput_ratio", _GAUGE, "share of the time that counts", {"": one.goodput()}
     yield "heartbeat_age_seconds", _GAUGE, "since the last sign", {"": one.silent_seconds()}
     yield "line_age_seconds", _GAUGE, "since the newest line", {"": one.age()}
@@ -59,8 +59,8 @@ def samples_of(run: RunReader) -> Iterator[Sample]:
     for name, kind, words, value in (
         ("step", _GAUGE, "applied updates", now.step),
         ("steps", _GAUGE, "updates at which the run is done", now.total),
-        ("loss", _GAUGE, "training loss of the last applied step, nats per token", now.loss),
-        ("eval_loss", _GAUGE, "held-out loss, nats per token", now.eval_loss),
+        ("loss", _GAUGE, "training loss of the last applied step", now.loss),
+        ("eval_loss", _GAUGE, "held-out loss", now.eval_loss),
         ("grad_norm", _GAUGE, "gradient norm of the last attempt", last and last.grad_norm),
         ("step_seconds", _GAUGE, "of an attempted step", fold.attempts.pace()),
         ("tokens_per_second", _GAUGE, "of the last attempt", now.tokens_per_second),

@@ -27,6 +27,7 @@ from runner.tools.report.vitals import Vitals, timed_of
 from runner.tools.ring_files import StoredCheckpoint, checkpoints
 
 _HOUR = 3600.0
+_UNIT = "nats per token"  # of runs whose start does not say
 _MOST_RECENT = 100_000  # lines kept for the account of the last hour
 # Of a metrics line without further columns; it names what is not finite only where there is such.
 _COMMON_KEYS = len(FIELDS) - 1
@@ -264,6 +265,12 @@ class RunReader:
         start = self.last("start")
         return start.detail.get("incarnation") if start else None
 
+    @property
+    def unit(self) -> str:
+        """Of losses; empty where it is not known."""
+        start = self.last("start")
+        return str(start.detail.get("unit", _UNIT)) if start else _UNIT
+
     def settings(self) -> dict[str, Any]:
         """The settings by dotted key; empty if they cannot be read."""
         return self._vitals.settings()
@@ -327,8 +334,8 @@ class RunReader:
 class RunStatus:
     """The status of a run now.
 
-    ``status`` is done, halted, preempted, failed, running, starting or silent. Losses are in nats
-    per token. ``lost_steps`` and ``lost_seconds`` are what a restart from disk would compute again
+    ``status`` is done, halted, preempted, failed, running, starting or silent; ``unit`` that of
+    losses. ``lost_steps`` and ``lost_seconds`` are what a restart from disk would compute again
     after a crash right now; None without a checkpoint. ``silent_seconds`` counts from the last
     heartbeat.
     """
@@ -343,7 +350,7 @@ class RunStatus:
         self.total: int | None = total if type(total) is int else None
         halt = run.last("halt")
         self.to_try = texts(halt.detail.get("settings")) if halt else []
-        self.loss = _finite(fold.applied_loss)
+        self.loss, self.unit = _finite(fold.applied_loss), run.unit
         self.as_of = run.clock()
         self.eval_loss = _finite(fold.eval_loss)
         self.tokens_per_second = _finite(last.tokens_per_second if last else None)
@@ -372,7 +379,7 @@ class RunStatus:
     def sentence(self) -> str:
         """One sentence with what a person needs first."""
         losses = [f"{name} {text}" for name, text in self.numbers() if name in ("loss", "held-out")]
-        numbers = f"; {', '.join(losses)} nats per token" if losses else ""
+        numbers = f"; {', '.join(losses)} {self.unit}".rstrip() if losses else ""
         to_do = self.to_do()
         return f"{self.when()} {self.state()}{numbers}. {self.safety()}{to_do and f' {to_do}'}"
 

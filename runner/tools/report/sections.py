@@ -85,7 +85,6 @@ _LEGEND = {
 _SHOWN_LAYERS = 2  # quantities shown at once; the others are collapsed
 _MOST_SMALL = 14
 _PROFILES = 5
-_UNIT = "nats per token"
 _ALIKE = 1.12  # ranks whose times differ by a smaller factor need no picture
 _MOST_SOURCES = 40
 _MODEL_LABELS = {
@@ -213,7 +212,11 @@ def curves(run: RunReader, found: Sequence[Episode], number: int) -> Html | None
         return None
     figures = [
         figure(
-            curve.title, curve.unit, drawing(run, curve, found), cls="chart", data_curve=curve.key
+            curve.title,
+            run.unit if curve.key == "loss" else curve.unit,
+            drawing(run, curve, found),
+            cls="chart",
+            data_curve=curve.key,
         )
         for curve in drawn_curves
     ]
@@ -364,7 +367,9 @@ def position(run: RunReader) -> Html | None:
     for step, profile in (fold.profiles[at] for at in sorted(places, reverse=True)):
         width = fold.positions / len(profile)
         profiles[f"step {step:,}"] = [((at + 0.5) * width, y) for at, y in enumerate(profile)]
-    drawn = lines("Early and late in the run", _UNIT, profiles, x_label="positions of a sequence")
+    drawn = lines(
+        "Early and late in the run", "nats per token", profiles, x_label="positions of a sequence"
+    )
     if drawn is None:
         return None
     remark = (
@@ -386,11 +391,12 @@ def source(run: RunReader) -> Html | None:
         loss = f"{fold.newest[name]:.4f}" if name in fold.newest else ""
         rows.append([name, f"{count:,}", f"{count / whole:.1%}", loss])
     more = len(names) - _MOST_SOURCES
-    trained = lines("Training loss", f"{_UNIT}, means", _curves(fold.trained), x_label="steps")
+    means = f"{run.unit}, means".removeprefix(", ")
+    trained = lines("Training loss", means, _curves(fold.trained), x_label="steps")
     return section(
         "source",
         "Loss by source",
-        lines("Held-out loss", _UNIT, _curves(fold.losses), x_label="steps"),
+        lines("Held-out loss", run.unit, _curves(fold.losses), x_label="steps"),
         table(["source", "samples in attempted steps", "share", "held-out loss"], rows),
         details("Training loss", trained) if trained is not None else None,
         note(f"and {more:,} more sources") if more > 0 else None,
@@ -651,11 +657,13 @@ def comparison(runs: Mapping[str, RunReader]) -> Html:
     points = {
         name: [(float(row.step), row.loss) for row in _compared(run)] for name, run in runs.items()
     }
+    units = {run.unit for run in runs.values()}
+    unit = units.pop() if len(units) == 1 else ""
     return tag(
         "section",
         tag("h2", "Side by side"),
         table(heads, rows),
-        lines("Loss", _UNIT, points, x_label="applied steps", cls="chart compare"),
+        lines("Loss", unit, points, x_label="applied steps", cls="chart compare"),
         _differences(runs),
         cls="compare",
     )

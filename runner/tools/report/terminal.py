@@ -81,7 +81,7 @@ def now_parts(run: RunReader, width: int) -> list[RenderableType]:
         parts.append(Text(plain(f"Incident {len(found):,}: {found[-1].sentence()}"), style=style))
     rows = [row for row in run.fold.thinned.rows() if math.isfinite(row.loss) or not row.is_applied]
     if any(row.is_applied for row in rows):
-        parts.append(_chart(rows, max(20, width - 14)))
+        parts.append(_chart(rows, max(20, width - 14), run.unit))
     for line in [*notices(run.fold.lines), *readings(run.fold.lines)][-2:]:
         words = f"step {line.step:,}, {line.kind.replace('_', ' ')}: {line.reason}"
         parts.append(Text(plain(words), style="yellow"))
@@ -99,7 +99,7 @@ def _numbers(now: RunStatus) -> Text:
     return Text("  ".join(parts))
 
 
-def _chart(rows: Sequence[AttemptRow], width: int) -> Group:
+def _chart(rows: Sequence[AttemptRow], width: int, unit: str) -> Group:
     """The highest loss of each column over all attempted steps; a cross is a step not applied."""
     last = rows[-1].attempt
     highest: list[float | None] = [None] * width
@@ -123,7 +123,7 @@ def _chart(rows: Sequence[AttemptRow], width: int) -> Group:
     first, end = f"{rows[0].step:,}", f"{rows[-1].step:,}"
     ruler = f"{first}{end:>{max(1, width - len(first))}}"
     lines.append(Text(f"{'step':>8} {ruler}", style="dim"))
-    return Group(Text("loss, nats per token", style="bold"), *lines)
+    return Group(Text(f"loss, {unit}".removesuffix(", "), style="bold"), *lines)
 
 
 def _cell(value: float | None, low: float, high: float, line: int) -> str:
