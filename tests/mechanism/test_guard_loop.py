@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from runner import Guard
+from runner.embed.data.loaders import batch_digest, source_of
 from runner.system.error import CheckpointError, ConfigError, Halted
 
 pytestmark = pytest.mark.usefixtures("node_memory")
@@ -619,3 +620,22 @@ def test_ok_wants_a_batch(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="mapping"):
         next(iter(guard.over({})))
     guard.close()
+
+
+def test_a_pass_that_is_read_again_has_the_epoch_that_the_loop_set_for_it() -> None:
+    """As after a rollback over the end of a pass: the loop's set_epoch is not run again."""
+    data = list(range(8))
+    sampler: Any = DistributedSampler(data, num_replicas=1, rank=0)  # type: ignore[arg-type, var-annotated]
+    loader: Any = DataLoader(data, batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+    passes, begun, read = [], [], []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        passes.append(source_of(loader))
+        begun.append(passes[-1].begin())
+        read.append([passes[-1].read(number).tolist() for number in range(4)])
+    assert read[0] != read[1]
+    state = {"last": batch_digest(torch.tensor(read[0][1]))}
+    passes[0].resume(begun[0], state, 2, is_over=False)
+    assert [passes[0].read(number).tolist() for number in (2, 3)] == read[0][2:]
+    passes[1].begin()
+    assert [passes[1].read(number).tolist() for number in range(4)] == read[1]

@@ -56,6 +56,7 @@ class Source:
         self._iterator: Iterator[Any] = iter(())
         self.is_over = False
         self.drawn = 0
+        self._epochs = [(one, one.epoch) for one in _with_epoch(loader)]
 
     @property
     def last_draw(self) -> int | None:
@@ -70,6 +71,12 @@ class Source:
     def begin(self) -> Any:
         """Begin the pass. Returns what :meth:`resume` needs to begin it again."""
         raise NotImplementedError
+
+    def _set_epoch(self) -> None:
+        """After a rollback to an earlier pass the loop does not call ``set_epoch`` again."""
+        for one, epoch in self._epochs:
+            if one.epoch != epoch:
+                one.set_epoch(epoch)
 
     def _begin(self, iterator: Iterator[Any], *, drawn: int, is_over: bool = False) -> None:
         self._iterator, self.drawn, self.is_over = iterator, drawn, is_over
@@ -195,6 +202,7 @@ class Plain(Source):
 
     def begin(self) -> dict[str, Any]:
         """Return the state of all that may shuffle; DataLoader draws seeds when it begins."""
+        self._set_epoch()
         begun = {
             "random": Randomness().to_json(),
             "generators": [g.get_state() for g in generators_of(self._loader)],
@@ -236,6 +244,7 @@ class Plain(Source):
         return {"draws": list(self._draws), "last": self._last}
 
     def resume(self, begun: Any, state: Any, drawn: int, *, is_over: bool) -> None:
+        self._set_epoch()
         # The first pass of a process draws a seed for workers that stay.
         if begun.get("workers") and not _has_workers(self._loader):
             iter(self._loader)
@@ -322,6 +331,7 @@ class Resumable(Source):
 
     def begin(self) -> None:
         self._held = None
+        self._set_epoch()
         self._begin(iter(self._loader), drawn=0)
 
     def read(self, number: int) -> Any:
@@ -334,6 +344,7 @@ class Resumable(Source):
         return self._loader.state_dict() if self._held is None else self._held
 
     def resume(self, begun: Any, state: Any, drawn: int, *, is_over: bool) -> None:
+        self._set_epoch()
         self._loader.load_state_dict(state)
         _let_begin_again(self._loader, state, is_over=is_over)
         if is_over:
@@ -347,6 +358,20 @@ class Resumable(Source):
             self._held = state
             iterator = itertools.chain(list(itertools.islice(iterator, 1)), iterator)
         self._begin(iterator, drawn=drawn, is_over=is_over)
+
+
+def _with_epoch(loader: Any) -> Iterator[Any]:
+    """What of a loader orders each pass by an epoch that the loop sets, as DistributedSampler."""
+    batches = getattr(loader, "batch_sampler", None)
+    parts = ("sampler", "dataset")
+    for one in (
+        loader,
+        *(getattr(loader, part, None) for part in parts),
+        batches,
+        getattr(batches, "sampler", None),
+    ):
+        if callable(getattr(one, "set_epoch", None)) and type(getattr(one, "epoch", None)) is int:
+            yield one
 
 
 def _end_pass(loader: Any) -> None:
