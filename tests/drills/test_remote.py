@@ -10,8 +10,9 @@ import pytest
 
 from tests.drills.compare import assert_every_sample_once, assert_same_end, assert_same_run
 from tests.drills.conftest import POISON
+from tests.rows import full
 from tests.run import LIMITS, Result, finish, start, train
-from tests.store import BUCKET, Store
+from tests.store import BUCKET, Store, once
 
 URL = f"s3://{BUCKET}/drill"
 REMOTE = (f"checkpoint.remote={URL}", "checkpoint.remote_wait_seconds=40")
@@ -163,3 +164,35 @@ def test_another_run_is_refused_the_same_place(store: Store, runs: Path) -> None
     ):
         refused = train(runs / out, url, *overrides, ranks=0, env=store.env)
         assert refused.code == 2 and words in refused.text, refused.tail
+
+
+@pytest.mark.parametrize(
+    "trouble", ["slow down", *(full(one) for one in ("late", "cut", "lost", "short"))]
+)
+def test_two_jobs_in_one_bucket_whose_store_is_in_trouble(
+    store: Store, clean_alone: Result, runs: Path, trouble: str
+) -> None:
+    """At once, and each request meets it; neither touches what is the other's."""
+    place = trouble.replace(" ", "-")
+    outs = [runs / f"{place}-{name}" for name in ("job", "job-2")]  # one name begins the other
+    store.trouble = once(trouble, *(("GET",) if trouble == "short" else ()))
+    try:
+        jobs = []
+        for out in outs:
+            url = f"checkpoint.remote=s3://{BUCKET}/{out.name}"
+            words = (url, "checkpoint.remote_wait_seconds=200")
+            jobs.append(start(out, *words, ranks=0, env=store.env))
+        ended = [job.wait() for job in jobs]
+    finally:
+        store.trouble = lambda asked: ""
+    assert store.met[trouble] > 50, store.met
+    for run in ended:
+        assert run.code == 0, run.tail
+        assert_same_run(run, clean_alone)
+        assert not run.journal("upload_failed"), run.tail
+        held = store.held(f"{run.out.name}/ring/")
+        last = {key for key in held if "-step-00000060/" in key}
+        assert last and len(last) < len(held)
+        for key in last:
+            path = run.out / key.removeprefix(f"{run.out.name}/")
+            assert "/run/" in key or held[key] == path.read_bytes(), key
