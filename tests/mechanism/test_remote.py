@@ -236,6 +236,25 @@ def test_what_a_rollback_leaves_behind_is_withdrawn(out: Path, url: str) -> None
     assert folder_name(known[3]) not in folders(url) and said == []
 
 
+def test_a_failure_is_told_once_while_it_lasts(out: Path, url: str) -> None:
+    ring, down = RemoteRing(url, pauses=()), threading.Event()
+    files = ring.files._files
+    put = files.put_file
+
+    def put_file(*what: Any) -> None:
+        if down.is_set():
+            raise OSError(errno.EBUSY, "Please reduce your request rate.")
+        put(*what)
+
+    files.put_file = put_file
+    made, said = uploads(out, url, ring=ring)
+    for number in range(1, 5):
+        (down.clear if number == 3 else down.set)()
+        made.finish(local(out)[:number])
+    assert [one.detail["stored"] for one in said] == [[], [3]]
+    assert folders(url) == [folder_name(local(out)[2])]
+
+
 def test_an_upload_under_way_is_pinned_and_given_up_when_tainted(out: Path, url: str) -> None:
     made, said = uploads(out, url)
     known = local(out)

@@ -8,6 +8,7 @@ are already there, and equal, are not sent twice.
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -60,6 +61,7 @@ class Uploads:
     _step: int = 0
     _moved: int = 0  # bytes of this rank's share that were sent and read back
     _due: int = 0  # all of them
+    _told: str = ""  # the last failure, without numbers: while it lasts it is told once
 
     @property
     def pinned(self) -> set[int]:
@@ -123,6 +125,7 @@ class Uploads:
         if not failures:
             self.stored.append(record)
             self._withdrawn.clear()
+            self._told = ""
         if self._goes_on(record, failures):
             yield from self._remove_older(record)
 
@@ -209,6 +212,9 @@ class Uploads:
         self.remote.remove(self.directory.folder_of(record).name)
 
     def _say(self, reason: str) -> None:
+        before, self._told = self._told, re.sub(r"\d+", "", reason)
+        if self._told == before:
+            return
         self.report(
             Incident(
                 kind="upload_failed",
