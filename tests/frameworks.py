@@ -2,7 +2,8 @@
 
 Called by tests in one process, or on several: ``torchrun frameworks.py FRAMEWORK OUT TODO...``.
 TODO: ``poison`` (KILL_AT in the environment: rank 1 is killed in that step, once), ``told`` (told
-to skip what that run skipped). Each rank leaves ``rankN.json`` in OUT.
+to skip what that run skipped), ``bare`` (the Hugging Face trainers without a guard). Each rank
+leaves ``rankN.json`` in OUT.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class ScriptArguments:
     stop_at: int | None = None
     kill: Callable[[], None] = _raise
     skip: Sequence[Any] | None = None
+    bare: bool = False
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -181,7 +183,7 @@ def poisoned(trainer: type) -> type:
 
 
 def fit_hf(trainer: Any, arguments: ScriptArguments) -> Ended:
-    """Train with a guard, and with a callback that kills the process."""
+    """Train with a guard and with a callback that kills the process, or with neither."""
     from transformers import TrainerCallback
 
     from runner.integrations.hf import guard_trainer
@@ -193,15 +195,17 @@ def fit_hf(trainer: Any, arguments: ScriptArguments) -> Ended:
         def on_prediction_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             arguments.maybe_stop(state.global_step, guarded.guard)
 
-    trainer.add_callback(Kill())
-    guarded = guard_trainer(trainer, arguments.out, **arguments.settings)
+    if not arguments.bare:
+        trainer.add_callback(Kill())
+        guarded = guard_trainer(trainer, arguments.out, **arguments.settings)
     trainer.train()
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     model = trainer.accelerator.unwrap_model(trainer.model)
     rows = [row for row in trainer.state.log_history if "eval_loss" in row]
     evaluated = {row["step"]: row["eval_loss"] for row in rows}
     state = state_of(model, optimizer, trainer.lr_scheduler, trainer.accelerator.scaler)
-    return Ended(state=state, skipped=guarded.guard.skipped, evaluated=evaluated)
+    skipped = [] if arguments.bare else guarded.guard.skipped
+    return Ended(state=state, skipped=skipped, evaluated=evaluated)
 
 
 def train_hf(script: ScriptArguments, model: nn.Module | None = None) -> Ended:
@@ -455,6 +459,7 @@ def main() -> None:
             shuffle=shuffle,
             fp16=bool(os.environ.get("FP16")),
             skip=skipped if name_of_run == "told" else None,
+            bare=name_of_run == "bare",
             kill_at=kill_at if is_bad and rank == 1 else None,
             kill=lambda: os.kill(os.getpid(), signal.SIGKILL),
         )

@@ -37,6 +37,7 @@ from runner.distributed.env import place_from
 from runner.distributed.rendezvous import end_group, start_group
 from runner.engine.protocol import Engine, MicroStep
 from runner.model.blueprint import Blueprint, GuestBlueprint
+from runner.model.quantised import quantised_layers
 from runner.run_dir.paths import RunDir
 from runner.session import parts
 from runner.session.corpus import open_dataset
@@ -152,6 +153,7 @@ def _memory(
         engine.shards(),
         network.parameters(),
         engine_facts(config.parallel, config.compute, place_from({})),
+        quantised=quantised_layers(network.twin_network),
         activations=saved.num_bytes,
         samples=_ROWS,
         snapshots=0,

@@ -33,6 +33,7 @@ from runner.engine.optimizer import OptimizerSettings, ShardOptimizer
 from runner.engine.partitions import never_whole, require_elementwise
 from runner.engine.protocol import Shard
 from runner.model.blueprint import AnswersYes, Blueprint
+from runner.model.quantised import quantised_layers
 from runner.policy.retention.records import memory_every
 from runner.session import parts
 from runner.session.corpus import open_dataset
@@ -95,6 +96,8 @@ def _print(title: str, planned: PlannedMemory, room: int | None) -> None:
     table = Table("what", "bytes", "how it is counted", title=title, title_justify="left")
     table.columns[1].justify = "right"
     table.add_row("parameters", format_bytes(need.weights), "FP32, this rank's part")
+    if need.base:
+        table.add_row("quantised base", format_bytes(need.base), "whole on every rank")
     table.add_row("gradients", format_bytes(need.gradients), "FP32, reduced")
     table.add_row("moments", format_bytes(need.optimizer), "all that the optimizer keeps")
     table.add_row("gathered weights", format_bytes(need.gathered), "to compute with, at most")
@@ -166,6 +169,7 @@ def planned_memory(
         shards,
         network.parameters(),
         facts,
+        quantised=quantised_layers(network.twin_network),
         activations=activations,
         samples=config.batch.micro_size,
         snapshots=slots * state_bytes,

@@ -30,7 +30,7 @@ from runner.model.objective import (
     accepted_by,
     embeddings_of,
 )
-from runner.model.quantised import NO_BASE, Held, digest_of, quantise, quantised_layers
+from runner.model.quantised import Held, digest_of, quantise, quantised_layers
 from runner.model.recompute import NONE, SELECTIVE, selective_contexts
 from runner.model.recorded import named_tensors, put_tensor
 from runner.model.segments import segment_mask
@@ -41,6 +41,12 @@ from runner.system.units import first_few
 
 CONFIG: Final = "config.json"
 _CONFIG_BYTES: Final = 4 << 20
+_TELLS: Final = ("quant_method", "bits", "load_in_4bit", "load_in_8bit", "quant_type")
+# What runner.Guard takes of what transformers loads.
+_IN_A_LOOP: Final = {
+    "bitsandbytes": "; or load it in a loop of your own with runner.Guard",
+    "torchao": "; or, of int8, load it in a loop of your own with runner.Guard",
+}
 _SHOWN: Final = 5
 _WORDS: Final = 500
 # How PEFT wraps a layer's name, and the names of its own parameters.
@@ -86,13 +92,22 @@ def read_config(folder: Path) -> Any:
             "transformers has no decoder for (AutoModelForCausalLM); name its code with "
             "model._target_"
         )
-    if tree.get("quantization_config") is not None:
-        raise ConfigError(
-            f"model.path={folder}: {CONFIG} has a quantization_config; quantised weights cannot "
-            "be trained, take the model that they were made from, with model.quantize=nf4, fp4 or "
-            "int8"
-        )
+    found = tree.get("quantization_config")
+    if found is not None:
+        raise ConfigError(f"model.path={folder}: {CONFIG} has a {_quantised_by(found)}")
     return config
+
+
+def _quantised_by(found: Any) -> str:
+    """What a ``quantization_config`` says, and what to do instead of training on it."""
+    told = found if isinstance(found, dict) else {}
+    given = [f"{key}={told[key]}"[:60] for key in _TELLS if told.get(key)]
+    loop = _IN_A_LOOP.get(str(told.get("quant_method")), "")
+    return (
+        f"quantization_config ({', '.join(given) or 'without quant_method'}); quantised weights "
+        "cannot be trained, and adapters are trained here on what a run has quantised itself: "
+        f"take the model that they were made from, with model.quantize=nf4, fp4 or int8{loop}"
+    )
 
 
 def read_tree(path: Path) -> dict[str, Any]:
@@ -140,7 +155,7 @@ def build(
         network = _adapted(network, lora)
     if quantize is not None:
         head = embeddings_of(base_network(network), "output")
-        quantise(network, f"model.quantize={quantize}", skip=(head,))
+        quantise(network, quantize, skip=(head,))
     return network
 
 
@@ -245,12 +260,10 @@ class PretrainedBlueprint(GuestBlueprint):
         path: of the folder, for messages.
         open_weights: opens the initial weights; None: fresh ones. Not called by a run that resumes
             from a checkpoint, but for those to be quantised.
-        quantize: the kind of bits in which frozen layers are held; None: as they are.
     """
 
     path: str
     open_weights: Callable[[], Weights] | None
-    quantize: str | None = None
     objective_type: ClassVar[type[GuestObjective]] = PretrainedObjective
 
     @property
@@ -292,18 +305,17 @@ class PretrainedBlueprint(GuestBlueprint):
         """
         held: dict[str, Held] = {}
         for name, layer in quantised_layers(self.twin.network):
-            assert self._weights is not None and self.quantize is not None
+            assert self._weights is not None
             if (name, device) not in self._held:
                 stored, size = self._stored_names[f"{name}.weight"], math.prod(layer.shape)
                 values = _read_parts(self._weights, stored, 0, size).view(layer.shape)
-                self._held[name, device] = Held.of(values.to(device), self.quantize)
+                self._held[name, device] = Held.of(values.to(device), layer.kind)
             held[name] = self._held[name, device]
         return held
 
     def base_digest(self, device: torch.device) -> str:
         """A digest of the quantised weights, which no checkpoint holds; raises as :meth:`held`."""
-        held = self.held(device)
-        return digest_of({n: one.digest() for n, one in held.items()}) if held else NO_BASE
+        return digest_of({name: one.digest() for name, one in self.held(device).items()})
 
     def finish(self, network: nn.Module, device: torch.device) -> None:
         super().finish(network, device)

@@ -1,7 +1,8 @@
 """Weights that a library has quantised: found, taken apart, and held by a digest.
 
-They are bitsandbytes' 4-bit and 8-bit weights, and tensors that are made of others (torchao).
-No step changes them, so no checkpoint holds them. Imports neither library.
+They are bitsandbytes' 4-bit and 8-bit weights, tensors that are made of others (torchao), and the
+integers that layers of GPTQ and AWQ keep in buffers. No step changes them, so no checkpoint holds
+them. Imports no such library.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ from runner.system.error import ConfigError, imported
 
 NO_BASE: Final = "none"  # the digest of no quantised weight
 _BITSANDBYTES: Final = ("Params4bit", "Int8Params")
+_PACKED: Final = "qweight"  # of GPTQ and AWQ
 
 
 @dataclass(frozen=True, slots=True)
 class QuantisedWeight:
-    """One weight as the module holds it: another object, or another version, is a change."""
+    """One weight as the module holds it: another object, or another version, is a change.
+
+    Of buffers another object alone: DDP writes them anew on each rank.
+    """
 
     module: nn.Module
     key: str
@@ -34,6 +39,8 @@ class QuantisedWeight:
     @property
     def is_unchanged(self) -> bool:
         """Whether it is the same tensor, and nothing wrote into it."""
+        if self.key in self.module._buffers:
+            return self.module._buffers[self.key] is self.tensor
         return self.module._parameters[self.key] is self.tensor and (
             self.tensor._version == self.version
         )
@@ -55,7 +62,8 @@ def quantised_weights(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Qua
     found: dict[str, QuantisedWeight] = {}
     seen: set[int] = set()
     for prefix, module in modules:
-        for key, tensor in module._parameters.items():
+        packed = {_PACKED: module._buffers[_PACKED]} if is_packed(module) else {}
+        for key, tensor in {**module._parameters, **packed}.items():
             if tensor is None or id(tensor) in seen or not _is_quantised(module, tensor):
                 continue
             seen.add(id(tensor))
@@ -63,6 +71,12 @@ def quantised_weights(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Qua
             _check(name, tensor)
             found[name] = QuantisedWeight(module, key, tensor, tensor._version)
     return found
+
+
+def is_packed(module: nn.Module) -> bool:
+    """Whether a layer has its quantised weight in buffers, with scales and zeros beside it."""
+    packed = module._buffers.get(_PACKED)
+    return packed is not None and not packed.is_floating_point()
 
 
 def digest_tensors(parts: Iterable[tuple[str, Tensor]]) -> str:
@@ -146,7 +160,7 @@ def _is_quantised(module: nn.Module, tensor: Tensor) -> bool:
     inner = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if hasattr(inner, "__tensor_flatten__"):
         return True
-    is_of_library = type(module).__module__.startswith("bitsandbytes.")
+    is_of_library = type(module).__module__.startswith("bitsandbytes.") or is_packed(module)
     return is_of_library and not inner.is_floating_point()
 
 
@@ -178,7 +192,7 @@ def _is_made(tensor: Any) -> bool:
 
 def _parts(module: nn.Module, key: str, name: str) -> Iterator[tuple[str, Tensor]]:
     """The plain tensors of a weight, in a fixed order."""
-    tensor: Any = module._parameters[key]
+    tensor: Any = module._parameters.get(key)
     if hasattr(tensor, "__tensor_flatten__"):
         yield from _flattened(key, tensor)
         return
@@ -221,6 +235,7 @@ def _plain(context: Any) -> str:
 
 INT8: Final = "int8"
 _BLOCK: Final = 64  # elements of one scale, QLoRA's
+_BLOCKS_OF_A_SCALE: Final = 256  # whose scales are of 8 bits, and have one of 32 together
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,11 +281,13 @@ class QuantisedLinear(nn.Module):
     """In place of a frozen ``nn.Linear``, whose bias it keeps.
 
     Attributes:
+        kind: of its bits, as ``model.quantize`` names it.
         held: its weight; None: nothing yet, on the meta device.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, kind: str) -> None:
         super().__init__()
+        self.kind = kind
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
         self.held: Held | None = None
@@ -279,6 +296,15 @@ class QuantisedLinear(nn.Module):
     def shape(self) -> tuple[int, int]:
         """Of the weight."""
         return self.out_features, self.in_features
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its weight as it is held, but for tables of codes (below 2 KiB)."""
+        rows, size = self.out_features, self.out_features * self.in_features
+        if self.kind == INT8:
+            return size + 4 * rows
+        blocks = -(-size // _BLOCK)
+        return -(-size // 2) + blocks + 4 * -(-blocks // _BLOCKS_OF_A_SCALE)
 
     def wide(self, like: Tensor) -> Tensor:
         """The weight in the type of ``like``."""
@@ -305,11 +331,11 @@ class _Product(torch.autograd.Function):
         return grad @ ctx.layer.wide(grad), None
 
 
-def quantise(network: nn.Module, setting: str, *, skip: tuple[nn.Module | None, ...]) -> None:
+def quantise(network: nn.Module, kind: str, *, skip: tuple[nn.Module | None, ...]) -> None:
     """Replace the frozen linear layers.
 
     Args:
-        setting: that asks for it, for messages.
+        kind: as ``model.quantize`` names it.
         skip: layers to leave, such as the output head.
 
     Raises:
@@ -322,10 +348,11 @@ def quantise(network: nn.Module, setting: str, *, skip: tuple[nn.Module | None, 
     ]
     for name, module in found:
         owner, _, own = name.rpartition(".")
-        setattr(network.get_submodule(owner), own, QuantisedLinear(module))
+        setattr(network.get_submodule(owner), own, QuantisedLinear(module, kind))
     if not found:
         raise ConfigError(
-            f"{setting}: the model has no frozen nn.Linear to quantise; leave the setting out"
+            f"model.quantize={kind}: the model has no frozen nn.Linear to quantise; leave the "
+            "setting out"
         )
 
 

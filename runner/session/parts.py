@@ -52,7 +52,7 @@ from runner.model.blueprint import (
 from runner.model.decoder import DecoderShape, RopeScaling, default_ffn_dim
 from runner.model.loss import HeadLosses
 from runner.model.pretrained import CONFIG, PretrainedBlueprint, build, read_config
-from runner.model.quantised import NO_BASE, require_one_base, require_same_base
+from runner.model.quantised import NO_BASE, quantised_layers, require_one_base, require_same_base
 from runner.observe.metrics import Throughput, peak_tflops
 from runner.policy.schedule import Schedule
 from runner.run_dir.paths import RunDir
@@ -378,7 +378,8 @@ def quantised_base(ranks: Ranks, network: Blueprint, device: torch.device) -> Qu
     Raises:
         ConfigError: a rank cannot read them, or has other ones.
     """
-    if not isinstance(network, PretrainedBlueprint) or network.quantize is None:
+    has_any = any(quantised_layers(network.twin_network))
+    if not (has_any and isinstance(network, PretrainedBlueprint)):
         return None
     digest = ranks.all_or_none("quantising the weights", lambda: network.base_digest(device))
     require_one_base(ranks.gather(digest), range(ranks.world_size))
@@ -432,7 +433,6 @@ def pretrained_blueprint(
             recompute=config.compute.recompute.value,
             quantize=model.quantize,
         ),
-        quantize=model.quantize,
         open_weights=partial(open_pretrained, path) if has_weights else None,
         seed=config.seed,
         seq_len=config.data.seq_len,

@@ -22,6 +22,7 @@ from runner.config.validate import is_zero
 from runner.distributed.env import RankEnv
 from runner.engine.fsdp import MeshLayout
 from runner.engine.protocol import Shard
+from runner.model.quantised import QuantisedLinear, quantised_layers
 from runner.system.units import format_bytes
 from runner.train.run import EngineRun
 
@@ -56,12 +57,14 @@ class MemoryNeed:
     """Bytes of one rank.
 
     Args:
-        gathered: largest amount of gathered weights at a time.
+        base: quantised weights, which every rank holds whole.
+        gathered: largest amount of gathered weights, and of wide ones, at a time.
         activations: those of a micro-batch of ``samples``; None if unknown.
         snapshots: in the memory of the host.
     """
 
     weights: int
+    base: int = 0
     gradients: int
     optimizer: int
     gathered: int
@@ -72,7 +75,7 @@ class MemoryNeed:
     @property
     def fixed(self) -> int:
         """The part that does not depend on the micro-batch."""
-        return self.weights + self.gradients + self.optimizer + self.gathered
+        return self.weights + self.base + self.gradients + self.optimizer + self.gathered
 
     def fitting(self, room: int) -> int | None:
         """Samples of the largest micro-batch that ``room`` bytes would hold; None: not known."""
@@ -84,6 +87,7 @@ class MemoryNeed:
         """One line for the console; ``room`` is the rank's memory in bytes."""
         amounts = [
             ("weights", self.weights),
+            *([("quantised base", self.base)] if self.base else []),
             ("gradients", self.gradients),
             ("optimizer", self.optimizer),
             ("gathered weights", self.gathered),
@@ -108,11 +112,19 @@ def memory_need(
     parameters: Mapping[str, nn.Parameter],
     facts: EngineFacts,
     *,
+    quantised: Iterable[tuple[str, QuantisedLinear]] = (),
     activations: int | None,
     samples: int,
     snapshots: int,
 ) -> MemoryNeed:
-    """The need of this rank, which holds ``shards`` of the state."""
+    """The need of this rank, which holds ``shards`` of the state.
+
+    Args:
+        quantised: layers that are held in fewer bits.
+    """
+    held = [layer for _, layer in quantised]
+    # One layer is made wide at a time.
+    widest = max((math.prod(layer.shape) for layer in held), default=0)
     listed = list(shards)
     num_bytes = {shard.name: shard.local.numel() * shard.local.itemsize for shard in listed}
     own = {s.name.partition("/")[2]: s.local.numel() for s in listed if _is_parameter(s.name)}
@@ -121,9 +133,10 @@ def memory_need(
     weights = sum(size for name, size in num_bytes.items() if _is_parameter(name))
     return MemoryNeed(
         weights=weights,
+        base=sum(layer.num_bytes for layer in held),
         gradients=_gradients(own, whole, trained, facts),
         optimizer=sum(num_bytes.values()) - weights,
-        gathered=_gathered(own, whole, facts),
+        gathered=_gathered(own, whole, facts) + facts.item_bytes * widest,
         activations=activations,
         samples=samples,
         snapshots=snapshots,
@@ -228,13 +241,14 @@ def memory_line(
     Args:
         saved: has recorded a micro-batch.
     """
-    group, memory = run.group, run.memory.memory
+    group, memory, network = run.group, run.memory.memory, run.corpus.network
     # No hook sees the results that selective recomputation keeps.
     is_seen = compute.recompute is not Recompute.selective and saved.num_bytes
     need: MemoryNeed = memory_need(
         run.engine.shards(),
-        run.corpus.network.parameters(),
+        network.parameters(),
         engine_facts(parallel, compute, group.place),
+        quantised=quantised_layers(network.twin_network),
         activations=saved.num_bytes if is_seen else None,
         samples=saved.samples,
         snapshots=0 if memory is None else memory.num_slots * memory.layout.num_bytes,

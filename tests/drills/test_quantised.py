@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from runner.__main__ import main
 from tests import hf_folder
-from tests.run import finish, read_lines, train
+from tests.run import TINY, finish, read_lines, train
 from tests.script_run import finished
 
 BAD = [[5, 6], [19, 23]]
@@ -80,20 +80,51 @@ def told(model: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.full
-def test_the_runner_on_four_bits(tmp_path: Path) -> None:
-    """Poisoned, killed and resumed on two ranks; refused on another base; adapters exported."""
+@pytest.mark.parametrize(
+    ("ranks", "layout", "skipped"),
+    [
+        (2, ("parallel=fsdp",), [[82, 90]]),
+        (2, ("parallel=ddp", "guard.remedy=verdict"), [[88, 90]]),
+        (4, ("parallel=hsdp", "parallel.shard_size=2", "guard.remedy=verdict"), [[88, 90]]),
+    ],
+)
+def test_the_runner_on_four_bits(
+    tmp_path: Path,
+    ranks: int,
+    layout: tuple[str, ...],
+    skipped: list[list[int]],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Poisoned, killed and resumed; explained, and so again by ``replay``; resumed on one rank.
+
+    Refused on another base; adapters exported.
+    """
     need("nf4")
     base = hf_folder.llama(tmp_path / "model", shard="40KB")
-    bad = ("parallel=fsdp", "faults=[poison@samples=88-89, kill@step=17,rank=1]")
-    hurt = finish(tmp_path / "hurt", *told(base, *bad), ranks=2, restarts=1)
-    skip = f"data.skip={json.dumps(hurt.summary['skipped'])}"
-    left_out = finish(tmp_path / "left_out", *told(base, skip, "parallel=fsdp"), ranks=2)
-    assert hurt.summary["skipped"] and hurt.summary["restarts"] == 1
+    faults = "poison@samples=88-89, kill@step=17,rank=1"
+    if "guard.remedy=verdict" in layout:
+        faults += ", nan_grad@step=6,rank=1"
+    settings = told(base, *layout, f"faults=[{faults}]")
+    hurt = finish(tmp_path / "hurt", *settings, ranks=ranks, restarts=1)
+    skip = f"data.skip={json.dumps(skipped)}"
+    left_out = finish(tmp_path / "left_out", *told(base, skip, *layout), ranks=ranks)
+    assert hurt.summary["skipped"] == skipped and hurt.summary["restarts"] == 1
     assert hurt.summary["state_digest"] == left_out.summary["state_digest"]
+    if redone := hurt.journal("redo"):
+        cause = [line["detail"]["cause"] for line in redone]
+        assert [(one["cause"], one["ranks"]) for one in cause] == [
+            ("hardware, transient", [1]),
+            ("data", []),
+        ]
+        assert main(["replay", str(hurt.out), "--", *TINY, *settings]) == 0
+        assert "here         data: 2 samples (stream positions 88, 89)" in capfd.readouterr().out
+    alone = ("parallel=ddp", "parallel.shard_size=null", "steps=30")
+    more = finish(tmp_path / "hurt", *settings[:-1], *alone, ranks=0)
+    assert more.summary["steps"] == 30
     other = hf_folder.llama(tmp_path / "other", seed=3, shard="40KB")
     for name in base.glob("*.safetensors"):
         shutil.copy(other / name.name, name)
-    refused = train(tmp_path / "hurt", *told(base, *bad, "steps=30"), ranks=0)
+    refused = train(tmp_path / "hurt", *settings[:-1], *alone, "steps=36", ranks=0)
     assert refused.code == 2, refused.tail
     assert "another base: its quantised weights have digest " in refused.text
     exported = tmp_path / "adapters"

@@ -40,3 +40,17 @@ def test_poisoned_killed_and_resumed_is_told_to_skip(
     if name == "grpo":
         steps = read_lines(tmp_path / "grpo-poison" / "metrics.jsonl")
         assert all(line["rewards/distinct"] >= 0 for line in steps if line["action"] == "apply")
+
+
+@pytest.mark.full
+def test_rewards_that_are_all_the_same_are_no_incident(tmp_path: Path) -> None:
+    """No completion has an advantage: every gradient is zero, and the trainer applies it."""
+    pytest.importorskip(NEEDS["sft"])
+    words = ("grpo", str(tmp_path), "poison", "bare")
+    ends = ends_of(TRL, tmp_path, *words, restarts=1, KILL_AT="9", REWARD="constant")
+    for end in ends:
+        assert end["poison"] == end["bare"] == {**ends[0]["bare"], "skipped": []}
+    lines = read_lines(tmp_path / "grpo-poison" / "journal.jsonl")
+    assert {line["kind"] for line in lines} == {"start", "crash"}
+    steps = read_lines(tmp_path / "grpo-poison" / "metrics.jsonl")
+    assert {line["grad_norm"] for line in steps} == {0.0}

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from runner.command.export import Output
 from runner.command.export_hf import _Model
+from runner.command.plan_memory import planned_memory
 from runner.config.compose import compose
 from runner.config.schema import RunConfig
 from runner.config.validate import check
@@ -24,9 +25,11 @@ from runner.data.feed import MicroBatch
 from runner.distributed.env import place_from
 from runner.engine.protocol import Engine, MicroStep
 from runner.model.pretrained import PretrainedBlueprint, positions_within, stored_layout
+from runner.model.quantised import quantised_layers
 from runner.run_dir.paths import RunDir
 from runner.session import parts
 from runner.session.corpus import open_dataset
+from runner.startup.memory_need import MemoryNeed
 from runner.system.error import ConfigError
 from tests import hf_folder
 from tests.rows import full
@@ -38,6 +41,11 @@ CPU = torch.device("cpu")
 ALONE = place_from({})
 LORA = "model.lora={r: 2, targets: [q_proj, v_proj], alpha: 8}"
 VOCAB = len(hf_folder.LETTERS)
+
+
+def quantised(**told: Any) -> dict[str, Any]:
+    """More of a ``config.json``."""
+    return {"quantization_config": told}
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +214,12 @@ def changed(folder: Path, target: Path, **more: Any) -> Path:
         ({"num_hidden_layers": 3}, "missing: model.layers.2.self_attn.q_proj.weight; "),
         ({"num_hidden_layers": 1}, "unexpected: model.layers.1.input_layernorm.weight; "),
         ({"intermediate_size": 48}, "gate_proj.weight [64, 32], needed [48, 32]"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights cannot be trained"),
+        (quantised(quant_method="fp8"), "(quant_method=fp8); quantised weights cannot be trained"),
+        (quantised(quant_method="gptq", bits=4), "(quant_method=gptq, bits=4); quantised weights"),
+        (quantised(quant_method="awq", bits=4), "with model.quantize=nf4, fp4 or int8"),
+        (quantised(quant_method="torchao", quant_type="int8_weight_only"), "or, of int8, load it"),
+        (quantised(quant_method="bitsandbytes", load_in_4bit=True), "or load it in a loop of your"),
+        (quantised(), "(without quant_method)"),
         ({"model_type": "nothing"}, "config.json ValueError: The checkpoint you are trying"),
         ({"model_type": "vit"}, "which transformers has no decoder for"),
         ({"max_position_embeddings": 16}, "data.seq_len=24: the model"),
@@ -380,6 +393,20 @@ def test_quantised_bases_that_cannot_be(folder: Path, more: tuple[str, ...], say
         settings(folder, *more)
 
 
+@pytest.mark.parametrize(("kind", "base"), [("nf4", 9_560), ("int8", 20_480)])
+def test_a_plan_counts_a_quantised_base(folder: Path, kind: str, base: int) -> None:
+    def plan(*more: str) -> MemoryNeed:
+        config = settings(folder, LORA, *more)
+        dataset = open_dataset(config)
+        return planned_memory(config, parts.blueprint(config, dataset), dataset, ALONE).need
+
+    whole, held = plan(), plan(f"model.quantize={kind}")
+    elements = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 64)
+    assert whole.weights - held.weights == whole.gathered - held.gathered + 4 * 32 * 64
+    assert (whole.weights - held.weights, held.base) == (4 * elements, base)
+    assert "quantised base" in held.line(1 << 30)
+
+
 @pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
 def test_a_quantised_base_is_near_and_in_no_checkpoint(folder: Path, kind: str) -> None:
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed ([quantised])")
@@ -392,6 +419,11 @@ def test_a_quantised_base_is_near_and_in_no_checkpoint(folder: Path, kind: str) 
     kept = [shard.name for shard in engine.shards() if "proj" in shard.name]
     assert kept and all(".lora_" in name for name in kept)
     made = blueprint(folder, LORA, f"model.quantize={kind}")
+    held, layers = made.held(CPU), dict(quantised_layers(made.twin_network))
+    for name, one in held.items():
+        tensors = [one.data, *([one.state] if kind == "int8" else one.state.as_dict(True).values())]
+        size = sum(t.numel() * t.itemsize for t in tensors if isinstance(t, Tensor))
+        assert 0 <= size - layers[name].num_bytes < 2048
     assert made.base_digest(CPU) == blueprint(folder, LORA, f"model.quantize={kind}").base_digest(
         CPU
     )

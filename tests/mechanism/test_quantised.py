@@ -35,7 +35,22 @@ class Net(nn.Module):
         return x @ weight.a + self.adapter(x)
 
 
-def train(out: Path, net: Net, num: int = NUM, *, merge_at: int = -1) -> Guard:
+class Packed(nn.Module):
+    """As layers of GPTQ and AWQ: integers and scales in buffers; a bias."""
+
+    def __init__(self, value: int = 0x12345678) -> None:
+        super().__init__()
+        self.register_buffer("qweight", torch.full((4, 1), value, dtype=torch.int32))
+        self.register_buffer("scales", torch.full((4,), 0.1))
+        self.bias = nn.Parameter(torch.zeros(4), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        held: Any = self
+        wide = (held.qweight >> torch.arange(0, 16, 4)) & 15
+        return x @ (wide * held.scales).T + self.bias
+
+
+def train(out: Path, net: nn.Module, num: int = NUM, *, merge_at: int = -1) -> Guard:
     # As many scripts do: all parameters, also the frozen ones.
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     guard = Guard(out, model=net, optimizer=optimizer, every=2)
@@ -66,6 +81,22 @@ def test_another_base_is_refused(tmp_path: Path) -> None:
     other = quantised_weights([("", Net(0.25))])
     assert f"have digest {first}, those of this model " in str(refused.value)
     assert len(other) == 1 and "Load the model that the run began with" in str(refused.value)
+
+
+def test_integers_in_buffers_are_a_base(tmp_path: Path) -> None:
+    """No checkpoint has them, nor another copy; another base is refused."""
+
+    def net(*value: int) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), Packed(*value))
+
+    first = train(tmp_path, net(), 4)._sharded
+    assert sorted(first.parameters) == ["0.bias", "0.weight", "1.bias"]
+    assert "1.qweight" not in first.buffers and "1.scales" not in first.buffers
+    assert train(tmp_path, net()).resumed_step == 4
+    for value in (0x12345679, 0):
+        with pytest.raises(ConfigError, match=r"have digest .* Load the model that the run began"):
+            train(tmp_path, net(value), 10)
 
 
 def test_no_base_where_there_was_one_is_refused(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from runner.model.quantised import (
     NO_BASE,
     digest_of,
     inexact,
+    is_packed,
     keep_layout,
     quantised_weights,
     require_one_base,
@@ -235,19 +236,19 @@ class Buffers:
     """Copies of the buffers from before a batch; only changed buffers are copied again.
 
     Args:
-        named: names and modules.
+        named: names and modules; a quantised layer's are held otherwise.
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Module]]) -> None:
         self._kept: dict[str, _GuardedCopy] = {}
         self._num_compared = 0
-        self._modules = list(named)
+        self._modules = [(name, module) for name, module in named if not is_packed(module)]
         # Registered as None, to be made by a forward pass: name, module, key.
         self._empty: dict[str, tuple[nn.Module, str]] = {}
         self._born: dict[str, tuple[nn.Module, str]] = {}  # made by a forward pass or a checkpoint
         self._known: set[tuple[int, str]] = set()  # identities of modules, and keys
         seen: set[int] = set()
-        for prefix, module in named:
+        for prefix, module in self._modules:
             for key, buffer in module._buffers.items():
                 if buffer is None:
                     self._empty[_joined(prefix, key)] = (module, key)
