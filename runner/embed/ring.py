@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from runner.embed.exits import Holder, journal_errors
 from runner.embed.opening import joined, open_run, ring_config
 from runner.embed.state.codec import dtype_of, inline, outline, pack, unpack
 from runner.embed.state.geometry import Geometry, local, replicated, row
-from runner.embed.state.staged_state import StagedState, home_of
+from runner.embed.state.staged_state import EXPERTS, StagedState, checksum, differing_norms, home_of
 from runner.embed.state.stages import Pipeline, Stages
 from runner.model.quantised import quantised_weights
 from runner.policy.decision.history import Incident
@@ -33,6 +34,7 @@ from runner.system.units import counted
 
 _OWN = "rank"  # stored for a tensor that differs between ranks
 _NOTHING = "(no tensor)"
+_TOLERANCE = 1e-6  # of the norms of copies
 _SMALL = 1 << 20  # bytes up to which tensors are compared between ranks at every save
 
 
@@ -135,7 +137,8 @@ class TreeState(StagedState):
         """Check that a stage's ranks hold the same names; find tensors that differ. Collective.
 
         Raises:
-            ConfigError: a tensor is missing on a rank, or has another shape or dtype.
+            ConfigError: a tensor is missing on a rank, or has another shape or dtype; or ranks
+                that are taken to hold the same part of a DTensor hold others.
         """
         ranks = self._ranks
         if ranks.world_size == 1:
@@ -144,22 +147,36 @@ class TreeState(StagedState):
             name: [str(t.dtype), list(t.shape), isinstance(t, DTensor)]
             for name, t in sorted(self._live.items())
         }
-        differing = self._stages_that_differ(_digest_of(own))
+        differing = self._stages_that_differ(ranks.gather(_digest_of(own)))
         if differing:
             by_rank = ranks.gather(own)
             raise ConfigError(_describe_difference([by_rank[rank] for rank in differing[0]]))
+        norms = self._norms_of_copies()
         digests = dict(self._digests())
-        self._compared |= set(digests)
-        if self._stages_that_differ(_digest_of(digests)):
+        self._compared |= set(own)
+        by_rank = ranks.gather([_digest_of(digests), norms])
+        if differ := differing_norms([norms for _, norms in by_rank], _TOLERANCE):
+            raise ConfigError(
+                "Ring: ranks that are taken to hold the same parts of tensors hold others (their "
+                f"norms: {differ}), which would be lost. {EXPERTS}"
+            )
+        if self._stages_that_differ([digest for digest, _ in by_rank]):
             gathered = ranks.gather(digests)
             alike = [gathered[rank] for rank in self.stages.own.ranks]
             self._differing |= {name for name in digests if len({own[name] for own in alike}) > 1}
         self._differing &= set(self._live)
 
-    def _stages_that_differ(self, value: str) -> list[tuple[int, ...]]:
-        """The ranks of each stage on which a value is not the same. Collective."""
-        by_rank = self._ranks.gather(value)
+    def _stages_that_differ(self, by_rank: Sequence[str]) -> list[tuple[int, ...]]:
+        """The ranks of each stage on which a value is not the same."""
         return [ranks for ranks in self.stages.members if len({by_rank[r] for r in ranks}) > 1]
+
+    def _norms_of_copies(self) -> dict[str, float]:
+        """Of the DTensors that were never compared, by the ranks that hold the same parts."""
+        norms: dict[str, float] = defaultdict(float)
+        for name, tensor in self._live.items():
+            if isinstance(tensor, DTensor) and name not in self._compared:
+                norms[str(hash(self.holders_of(tensor)))] += float(checksum(local(tensor)))
+        return norms
 
     def _digests(self) -> Iterator[tuple[str, str]]:
         """Digests of plain tensors: all the first time, later only small ones."""

@@ -18,6 +18,7 @@ from runner.distributed.agreement import Ranks
 from runner.embed.state.codec import pack, unpack
 from runner.embed.state.geometry import local
 from runner.embed.state.loop_state import LoopState
+from runner.embed.state.staged_state import EXPERTS, checksum, differing_norms
 from runner.policy.decision.signals import Bounds, finite
 from runner.system.error import ConfigError
 from runner.train.agreed_step import (
@@ -508,26 +509,19 @@ class LoopOrder:
             of = norms[self._state.holders_of(parameter)]
             of[0] += math.nan if value is None else value
             if parameter.grad is not None and id(parameter) in trained:
-                grad = float(_checksum(_values(parameter))) ** 2
+                grad = float(checksum(_values(parameter))) ** 2
                 of[_LAID_OUT if isinstance(parameter, DTensor) else _PLAIN] += grad
         # Told by what they hold, not by all their numbers: these are as many as ranks.
-        own = {str(hash(ranks)): [finite(norm) for norm in of] for ranks, of in norms.items()}
+        own = {str(hash(ranks)): of for ranks, of in norms.items()}
         by_rank = self._ranks.gather(own)
-        for key in sorted({key for of in by_rank for key in of}):
-            held = [of[key] for of in by_rank if key in of]
-            for (what, tolerance), numbers in zip(
-                _COMPARED_NORMS, zip(*held, strict=True), strict=True
-            ):
-                known = [number for number in numbers if number is not None]
-                if len(known) == len(numbers) and max(known) - min(known) > tolerance * max(known):
-                    raise ConfigError(
-                        f"guard.ok: the ranks' {what} differ (their norms: "
-                        f"{', '.join(f'{number:.6g}' for number in known[:8])}): wrap the model in "
-                        "DistributedDataParallel or fully_shard, and let gradients be reduced "
-                        "before guard.ok is called. Experts of which each rank has its own are "
-                        "DTensors on a mesh of all ranks: DTensor.from_local(experts, mesh, "
-                        "[Shard(0)]), and to_local() in forward"
-                    )
+        for number, (what, tolerance) in enumerate(_COMPARED_NORMS):
+            numbers = [{key: norms[number] for key, norms in of.items()} for of in by_rank]
+            if differ := differing_norms(numbers, tolerance):
+                raise ConfigError(
+                    f"guard.ok: the ranks' {what} differ (their norms: {differ}): wrap the model "
+                    "in DistributedDataParallel or fully_shard, and let gradients be reduced "
+                    f"before guard.ok is called. {EXPERTS}"
+                )
 
     def _current_versions(self) -> list[int]:
         return [parameter._version for parameter in self._parameters.values()]
@@ -535,14 +529,5 @@ class LoopOrder:
     @torch.no_grad()
     def _current_values(self) -> list[float | None]:
         """A number for each parameter that changes with its values."""
-        sums = [_checksum(local(parameter)) for parameter in self._parameters.values()]
+        sums = [checksum(local(parameter)) for parameter in self._parameters.values()]
         return [finite(float(value)) for value in sums]
-
-
-def _checksum(part: torch.Tensor) -> torch.Tensor:
-    if part.is_complex():
-        part = torch.view_as_real(part)
-    flat = part.reshape(-1)
-    wide = flat.double() if flat.numel() < 1 << 16 else flat.float()
-    norm: torch.Tensor = torch.linalg.vector_norm(wide)
-    return norm

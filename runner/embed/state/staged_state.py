@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,36 @@ from runner.engine.protocol import slice_of
 from runner.engine.whole_state import complete
 
 _CONVERTED = (torch.float32, torch.bfloat16, torch.float16)  # by :func:`encode`
+
+
+EXPERTS: Final = (
+    "Experts of which each rank has its own are DTensors on a mesh of all ranks: "
+    "DTensor.from_local(experts, mesh, [Shard(0)]), and to_local() in forward"
+)
+
+
+def checksum(part: torch.Tensor) -> torch.Tensor:
+    """A number that changes with the values."""
+    if part.is_complex():
+        part = torch.view_as_real(part)
+    flat = part.reshape(-1)
+    wide = flat.double() if flat.numel() < 1 << 16 else flat.float()
+    norm: torch.Tensor = torch.linalg.vector_norm(wide)
+    return norm
+
+
+def differing_norms(by_rank: Sequence[Mapping[str, float]], tolerance: float) -> str:
+    """Norms of what the ranks with the same key hold, where they differ; empty if none do.
+
+    Args:
+        by_rank: by key; not compared where one is not finite.
+        tolerance: relative.
+    """
+    for key in sorted({key for of in by_rank for key in of}):
+        known = [of[key] for of in by_rank if key in of]
+        if all(map(math.isfinite, known)) and max(known) - min(known) > tolerance * max(known):
+            return ", ".join(f"{number:.6g}" for number in known[:8])
+    return ""
 
 
 def encode(values: torch.Tensor) -> torch.Tensor:
