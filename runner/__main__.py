@@ -52,6 +52,8 @@ def _plain(given: list[str]) -> list[str]:
     """The arguments without what only says the usual: ``train``, ``help``, ``version``."""
     if given[:1] == ["train"]:
         return given[1:]
+    if given[:1] == ["help"] and given[1:2] and given[1] in COMMANDS:
+        return [given[1], "--help"]
     if given[:1] in (["help"], ["version"]):
         return [f"--{given[0]}", *given[1:]]
     return given
@@ -79,6 +81,11 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
 
 
 def _train_command(given: Sequence[str]) -> int:
+    if several := {"-m", "--multirun", "sweep"}.intersection(given):
+        raise ConfigError(
+            f"{several.pop()}: one command is one run, and a sweep is a loop over commands, each "
+            "with an out of its own; `holdfast docs sweeps` has it"
+        )
     options = _parser().parse_args(given)
     _refuse_unknown_command(given)
     from runner.config.compose import compose, to_yaml, value_of

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from runner.system.error import ConfigError
+
+
+def _started_as() -> str:
+    return "holdfast" if Path(sys.argv[0]).name == "holdfast" else "python -m runner"
 
 
 class Parser(argparse.ArgumentParser):
@@ -18,8 +24,10 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, command: str, description: str | None = None, **options: Any) -> None:
-        prog = f"python -m runner {command}".strip()
-        super().__init__(prog=prog, description=description, allow_abbrev=False, **options)
+        prog = f"{_started_as()} {command}".strip()
+        told = description and description.replace("python -m runner", _started_as())
+        told = told and told.replace("``", "")
+        super().__init__(prog=prog, description=told, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")

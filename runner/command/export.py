@@ -270,7 +270,7 @@ def _newest_proven(
     raise CheckpointError(
         f"no proven checkpoint to export; there are: {_listed(entries)}"
         + "".join(f"; {sentence}" for sentence in passed_over)
-        + ". One that is committed can be exported by name: --step N"
+        + (". One that is committed can be exported by name: --step N" if entries else "")
     )
 
 

@@ -49,6 +49,9 @@ def report_command(arguments: Sequence[str]) -> int:
     name = NAME if len(outs) == 1 else _COMPARISON
     target = Path(options.output) if options.output else outs[0] / name
     _refuse_to_replace(target)
+    for out in outs:
+        if not out.exists():
+            raise ConfigError(f"report: {out}: there is no such folder; give a run's out")
     if not target.parent.is_dir():
         raise ConfigError(f"report: -o {target}: there is no folder {target.parent}")
     try:

@@ -260,7 +260,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         name, equals, value = error.override.partition("=")
         is_plain = equals and not set(value) & set("'\"[]{}")
         usual = "key=value; quote values with spaces or '=' as key='\"...\"'"
-        return f"cannot read the override {error.override!r}: {text.splitlines()[0]}. Write " + (
+        return f"cannot read the override {error.override!r}. Write " + (
             f"'{name}=\"{value}\"'" if is_plain else usual
         )
     cause = error.__cause__ if isinstance(error, ConfigCompositionException) else None

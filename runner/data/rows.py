@@ -275,8 +275,10 @@ class ChatTokens:
             upto = self._ids(messages[: number + 1])
             if upto[: len(before)] != before or ids[: len(upto)] != upto:
                 raise DataError(
-                    "the chat template changes the text before an answer, so the answer's tokens "
-                    "are unknown; mark it in the template with {% generation %}"
+                    "the tokens before an answer are others where the answer follows, so which "
+                    "are the answer's is unknown: the chat template changes earlier text, or its "
+                    "prompt ends in a space that the tokenizer joins to the answer; mark the "
+                    "answer in the template with {% generation %}"
                 )
             counted[len(before) : len(upto)] = [1] * (len(upto) - len(before))
         return ids, counted

@@ -143,7 +143,7 @@ class _Marks:
             f"in {' or '.join(_BESIDE)} beside it, and its vocabulary has none of "
             f"{', '.join(END_NAMES)}. Set data.end_token to the token's id or text "
             "(data.end_token='\"<eod>\"'); "
-            f"data.end_token={self.size} adds an id of its own, as release 0.1 did unasked"
+            f"data.end_token={self.size} adds an id of its own"
         )
 
     def begin(self, wanted: Mark) -> tuple[int | None, str]:

@@ -399,27 +399,29 @@ def works_of(batch: MicroBatch, number: int, device: torch.device) -> list[Micro
 
 
 @contextlib.contextmanager
-def _in_words(what: str) -> Iterator[None]:
+def _in_words(what: str, batch: Batch) -> Iterator[None]:
     try:
         yield
     except ConfigError:
         raise
     except Exception as error:  # from the user's forward
         cause = " ".join(str(error).split())[:500]
+        names = ", ".join(batch.inputs())
+        held = f"; the batch holds {names}" if isinstance(error, KeyError) else ""
         raise ConfigError(
-            f"the model: {what} on two samples fails with {type(error).__name__}: {cause}"
+            f"the model: {what} on two samples fails with {type(error).__name__}: {cause}{held}"
         ) from error
 
 
 def sample_losses(engine: Engine, batch: Batch) -> torch.Tensor:
     """The loss of each sample, FP64."""
-    with _in_words("an evaluation"):
+    with _in_words("an evaluation", batch):
         return engine.evaluate([batch]).losses[0].detach().double()
 
 
 def step_numbers(engine: Engine, works: Sequence[MicroStep]) -> list[torch.Tensor]:
     """:func:`runner.engine.modes.step_numbers`, with the model's own errors explained."""
-    with _in_words("a step"):
+    with _in_words("a step", works[0].batch):
         return modes.step_numbers(engine, works)
 
 

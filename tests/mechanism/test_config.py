@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Sequence
@@ -378,11 +379,41 @@ def test_a_foreign_key_names_ours(typed: str, answer: str) -> None:
 
 @pytest.mark.parametrize(
     ("words", "told"),
-    [(["--version"], "holdfast 0."), (["version"], "holdfast 0."), (["help"], "--help GROUP")],
+    [
+        (["--version"], "holdfast 0."),
+        (["version"], "holdfast 0."),
+        (["help"], "--help GROUP"),
+        (["help", "ring"], "usage: python -m runner ring"),
+    ],
 )
 def test_plain_words(capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
-    assert main(words) == 0
-    assert told in capsys.readouterr().out
+    with contextlib.suppress(SystemExit):  # argparse's own --help
+        assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert told in printed and "``" not in printed
+
+
+def test_usage_names_the_program_as_it_was_started(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["/somewhere/bin/holdfast"])
+    with pytest.raises(SystemExit):
+        main(["ring", "--help"])
+    printed = capsys.readouterr().out
+    assert "usage: holdfast ring" in printed and "python -m runner" not in printed
+
+
+@pytest.mark.parametrize("words", [["-m", "seed=1,2"], ["--multirun", "seed=1,2"], ["sweep"]])
+def test_a_sweep_is_told_where_it_is(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    assert main(words) == 2
+    assert "`holdfast docs sweeps` has it" in capsys.readouterr().err
+
+
+def test_what_is_not_there_is_told_as_that(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["report", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere: there is no such folder; give a run's out" in capsys.readouterr().err
 
 
 def test_train_is_the_command_without_a_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -344,7 +344,7 @@ class TestMarks:
             "tokenizer_config.json",
             "data.end_token",
         )
-        refused(lambda: self.opened(tmp_path, root), *words, "data.end_token=4", "release 0.1")
+        refused(lambda: self.opened(tmp_path, root), *words, "data.end_token=4 adds an id")
         as_before = self.opened(tmp_path, root, end_token=4)
         assert as_before.vocab_size == 5
         assert as_before[0].tokens.tolist() == [1, 2, 4, 2, 1, 4]

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,6 +24,7 @@ from runner.data.user_dataset import adapt, contents
 from runner.policy.decision.skip_ledger import Ledger
 from runner.session import parts
 from runner.session.corpus import open_dataset, open_validation, prepare_data, sample_stream
+from runner.startup import checks
 from runner.system.error import ConfigError, DataError
 
 SEQ_LEN = 4
@@ -413,3 +415,10 @@ def test_held_out_sets_that_are_none(wanted: str) -> None:
 
 def tell(*_: object) -> None:
     pass
+
+
+def test_a_name_that_the_batch_lacks_is_answered_with_those_it_has() -> None:
+    batch: Any = SimpleNamespace(inputs=lambda: {"0": None, "1": None})
+    words = "KeyError: 'image'; the batch holds 0, 1"
+    with pytest.raises(ConfigError, match=words), checks._in_words("a step", batch):
+        raise KeyError("image")
