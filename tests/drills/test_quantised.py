@@ -76,6 +76,7 @@ def told(model: Path, *more: str) -> list[str]:
     told = ["model=hf", f"model.path={model}", LORA, "data=synthetic", "data.seq_len=32"]
     told += [f"data.vocab_size={len(hf_folder.LETTERS)}", "steps=24", "schedule.total=24"]
     told += ["guard.min_history=8", "checkpoint.every=6", "checkpoint.clean_after=3"]
+    told += ["checkpoint.keep=8"]  # replay begins before the incident
     return [*told, "batch.global_size=8", "batch.micro_size=4", "model.quantize=nf4", *more]
 
 
