@@ -55,18 +55,19 @@ To move to `holdfast launch`:
 
 ## Keys
 
-A key that is unknown here is answered in the same words on the command line. A group before it
-(`trainer.`, `training.`) does not matter.
+A key that is unknown here is answered in the same words on the command line, rarer names than these
+too. A group before it (`trainer.`, `training.`) does not matter.
 
 | theirs | here |
 |---|---|
 """
+_LISTED = 4  # names of a key: the most usual ones come first
 
 
 def coming_from() -> str:
-    """The page for users of other trainers: each of their keys and what it is here."""
+    """The page for users of other trainers: their usual keys and what each is here."""
     rows = (
-        f"| {' '.join(f'`{name}`' for name in names.split())} | {_cell(_once(ours))} |"
+        f"| {' '.join(f'`{name}`' for name in names.split()[:_LISTED])} | {_cell(_once(ours))} |"
         for ours, names in NAMES
     )
     return _COMING_FROM + "\n".join(rows) + "\n"
