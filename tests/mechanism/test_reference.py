@@ -242,8 +242,8 @@ def difference(row: Row, place: RankEnv) -> str:
             )
         )
         expected.append(reference.step(plan.indices.tolist()))
-        counts = {sum(batch.counts()) for batch in pending.fetched.micro_batches}
-        uneven = uneven or len(counts) > 1
+        counts = [sum(batch.counts()) for batch in pending.fetched.micro_batches]
+        uneven = uneven or len({n for of in Ranks(CPU).gather(counts) for n in of}) > 1
         if is_bf16_only(config.parallel.kind) or updates == STEPS - 1:
             found += state_differs(own, reference)
             reference.take(weights_of(own))
