@@ -68,6 +68,8 @@ def import_command(arguments: Sequence[str]) -> int:
     # Intermixed: settings may stand before and after the options.
     options = parser.parse_intermixed_args(arguments)
     source_path = Path(options.source)
+    if not source_path.exists():
+        raise ConfigError(f"{source_path}: no such file or folder; give the weights to begin with")
     config = compose(options.overrides, config_dir=options.config_dir)
     foreign = _foreign_model(options, config, source_path)
     added = _settings_of(foreign, config, options.overrides) if foreign else []

@@ -50,6 +50,9 @@ def watch_command(arguments: Sequence[str]) -> int:
         every_seconds=options.every, silent_seconds=options.silent, level=options.level, quiet=quiet
     )
     paths = [Path(name) for name in options.out]
+    for path in paths:
+        if not path.exists():
+            sys.stderr.write(f"watch: {path} is not there yet\n")
     urls = [*options.notify, *variables().get(NOTIFY, "").split()]
     sends = [*map(_runs, options.command), *map(_notifies, urls)] or [_prints]
     end = threading.Event()

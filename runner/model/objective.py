@@ -235,7 +235,9 @@ def logits_of(output: Any) -> Any:
 
 
 def _shape(value: Any) -> str:
-    return str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return str(list(value.shape)) if value.dim() else "one number"
 
 
 # ---- one type for an operation under autocast

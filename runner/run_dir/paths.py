@@ -277,7 +277,7 @@ def keep_for_owner() -> None:
 
 def _shown(value: object) -> str:
     """A stored value for a terminal: shortened, and without control characters."""
-    text = str(value)[:200]
+    text = "null" if value is None else str(value)[:200]
     return text if text.isprintable() else repr(text)
 
 

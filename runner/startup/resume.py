@@ -132,7 +132,12 @@ def _read(
     store = ring_directory(run_dir, run_lease)
     torn = store.sweep()  # before the ring is scanned: see CheckpointDirectory.commit
     entries, damaged = store.entries()
-    changed = _settings_changed(run_dir, config)
+    last = last_line(run_dir.metrics) or {}
+    changed = {}
+    if (
+        entries or damaged or last
+    ):  # a start that failed before its first step has left its settings
+        changed = _settings_changed(run_dir, config)
     buffers: list[str] = []
     if entries:
         newest = entries[-1].manifest
@@ -142,7 +147,6 @@ def _read(
             run_dir.refuse_other_tensors(known, tensors(), changed)
         changed |= _data_changed(config, newest.data_fingerprint, fingerprint)
     lines, length = read_journal(run_dir.journal)
-    last = last_line(run_dir.metrics) or {}
     if entries:
         _refuse_lost_lines(run_dir, len(lines), entries[-1].manifest)
     serials = [0, *(entry.record.serial for entry in entries), *map(_serial_in, lines)]

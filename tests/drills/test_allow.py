@@ -112,3 +112,13 @@ def test_another_corpus_may_be_allowed_by_its_key(tmp_path: Path) -> None:
     run = finish(tmp_path / "run", *told, "resume.allow=[data.path]", ranks=0)
     [(key, was, now)] = changes(run)
     assert key == "data" and was != now and len(str(was)) == len(str(now)) == 64
+
+
+def test_a_start_that_failed_before_its_first_step_binds_nobody(tmp_path: Path) -> None:
+    own = (FP32, "steps=4", "data._target_=tests.uncommon_guests.Uneven")
+    losses = "model._target_=tests.uncommon_guests.Counting"
+    failed = train(tmp_path / "run", *own, losses, "model.how=mean", ranks=0)
+    assert failed.code == 2 and "it gives one number, one number" in failed.text, failed.tail
+    run = finish(tmp_path / "run", *own, losses, "optim.lr=1e-3", ranks=0)
+    assert run.digest == finish(tmp_path / "anew", *own, losses, "optim.lr=1e-3", ranks=0).digest
+    assert changes(run) == []

@@ -258,7 +258,8 @@ def test_import_is_one_process(
 @pytest.mark.parametrize("what", ["nothing", "empty"])
 def test_no_source_there(what: str, import_: Import, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert import_(tmp_path / what)[0] == 2
+    code, text = import_(tmp_path / what)
+    assert (code, "no such file or folder" in text) == (2, what == "nothing"), text
 
 
 # -- harm ---------------------------------------------------------------------------------

@@ -236,6 +236,9 @@ def test_the_command_prints_runs_a_command_and_remembers(tmp_path: Path) -> None
     run.begins(BEGAN)
     words = [str(run.out), "--once", "--silent", "1", "--state", str(tmp_path / "state")]
     assert told_by(words) == (0, "", "")
+    none = tmp_path / "none"
+    told = told_by([str(none), *words[1:-1], str(tmp_path / "nothing")])
+    assert told == (0, "", f"watch: {none} is not there yet\n")
     time.sleep(1)
     kept = tmp_path / "told"
     shutil.copy(tmp_path / "state", tmp_path / "other")
