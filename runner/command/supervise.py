@@ -217,7 +217,7 @@ def _run_as_part(job: Job, out: Path, stand_by: StandBy | None) -> int:
 
 def say(text: str) -> None:
     """Log a line that is distinguishable from the job's own output."""
-    _log.info("supervise: %s", text)
+    _log.info("launcher: %s", text)
 
 
 def run_command(arguments: Sequence[str]) -> int:

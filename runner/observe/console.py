@@ -153,6 +153,12 @@ def _import_rich() -> None:
     random.setstate(state)
 
 
+def _span(span: tuple[int, int], *, is_batches: bool) -> str:
+    one, many = ("batch", "batches") if is_batches else ("sample", "samples")
+    first, last = span[0], span[1] - 1
+    return f"{one} {first}" if first == last else f"{many} {first}-{last}"
+
+
 class Console:
     """Rank 0's output; silent on the others.
 
@@ -190,12 +196,13 @@ class Console:
         """Print an incident in one line that stays."""
         if self._silent:
             return
-        span = incident.samples
+        span, ids = incident.samples, incident.sample_ids
+        is_batches = bool(ids) and all(one.startswith("batch ") for one in ids)  # of a user's loop
         parts = [
             f"! step {incident.step} {incident.kind}",
             *([name_ranks(incident.ranks)] if incident.ranks else []),
-            *([f"samples {span[0]}-{span[1] - 1}"] if span else []),
-            *([f"({'; '.join(incident.sample_ids[:2])})"] if incident.sample_ids else []),
+            *([_span(span, is_batches=is_batches)] if span else []),
+            *([f"({'; '.join(ids[:2])})"] if ids and not is_batches else []),
         ]
         message = f"{' '.join(parts)}: {incident.reason} -> {incident.decision}"
         level = level_of({"kind": incident.kind, "detail": incident.detail})

@@ -138,6 +138,22 @@ def test_an_incident_says_where_and_what(capsys: pytest.CaptureFixture[str]) -> 
     )
 
 
+@pytest.mark.parametrize(
+    ("samples", "ids", "words"),
+    [
+        ((8, 9), ("batch 8",), "batch 8:"),
+        ((8, 10), ("batch 8", "batch 9"), "batches 8-9:"),
+        ((8, 9), ("a.py",), "sample 8 (a.py):"),
+    ],
+)
+def test_what_it_took_is_named_once(
+    samples: tuple[int, int], ids: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = replace(INCIDENT, ranks=(), samples=samples, sample_ids=ids)
+    Console(silent=False, every=1).incident(one)
+    assert capsys.readouterr().out.startswith(f"! step 17 discard {words}")
+
+
 @pytest.mark.parametrize("word", ["[bold]x", "[/nothing]", "runs/[a]/b", "x" * 200, "[link=a]"])
 def test_words_are_shown_as_they_are(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     """No markup is read into a path or an error, and nothing of it is cut off."""
