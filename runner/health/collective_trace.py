@@ -2,8 +2,9 @@
 
 gloo and NCCL have separate recorders. NCCL's asks the device how far each collective
 is, which may wait for a driver lock that a hung device never releases: it is asked in a
-thread, with a time limit. From torch 2.14 on "nccl" makes another backend, whose collectives a
-hook records: each such backend has a recorder of its own, known by the backend's name.
+thread, with a time limit. From torch 2.14 on "nccl" makes another backend. In 2.15 a hook records
+its collectives: each such backend has a recorder of its own, known by the backend's name. 2.14
+has the hook and attaches it to no group.
 """
 
 from __future__ import annotations
