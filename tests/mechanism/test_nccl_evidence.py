@@ -364,8 +364,11 @@ assert (entry["group"], entry["op"], entry["sizes"]) == ("0/nccl2", "all_reduce"
 """
 
 
+_C10D: Any = torch._C._distributed_c10d
+
+
 @pytest.mark.skipif(
-    "backend" not in (torch._C._distributed_c10d._dump_fr_trace.__doc__ or ""),
+    "backend" not in (_C10D._dump_fr_trace.__doc__ or ""),
     reason="this torch has no recorders by the backend's name; 2.15 has",
 )
 def test_torchs_hook_is_asked_by_the_backends_name(tmp_path: Path) -> None:
