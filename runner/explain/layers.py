@@ -190,9 +190,6 @@ class LayerTable:
         units = [self._of_unit(measured, at) for at in range(self._num_units)]
         log_sums = measured.numbers[self._inside(2 * self._num_units) :][:2]
         noise, signal = self._noise(measured)
-        balances = [
-            _balance(load, self._experts[name][1]) for name, load in self.loads(measured).items()
-        ]
         numbers = {
             "grad_ratio": max(norms) / statistics.median(norms) if norms else math.nan,
             "grad_first_to_last": self._first_to_last(by_kind["grad"]),
@@ -205,7 +202,7 @@ class LayerTable:
             "adam_rms": max((rms for rms in adam if not math.isnan(rms)), default=math.nan),
             "grad_noise": noise,
             "grad_signal": signal,
-            "expert_balance": min(balances, default=math.nan),
+            "expert_balance": min(self.balances(measured).values(), default=math.nan),
         }
         return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
@@ -243,6 +240,11 @@ class LayerTable:
             if sum(counts) > 0:
                 found[name] = [count / sum(counts) for count in counts]
         return found
+
+    def balances(self, measured: Measured) -> dict[str, float]:
+        """How even the experts' load is by router, where measured: see :func:`_balance`."""
+        loads = self.loads(measured)
+        return {name: _balance(load, self._experts[name][1]) for name, load in loads.items()}
 
     def _noise(self, measured: Measured) -> tuple[float, float]:
         """:func:`gradient_noise` of the first micro-batch and the whole; NaN where both are one."""
@@ -397,17 +399,18 @@ class LayerLog:
         self._num_collapsed = self._num_collapsed + 1 if balance < _COLLAPSED else 0
         if self._num_collapsed != _COLLAPSED_LOOKS:
             return
-        loads = self._table.loads(measured)
-        name = min(loads, key=lambda one: -max(loads[one]))
-        heavy = max(range(len(loads[name])), key=lambda expert: loads[name][expert])
-        idle = sum(not share for share in loads[name])
+        balances = self._table.balances(measured)
+        name = min(balances, key=balances.__getitem__)
+        load = self._table.loads(measured)[name]
+        heavy = max(range(len(load)), key=load.__getitem__)
+        idle = sum(not share for share in load)
         self._run.written.report(
             Incident(
                 kind="experts",
                 step=measured.step,
                 decision="only reported",
-                reason=f"the router {name} has collapsed: {loads[name][heavy]:.0%} of its choices "
-                f"are expert {heavy}, and {idle} of {len(loads[name])} experts got no token, in "
+                reason=f"the router {name} has collapsed: {load[heavy]:.0%} of its choices "
+                f"are expert {heavy}, and {idle} of {len(load)} experts got no token, in "
                 f"{_COLLAPSED_LOOKS} measurements in a row",
                 detail={"balance": _rounded(balance), "router": name},
             )

@@ -106,3 +106,34 @@ def test_a_divergence_is_warned_of(tmp_path: Path) -> None:
     assert any(f"{serials[-1]:06d}" in name for name in kept), (serials, kept)
     later = [line for kind in ("rollback", "halt") for line in run.journal(kind)]
     assert any(line["detail"].get("warnings") for line in later), [run.journal(), run.tail]
+
+
+@pytest.mark.twin
+def test_experts_are_watched_through_all_that_happens(tmp_path: Path) -> None:
+    """Two ranks, accumulation, evaluations, EMA, a discard, a rollback, a killed rank."""
+    words = [
+        *(
+            "model._target_=tests.uncommon_guests.Routed",
+            "data._target_=tests.uncommon_guests.Tokens",
+        ),
+        *("steps=24", "batch.global_size=8", "batch.micro_size=2", "data.seq_len=32"),
+        *(
+            "eval.every=6",
+            "optim.ema=0.9",
+            "checkpoint.every=4",
+            "checkpoint.clean_after=2",
+            "guard.min_history=4",
+        ),
+        "faults=[nan_grad@step=5,rank=1,poison@samples=72-103,kill@step=19,rank=1]",
+    ]
+    without, seen = (
+        train(tmp_path / str(every), *words, f"track.layers_every={every}", ranks=2, restarts=1)
+        for every in (0, 2)
+    )
+    assert without.code == seen.code == 0, seen.tail
+    assert seen.journal("discard") and seen.journal("rollback") and seen.journal("crash")
+    assert seen.digest == without.digest and bare(seen) == bare(without), seen.tail
+    for line in looks(seen.out).values():
+        [(name, load)] = line["experts"].items()
+        assert name == "router" and len(load) == 6 and sum(load) == pytest.approx(1, abs=1e-3)
+        assert 0 < line["model"]["expert_balance"] <= 1
