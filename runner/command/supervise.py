@@ -99,7 +99,7 @@ def run_supervised(
     environment = torchrun.environment(variables(), agent) if agent else variables()
     met = agent if agent and agent.nodes.most > 1 else None  # each node has a supervisor
     diagnose, begin_seconds, alert, watches = False, None, None, False
-    own, memory, stand_by = None, None, None  # others' commands start as they are
+    own, memory, stand_by, config = None, None, None, None  # others' commands start as they are
     if "runner" in command:
         overrides = torchrun.overrides_of(command)
         config = torchrun.settings(overrides)
@@ -141,7 +141,7 @@ def run_supervised(
             make_job=make_job,
             say=say,
         )
-        supervisor.memory, supervisor.stand_by = memory, stand_by
+        supervisor.memory, supervisor.stand_by, supervisor.config = memory, stand_by, config
         end = supervisor.run()
     if end.code:
         say(end.reason)

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from runner.config.schema import RunConfig
 from runner.distributed.env import ATTEMPT, LAUNCH_ID, RESTART
 from runner.launch.attempt import Ended, Job, Stop, run_once
 from runner.launch.crash_evidence import (
@@ -24,6 +25,8 @@ from runner.launch.crash_evidence import (
 from runner.launch.node_memory import NodeMemory
 from runner.launch.stand_by import StandBy
 from runner.policy.restart import HARDWARE, Attempt, End, RestartRules, after
+from runner.run_dir.lease import is_done
+from runner.run_dir.paths import RunDir
 from runner.system.error import EXIT_CRASH, EXIT_DONE
 from runner.system.json_lines import parse_line
 from runner.system.parsing import json_text
@@ -145,6 +148,7 @@ class JobSupervisor(Supervisor):
         self._node, self._least_nodes = node, least_nodes
         self.memory: NodeMemory | None = None  # is told what happened to hosts
         self.stand_by: StandBy | None = None  # has this node wait for its turn
+        self.config: RunConfig | None = None  # of the command, where that is known
         self._make_job = make_job
         self._ended = ended
         self._is_stuck = False
@@ -152,6 +156,10 @@ class JobSupervisor(Supervisor):
         self.is_left_out = False  # the others go on without this node
 
     def wait_for_turn(self) -> End | None:
+        # The other nodes may have ended, and not come again.
+        if self._node and self.config and is_done(RunDir(self._out), self.config):
+            self._say(f"out={self._out} is done; no other node is waited for")
+            return End(reason="done", code=EXIT_DONE)
         return self.stand_by.wait(self.stop) if self.stand_by else None
 
     def leave(self) -> None:

@@ -23,7 +23,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from runner.config.schema import RunConfig
 from runner.distributed.env import JobEnv
+from runner.run_dir.paths import RunDir
 from runner.system.error import ConfigError, Superseded
 from runner.system.files import make_folder, naming, read_bounded, sync_directory
 from runner.system.json_lines import read_object
@@ -129,6 +131,13 @@ def acquire(
 def newest_number(folder: Path) -> int:
     """The number of the owner; 0 when there never was one."""
     return max(_numbers(folder), default=0)
+
+
+def is_done(run: RunDir, config: RunConfig) -> bool:
+    """Whether the last start of this very command ended the run, so that nothing is left to do."""
+    summary = run.stored_summary() or {}
+    last = (summary.get("status"), summary.get("incarnation"))
+    return last == ("done", newest_number(run.incarnation)) and run.has_settings(config)
 
 
 def oldest_number(folder: Path) -> int:

@@ -9,11 +9,12 @@ import re
 import secrets
 import stat
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from runner.config.compose import digest, flat, from_yaml, to_yaml, trajectory
-from runner.config.schema import ResumeConfig, RunConfig
+from runner.config.schema import Precision, ResumeConfig, RunConfig
 from runner.system.error import ConfigError
 from runner.system.files import make_folder, read_bounded, write_durably
 from runner.system.json_lines import read_object
@@ -201,8 +202,22 @@ class RunDir:
 
     def store_config(self, config: RunConfig) -> None:
         """Write the resolved settings, with their digest on top."""
-        text = f"# settings sha256 {digest(flat(config))}\n{to_yaml(config)}"
-        write_durably(self.config, text.encode())
+        write_durably(self.config, _stored(config).encode())
+
+    def has_settings(self, config: RunConfig) -> bool:
+        """Whether its last start began with just these settings.
+
+        Unknown, and so False, with ``epochs``: what they are in steps the data alone says.
+        """
+        given = config.compute.precision
+        settled = Precision if given is Precision.auto else [given]
+        computes = (replace(config.compute, precision=precision) for precision in settled)
+        text = _text(self.config) if self.config.exists() else ""
+        return any(_stored(replace(config, compute=compute)) == text for compute in computes)
+
+
+def _stored(config: RunConfig) -> str:
+    return f"# settings sha256 {digest(flat(config))}\n{to_yaml(config)}"
 
 
 def is_allowed(key: str, resume: ResumeConfig) -> bool:

@@ -237,11 +237,19 @@ def test_launch_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
     until(lambda: not any(parent(pid) is not None for pid in alive), "the end of all")
 
 
-def test_asked_to_stop_while_it_waits_for_other_nodes(tmp_path: Path) -> None:
-    # Nobody else comes: no rank begins, and torchrun would wait for ten minutes.
+@pytest.mark.parametrize("hosts", ["yes", full("no")])
+def test_a_node_alone_ends_where_the_run_is_done_and_waits_where_it_is_not(
+    tmp_path: Path, hosts: str
+) -> None:
+    """Nobody else comes: no rank begins, and torchrun would wait for ten minutes."""
+    out = tmp_path / "run"
     with socket.create_server(("127.0.0.1", 0)) as free:
         head = f"127.0.0.1:{free.getsockname()[1]}"
-    started = launch(tmp_path / "run", options=("--nodes", "2", "--head", head))
+    node = ("--nodes", "2", "--nproc", "1", "--head", head, "--hosts", hosts)
+    assert launch(out, "steps=3").wait().code == 0
+    done = launch(out, "steps=3", options=node).wait()
+    assert done.code == 0 and "is done; no other node is waited for" in done.text, done.tail
+    started = launch(out, "steps=4", options=node)
     started.until(lambda _: running(started, "runner.launch.agent"))
     os.kill(started.process.pid, signal.SIGTERM)
     assert started.wait().code == 75
