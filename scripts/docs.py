@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import re
 from collections.abc import Iterator
 from enum import Enum
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.compose import documented, fields, packaged_configs, type_name
-from runner.config.foreign_keys import NAMES
+from runner.config.foreign_keys import answers
 from runner.config.schema import RunConfig
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -34,7 +35,7 @@ are not listed; one that is listed is given as `GROUP.arguments.KEY=value`.
 _COMING_FROM = """\
 # Coming from another trainer
 
-<!-- Made by scripts/docs.py from runner/config/foreign_keys.py: change that and run it. -->
+<!-- Made by scripts/docs.py from runner/config/foreign_keys.yaml: change that and run it. -->
 
 You can stay: [one line](integrations.md) puts the guard under the Hugging Face Trainer, TRL,
 Lightning or Accelerate. Composer, torchtitan and loops of your own take [`Guard`](loop.md), and
@@ -61,22 +62,17 @@ too. A group before it (`trainer.`, `training.`) does not matter.
 | theirs | here |
 |---|---|
 """
-_LISTED = 4  # names of a key: the most usual ones come first
+_LISTED = 3  # names of a key: the most usual ones come first
 
 
 def coming_from() -> str:
     """The page for users of other trainers: their usual keys and what each is here."""
     rows = (
-        f"| {' '.join(f'`{name}`' for name in names.split()[:_LISTED])} | {_cell(_once(ours))} |"
-        for ours, names in NAMES
+        f"| {' '.join(f'`{name}`' for name, _ in list(same)[:_LISTED])} | "
+        f"{_cell(ours.replace('docs/', ''))} |"
+        for ours, same in itertools.groupby(answers().items(), key=lambda entry: entry[1])
     )
     return _COMING_FROM + "\n".join(rows) + "\n"
-
-
-def _once(answer: str) -> str:
-    """The answer; what follows a batch's size is said in the row of accumulation alone."""
-    key, _, more = answer.partition(": batch.global_size counts")
-    return key if more else answer.replace("docs/", "")
 
 
 def page() -> str:

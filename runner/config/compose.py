@@ -25,7 +25,7 @@ from hydra.errors import ConfigCompositionException, HydraException, OverridePar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.config.foreign_keys import RESUME, likely_key, our_key
+from runner.config.foreign_keys import likely_keys, our_key
 from runner.config.schema import DECODER_KEYS, DataKind, RunConfig, former_key
 from runner.system.environment import redacted
 from runner.system.error import ConfigError
@@ -234,7 +234,7 @@ def _reject_whole_group(text: str) -> None:
         f"{text}: {group} is a group of settings, not one: "
         + (f"take a preset ({presets}), or " if has_presets else "")
         + f"set a key of it, such as {keys[0]}=... ; `--help {group}` lists all"
-        + (f". To go on with a run: {RESUME}" if group == "resume" else "")
+        + (f". To go on with a run: {our_key('auto_resume')}" if group == "resume" else "")
     )
 
 
@@ -322,10 +322,13 @@ def _key_of(override: str) -> str:
 def _unknown(key: str) -> str:
     if former := former_key(key):
         return f"{key}: {former}"
-    if ours := our_key(key) or likely_key(key, 1.0):
+    if ours := our_key(key):
         return f"unknown key {key!r}. Here: {ours}. `--help all` lists all keys."
-    if not _close(key, _specs()) and (ours := likely_key(key, 0.5)):
-        return f"unknown key {key!r}. Perhaps: {ours}. `--help all` lists all keys."
+    known = _specs()
+    alike = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+    a_leaf = any(name.endswith(f".{key}") for name in known)
+    if not alike and not a_leaf and (likely := likely_keys(key, known)):
+        return f"unknown key {key!r}. Perhaps: {', or '.join(likely)}. `--help all` lists all keys."
     return f"unknown key {key!r}. {_suggest(key)}"
 
 

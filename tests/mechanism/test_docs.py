@@ -12,7 +12,7 @@ import pytest
 
 from runner.command import COMMANDS
 from runner.config.compose import fields
-from runner.config.foreign_keys import NAMES
+from runner.config.foreign_keys import answers
 from runner.config.schema import RunConfig
 from scripts import docs
 
@@ -146,7 +146,7 @@ def test_keys_options_and_files_in_the_pages_exist() -> None:
         for page in PAGES
         if page.name != "CHANGELOG.md"
         for name in unknown_names(page.read_text(), keys, sources)
-        if name not in _OF_OTHERS | {key for _, names in NAMES for key in names.split()}
+        if name not in _OF_OTHERS | answers().keys()
     }
     assert unknown == set()
 
