@@ -8,6 +8,7 @@ scores (flash attention).
 from __future__ import annotations
 
 import math
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
@@ -61,7 +62,11 @@ def plan_memory(options: Namespace) -> int:
     at_least(1, ranks=ranks, ranks_per_node=options.ranks_per_node)
     if room_gib is not None and not room_gib > 0:
         raise ConfigError(f"--room-gib {room_gib}: must be more than 0")
-    config = compose(options.overrides, config_dir=options.config_dir)
+    overrides = list(options.overrides)
+    no_data = not any(re.match(r"data(\.path|\._target_|\.sources)?=", text) for text in overrides)
+    if no_data:  # their shapes, and a vocabulary, are all that is needed of them
+        overrides.insert(0, "data=synthetic")
+    config = compose(overrides, config_dir=options.config_dir)
     check(config, world_size=ranks)
     if config.compute.precision is Precision.auto:
         config.compute.precision = Precision.bf16
@@ -84,6 +89,11 @@ def plan_memory(options: Namespace) -> int:
     else:
         title = f"Memory of a rank of {ranks:,}, parallel={config.parallel.kind.value}, {precision}"
         _print(title, planned, room)
+        if no_data and config.model.vocab_size is None and config.model._target_ is None:
+            sys.stdout.write(
+                "Without data= the vocabulary is that of synthetic tokens, "
+                f"{dataset.vocab_size:,}: give data.path=..., or model.vocab_size=N\n"
+            )
     return 0
 
 

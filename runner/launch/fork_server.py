@@ -26,6 +26,7 @@ import importlib
 import inspect
 import io
 import json
+import logging
 import multiprocessing
 import os
 import runpy
@@ -57,6 +58,8 @@ _ANSWER_BYTES = 4096
 # The kernel shows what stood at these places when a process began: room for those it forks.
 _ARGUMENTS_BYTES, _ENVIRONMENT_BYTES = 1 << 16, (1 << 17) - 64
 _PADDING = "HOLDFAST_PADDING"
+# pyarrow, which DeepSpeed and datasets import, brings an allocator that starts a thread.
+_NO_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 # The server lives on where a scheduler signals every process; what it forks handles them itself.
 _NOT_FOR_THE_SERVER = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _making = threading.Lock()  # whose orphans come here is a property of this process
@@ -103,7 +106,7 @@ class Forks:
         with remote:
             process = subprocess.Popen(
                 [sys.executable, "-m", program, *words, "x" * _ARGUMENTS_BYTES],
-                env={**env, _PADDING: "x" * _ENVIRONMENT_BYTES},
+                env={**_NO_THREADS, **env, _PADDING: "x" * _ENVIRONMENT_BYTES},
                 stdin=remote.fileno(),
                 start_new_session=True,
             )
@@ -474,7 +477,7 @@ def _why_unfit() -> str:
     """Why this process must not be forked; empty if it may."""
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
-        return f"an import has started {threads - 1} threads"
+        return f"an import has started threads ({threads - 1})"
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{entry}").startswith("/dev/nvidia"):
@@ -495,8 +498,11 @@ def main(arguments: Sequence[str], kind: type[Server] = Server) -> None:
         from runner.config.compose import compose
 
         compose(_OVERRIDES)
+        # What imports warn of is not of this process: DeepSpeed looks for the device, for one.
+        logging.disable(logging.WARNING)
         # Nor does a collection in what is forked look at them, and so copy every page it shares.
         import_all(*IMPORTS, *arguments[:-1])
+        logging.disable(logging.NOTSET)
     else:
         import_all(*TORCHRUNS)
     for name in _RUN:  # python -m runs them under another name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import json
 import os
@@ -157,7 +158,7 @@ def test_one_that_hangs_is_replaced(told: Told) -> None:
     ("code", "reason"),
     [
         ("import threading, time\nthreading.Thread(target=time.sleep, args=(999,), daemon=True)"
-         ".start()", "1 threads"),
+         ".start()", "threads (1)"),
         ("raise RuntimeError('of mine')", "ended while it imported"),
         ("open('/dev/null'); import os; os._exit(3)", "ended while it imported"),
     ],
@@ -171,6 +172,22 @@ def test_without_one_ranks_import_by_themselves(
     assert [told.begin(env), told.begin(env)] == ["new", "new"]
     (line,) = told.said  # once
     assert reason in line and "import everything themselves" in line
+
+
+@pytest.mark.parametrize("library", ["deepspeed", "transformers", "peft", "datasets", "fsspec"])
+def test_libraries_of_ranks_start_no_threads_and_say_nothing(
+    library: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"needs {library}")
+    env = {name: value for name, value in ENV.items() if name != "DS_ACCELERATOR"}
+    forks, process = Forks.start([library], env)
+    try:
+        assert forks.is_ready(_SECONDS)  # raises what stands against it
+    finally:
+        forks.close()
+        process.wait(_SECONDS)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_an_environment_too_long_to_be_shown(told: Told) -> None:

@@ -180,6 +180,14 @@ def test_the_table_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert "would not hold a micro-batch of one sample: use more ranks" in table
 
 
+def test_memory_needs_no_data(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["plan", "--ranks", "2", "model=tiny"]
+    assert main(plan) == 0
+    assert "the vocabulary is that of synthetic tokens, 64" in capsys.readouterr().out
+    assert main([*plan, "model.vocab_size=1000"]) == 0
+    assert "vocabulary" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
