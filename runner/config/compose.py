@@ -325,7 +325,8 @@ def _unknown(key: str) -> str:
     if ours := our_key(key):
         return f"unknown key {key!r}. Here: {ours}. `--help all` lists all keys."
     known = _specs()
-    alike = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+    names = [*known, *{name.partition(".")[0] for name in known}]
+    alike = difflib.get_close_matches(key, names, n=1, cutoff=0.8)
     a_leaf = any(name.endswith(f".{key}") for name in known)
     if not alike and not a_leaf and (likely := likely_keys(key, known)):
         return f"unknown key {key!r}. Perhaps: {', or '.join(likely)}. `--help all` lists all keys."

@@ -238,6 +238,7 @@ class ScriptSupervisor(Supervisor):
             step=max(0, said.step),
             cause=cause.kind if cause else None,
             signature=cause.signature if cause else None,
+            reason=cause.reason if cause else None,
         )
 
 

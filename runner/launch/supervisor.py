@@ -215,6 +215,7 @@ class JobSupervisor(Supervisor):
             step=crash.step,
             cause=crash.cause,
             signature=crash.signature,
+            reason=crash.reason,
             diagnosed=diagnose,
         )
 

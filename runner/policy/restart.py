@@ -41,7 +41,8 @@ class Attempt:
         took_up: whether it began to train; an earlier failure is not a step's.
         step: the step in which it ended.
         cause: the kind of failure from the ranks' reports; None if unknown.
-        signature: stable text that says what failed where; None if unknown.
+        signature: stable text that says what failed where, compared; None if unknown.
+        reason: the same for a person; None if unknown.
         diagnosed: whether it ran with collective checks.
     """
 
@@ -52,6 +53,7 @@ class Attempt:
     step: int
     cause: str | None = None
     signature: str | None = None
+    reason: str | None = None
     diagnosed: bool = False
 
 
@@ -120,7 +122,7 @@ def _repeated(attempts: Sequence[Attempt], rules: RestartRules) -> str | None:
         return None
     if any(attempt.cause in (HARDWARE, MEMORY) for attempt in tail):
         return None  # another node, or smaller micro-batches, may help
-    if len({(a.step, what_failed(a)) for a in tail}) > 1:
+    if len({(a.step, a.signature, a.code if a.signature is None else 0) for a in tail}) > 1:
         return None
     return (
         f"deterministic: {times} attempts in a row failed at step {tail[-1].step} with "
@@ -129,8 +131,9 @@ def _repeated(attempts: Sequence[Attempt], rules: RestartRules) -> str | None:
 
 
 def what_failed(attempt: Attempt) -> str:
-    """A short text that names the failure."""
-    return attempt.signature or f"exit code {attempt.code}"
+    """A short text that names the failure, and for memory what helps."""
+    advice = "; out of memory: lower batch.micro_size" if attempt.cause == MEMORY else ""
+    return (attempt.reason or attempt.signature or f"exit code {attempt.code}") + advice
 
 
 def _within_budget(attempts: Sequence[Attempt], rules: RestartRules) -> Again | End:
@@ -138,15 +141,19 @@ def _within_budget(attempts: Sequence[Attempt], rules: RestartRules) -> Again | 
     was_preempted = last.code == codes.preempted
     if not rules.restarts:
         code = last.code if was_preempted else codes.crash
-        return End(reason=f"{what_failed(last)} at step {last.step}; restarts: 0", code=code)
+        return End(
+            reason=f"restarts: 0; failed at step {last.step}: {what_failed(last)}", code=code
+        )
     failed = without_progress(attempts)
     if failed > rules.restarts:
         return End(
             reason=f"{failed} attempts without a new {rules.measure}, the budget is "
-            f"{rules.restarts} restarts; last: {what_failed(last)} at step {last.step}",
+            f"{rules.restarts} restarts; last at step {last.step}: {what_failed(last)}",
             code=last.code if was_preempted else codes.crash,
         )
-    what = "preempted" if was_preempted else "failed" if last.signature else what_failed(last)
+    what = (
+        "preempted" if was_preempted else "failed" if last.signature else f"exit code {last.code}"
+    )
     unexplained = last.took_up and last.cause in _UNEXPLAINED and not was_preempted
     diagnosed = any(attempt.diagnosed for attempt in attempts[-max(1, failed) :])
     return Again(

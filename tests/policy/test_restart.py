@@ -79,7 +79,7 @@ def test_the_budget_and_its_pauses_without_progress(cause: str) -> None:
 def test_without_restarts_the_first_failure_is_the_end(clean: tuple[int, int]) -> None:
     """Also after progress, which would renew a budget."""
     what = after([crash(33, clean=clean)], replace(RULES, restarts=0), asked_to_stop=False)
-    assert what == End(reason="s at step 33; restarts: 0", code=1)
+    assert what == End(reason="restarts: 0; failed at step 33: s", code=1)
 
 
 def test_progress_renews_the_budget_for_ever() -> None:
