@@ -38,7 +38,7 @@ _COMING_FROM = """\
 <!-- Made by scripts/docs.py from runner/config/foreign_keys.yaml: change that and run it. -->
 
 You can stay: [one line](integrations.md) puts the guard under the Hugging Face Trainer, TRL,
-Lightning or Accelerate. Composer, torchtitan and loops of your own take [`Guard`](loop.md), and
+Lightning, Accelerate or torchtitan. Composer and loops of your own take [`Guard`](loop.md), and
 `holdfast run -- COMMAND` needs [no line](any-script.md).
 
 To move to `holdfast launch`:

@@ -448,7 +448,9 @@ def digest(value: Any) -> str:
 def main() -> None:
     name, folder, *todo = sys.argv[1:]
     rank, kill_at = int(os.environ["RANK"]), int(os.environ.get("KILL_AT", "-1"))
-    shuffle = name != "accelerate"  # so that samplers count passes; Lightning always does
+    shuffle = (
+        name != "accelerate" and "torchtitan" not in name
+    )  # so that samplers count passes; Lightning always does
     bad: Sequence[int] = SCATTERED if shuffle else BAD_OF_SECOND
 
     def run(name_of_run: str, skipped: list[Any]) -> dict[str, Any]:

@@ -143,6 +143,7 @@ PACKAGES: Final = {
     "text": "tokenizers",
     "lightning": "lightning",
     "accelerate": "accelerate",
+    "torchtitan": "torchtitan",
     "plot": "matplotlib",
     "remote": "s3fs",
     "hf": "datasets",

@@ -1,4 +1,4 @@
-"""The guard under TRL's trainers and under FSDP2 of frameworks, on two ranks: poisoned, killed."""
+"""The guard under TRL's trainers, torchtitan's and FSDP2 of frameworks, on two ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tests.run import read_lines
 from tests.script_run import ends_of
 
 TRL, FSDP2 = "trl_trainers.py", "sharded_trainers.py"
+TITAN = "torchtitan_trainers.py"
 
 
 @pytest.mark.full
@@ -20,13 +21,15 @@ TRL, FSDP2 = "trl_trainers.py", "sharded_trainers.py"
         *((TRL, name, "20", "") for name in ("dpo", "reward", "kto")),
         *((TRL, "grpo", "9", how) for how in ("nan", "none", "raise")),
         *((FSDP2, f"{name}_fsdp", "47", "") for name in ("lightning", "fabric", "accelerate")),
+        *((TITAN, name, "24", "") for name in ("torchtitan", "torchtitan_tp")),
     ],
 )
 def test_poisoned_killed_and_resumed_is_told_to_skip(
     tmp_path: Path, script: str, name: str, kill_at: str, reward: str
 ) -> None:
     """Of GRPO the rewards are poisoned: NaN, none from any function, or an exception."""
-    pytest.importorskip(NEEDS[name.removesuffix("_fsdp") if script == FSDP2 else "sft"])
+    package = NEEDS["sft" if script == TRL else name.partition("_")[0]]
+    pytest.importorskip(package, reason=f"{package} is not installed")
     words = (name, str(tmp_path), "poison", "told")
     ends = ends_of(script, tmp_path, *words, restarts=1, KILL_AT=kill_at, REWARD=reward)
     for end in ends:

@@ -161,7 +161,11 @@ def test_other_commands_name_the_extra_too(
     assert f"pip install '{of_extra(extra)}'" in done.stderr
 
 
-INTEGRATIONS = ("accelerate", "lightning")  # whoever imports runner.integrations has them
+INTEGRATIONS = (
+    "accelerate",
+    "lightning",
+    "torchtitan",
+)  # whoever imports runner.integrations has them
 
 
 # Where the distribution has another name than what is imported.

@@ -28,6 +28,7 @@ NEEDS = {
     "lightning": "lightning",
     "fabric": "lightning",
     "accelerate": "accelerate",
+    "torchtitan": "torchtitan",
 }
 
 
@@ -149,6 +150,27 @@ def test_the_private_names_are_still_there() -> None:
     assert "self.args.max_grad_norm > 0" in loop
 
 
+def test_torchtitan_still_asks_in_this_order(tmp_path: Path) -> None:
+    pytest.importorskip(
+        "torchtitan", reason="torchtitan is not installed (pip install '.[torchtitan]')"
+    )
+    from torchtitan.trainer import Trainer
+
+    from runner.integrations.torchtitan import GuardedTrainer
+
+    loop = inspect.getsource(Trainer.train) + inspect.getsource(Trainer.train_step)
+    order = ["self.checkpointer.load(", "self.batch_generator(", "self.should_continue_training()"]
+    order += ["self.step += 1", "self.train_step(", "next(data_iterator)"]
+    order += ["self.forward_backward_step(", "clip_grad_norm_(", "self.optimizers.step()"]
+    order += ["self.lr_schedulers.step()", "Loss is not finite"]
+    found = [loop.find(word) for word in order]
+    assert found == sorted(found) and -1 not in found
+    graphs = SimpleNamespace(training=SimpleNamespace(disable_cuda_graphs=False))
+    trainer: Any = SimpleNamespace(parallel_dims=SimpleNamespace(pp_enabled=False), config=graphs)
+    with pytest.raises(ConfigError, match=r"training\.disable_cuda_graphs=True"):
+        GuardedTrainer(trainer, tmp_path)
+
+
 def test_loaders_still_count_their_passes() -> None:
     """What a restart sets, so that a later pass is read in its own order."""
     pytest.importorskip("lightning")
@@ -190,7 +212,7 @@ def test_what_the_hf_trainer_cannot_have_guarded_is_refused(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("name", "package"),
-    [("hf", "transformers"), ("lightning", "lightning"), ("accelerate", "accelerate")],
+    [("hf", "transformers"), *((name, name) for name in ("lightning", "accelerate", "torchtitan"))],
 )
 def test_a_missing_framework_is_told_with_what_installs_it(
     name: str, package: str, monkeypatch: pytest.MonkeyPatch

@@ -55,7 +55,7 @@ OTHER_MODES = {"runner/engine/user_optimizer.py", "runner/model/pretrained.py"}
 
 def test_one_module_sets_the_modes_of_modules() -> None:
     setting = {name for name, text in modules() if re.search(r"\.(eval\(\)|train\()", text)}
-    own_words = {"runner/integrations/hf.py"}  # of an example: trainer.train()
+    own_words = {f"runner/integrations/{name}.py" for name in ("hf", "torchtitan")}  # of an example
     assert setting - OTHER_MODES - own_words == {MODES}
 
 
