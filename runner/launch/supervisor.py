@@ -198,7 +198,7 @@ class JobSupervisor(Supervisor):
         self._ended(number, ended)
         crash = evidence(self._out, since=lines)
         self._restart = {"noticed": crash.time or ended_at, "ended": ended_at}
-        if crash.reason:
+        if crash.reason and ended.code:  # else torchrun has started it again, and it is done
             self._say(f"attempt {number} crashed at step {crash.step}: {crash.reason}")
         for fault in crash.hardware:
             self._list(fault.host, f"hardware: {fault.reason}")

@@ -242,12 +242,19 @@ class Console:
         return is_due or self._has_live
 
     def _update_live(self, text: Text) -> None:
+        from rich.console import Group
+        from rich.control import Control
         from rich.live import Live
+        from rich.segment import ControlType
 
         if self._live is None:
             self._live = Live(console=self._rich, auto_refresh=False, transient=True)
             self._live.start()
-        self._live.update(text, refresh=True)
+            self._rich.show_cursor(True)  # one that is killed could not
+        # Whoever writes after this process was killed begins where the line does.
+        text.end = ""
+        line = Group(text, Control(ControlType.CARRIAGE_RETURN))
+        self._live.update(line, refresh=True)
 
     def work(self, what: str, done: int, total: int) -> None:
         """Show the progress of long work, in bytes: a live line, or a plain one now and then."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from runner.policy.columns import PACE_STEPS
 from runner.system.json_lines import iter_lines, step_of
 from runner.system.parsing import whole
 
@@ -130,7 +131,6 @@ _PEAKS = {
     150.0: ("A40",),
     148.0: ("H20",),
 }
-_STEPS_AVERAGED = 20
 
 
 def peak_tflops(device_name: str) -> float | None:
@@ -159,7 +159,7 @@ class Throughput:
     def __init__(self, *, flops_per_token: float, peak_flops: float | None) -> None:
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops
-        self._recent: deque[tuple[float, int]] = deque(maxlen=_STEPS_AVERAGED)
+        self._recent: deque[tuple[float, int]] = deque(maxlen=PACE_STEPS)
 
     def note(self, seconds: float, tokens: int) -> Pace:
         """Add one step, and return the pace including it."""

@@ -10,6 +10,7 @@ FIELDS: Final = (
     *("seconds", "data_wait_seconds", "verdict", "action", "eval_loss", "loss_limit"),
     *("norm_limit", "time", "stalls", "nonfinite"),
 )
+PACE_STEPS: Final = 20  # newest attempted ones, whose mean ``seconds`` is the pace that is shown
 EVALUATED: Final = "eval_"  # begins the column of a metric in an evaluation
 LAYERS, SOURCES, TEXT = "layers", "sources", "text"
 # What our further columns are about, by their names before a slash.

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from runner.system.environment import redacted
+from runner.system.environment import redacted, variables
 from runner.system.parsing import json_text
 
 _ROOT = "runner"
@@ -68,6 +68,8 @@ class _Lines(logging.Handler):
                     text = at_words(text, shutil.get_terminal_size().columns)
                     if colour := getattr(record, "colour", ""):
                         text = f"\x1b[{colour}m{text}\x1b[0m"
+                    if variables().get("TERM") != "dumb":
+                        text = f"\x1b[K{text}"  # of a live line whose process was killed
                 stream.write(text + "\n")
                 stream.flush()
         except Exception:

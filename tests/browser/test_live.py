@@ -179,6 +179,30 @@ def test_a_zoom_stays_while_steps_come_in(watched: Watched, tmp_path: Path) -> N
         assert page.evaluate(span) == before
 
 
+def test_what_is_open_stays_so_while_incidents_come_in(watched: Watched, tmp_path: Path) -> None:
+    begun(tmp_path, 200)
+    kinds = ["discard", "crash"] * 15
+
+    def journal(kinds: list[str], at: int) -> None:
+        with (tmp_path / "journal.jsonl").open("a") as file:
+            lines = (incident(kind, at + 60 * place) for place, kind in enumerate(kinds))
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
+    journal(kinds, 300)
+    with serving(tmp_path) as port:
+        page = watched.open(f"http://{ADDRESS}:{port}/")
+        page.locator(".older summary", has_text="19 older").click()
+        page.locator("#incident-2 summary").first.click()
+        journal(["crash"], 9000)
+        page.locator(".older summary", has_text="20 older").wait_for()
+        assert page.locator("#incident-2 dl").is_visible(), "also what is inside what is open"
+        page.locator(".filter select").select_option("crash")
+        journal(["discard"], 9900)
+        page.locator("#incident-33").wait_for(state="attached")
+        assert page.locator("#incident-32").is_visible()
+        assert not page.locator("#incident-33").is_visible(), "a kind that was chosen stays so"
+
+
 def test_it_begins_before_the_first_step_and_sees_the_end(watched: Watched, tmp_path: Path) -> None:
     lines = begun(tmp_path, 0)
     with serving(tmp_path) as port:

@@ -114,6 +114,35 @@ def test_a_spike_of_one_step_is_seen_at_its_place(watched: Watched, troubled: Pa
     assert not calm.any(), "and nowhere else behind the beginning"
 
 
+def test_signs_of_one_trouble_are_one_from_afar(watched: Watched, tmp_path: Path) -> None:
+    made = Made(steps=4000, redo_at=range(2000, 2008), bad_at=(1000, 1001, 3000))
+    page = watched.open(report(tmp_path, made))
+    count = """async ([from, to]) => {
+        const pen = CanvasRenderingContext2D.prototype, { arc, stroke, clearRect } = pen;
+        const chart = document.querySelector('figure[data-curve=loss]').chart;
+        let arrows = 0, crosses = 0, draws = 0;
+        pen.clearRect = function (...told) {
+            draws += this === chart.ctx;
+            return clearRect.apply(this, told);
+        };
+        pen.arc = function (...told) {
+            arrows += this === chart.ctx && told[4] < 6; // dots are whole
+            return arc.apply(this, told);
+        };
+        pen.stroke = function (...told) {
+            crosses += this === chart.ctx && this.lineWidth === 2 && this.strokeStyle === '#b3261e';
+            return stroke.apply(this, told);
+        };
+        chart.setScale('x', { min: from, max: to });
+        await new Promise((done) => setTimeout(done, 100));
+        Object.assign(pen, { arc, stroke, clearRect });
+        return [arrows / draws, crosses / 2 / draws];
+    }"""
+    assert page.evaluate(count, [0, 4010]) == [1, 2]
+    assert page.evaluate(count, [1990, 2030]) == [8, 0]
+    assert page.evaluate(count, [990, 1010]) == [0, 2]
+
+
 def test_pointing_at_it_tells_its_numbers(watched: Watched, troubled: Path) -> None:
     page = watched.open(troubled)
     at = column_of(page, "loss", 200)
@@ -137,6 +166,26 @@ def test_a_click_on_an_incident_zooms_to_it(watched: Watched, troubled: Path) ->
         "[...document.querySelectorAll('figure.chart')].map((f) => f.chart.scales.x.min)"
     )
     assert len(set(ranges)) == 1, "all charts show the same steps"
+    page.locator(".readout", has_text="step 150 ·").wait_for()
+    labels = "({axes}) => axes[1]._values.filter((one) => one !== null)"
+    for factor in (1, 0.02):
+        page.evaluate(
+            "([at, half]) => document.querySelector('figure.chart').chart.setScale("
+            "'x', {min: at - half, max: at + half})",
+            [(low + high) / 2, factor * (high - low) / 2],
+        )
+        page.wait_for_timeout(50)
+        for curve in ("loss", "grad_norm", "lr", "tokens_per_second"):
+            drawn = f"document.querySelector('figure[data-curve={curve}]').chart"
+            told = page.evaluate(f"({labels})({drawn})")
+            assert len(told) == len(set(told)) > 1, (curve, told)
+            widths = page.evaluate(
+                "(words) => { const pen = document.createElement('canvas').getContext('2d');"
+                "pen.font = '12px system-ui, sans-serif';"
+                "return words.map((one) => pen.measureText(one).width); }",
+                told,
+            )
+            assert max(widths) < 58, (curve, told)
     page.keyboard.press("0")
     assert page.evaluate("document.querySelector('figure.chart').chart.scales.x.max") == whole
 
@@ -355,6 +404,7 @@ def test_one_look_of_one_layer_is_seen_at_its_place(watched: Watched, inside: Pa
     page.keyboard.press("ArrowRight")
     words = page.locator("figure.heat .told").first.inner_text()
     assert words.startswith("blocks.6 · step 225 · about 0."), words
+    assert page.locator("text=Point at a cell").count() == 0, "it stood at the first alone"
     assert watched.complaints == []
 
 

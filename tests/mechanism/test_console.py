@@ -7,6 +7,7 @@ import io
 import os
 import pty
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -191,8 +192,8 @@ def screen(sent: str) -> list[str]:
         elif letter:
             rows[row] = rows[row].ljust(column)[:column] + letter + rows[row][column + 1 :]
             column += 1
-        elif code == "2K":
-            rows[row] = ""
+        elif code.endswith("K"):
+            rows[row] = "" if code == "2K" else rows[row][:column]
         elif code.endswith("A"):
             row -= int(code[:-1] or 1)
     return [line.rstrip() for line in rows if line.strip()]
@@ -237,12 +238,28 @@ def test_an_incident_has_a_colour_on_a_terminal_and_breaks_at_words(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     sent = on_terminal(lambda console: console.incident(INCIDENT))
-    assert sent.startswith("\x1b[33m! step 17 discard") and sent.rstrip().endswith("\x1b[0m")
-    lines = [line.strip() for line in re.sub(r"\x1b\[\d+m", "", sent).splitlines()]
+    assert sent.startswith("\x1b[K\x1b[33m! step 17 discard") and sent.rstrip().endswith("\x1b[0m")
+    lines = [line.strip() for line in re.sub(r"\x1b\[\d*[mK]", "", sent).splitlines()]
     assert max(map(len, lines)) <= 80 and len(lines) == 2
     assert " ".join(lines).endswith("loss 9.10 above 3.20 -> discard")
     monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b" not in on_terminal(lambda console: console.incident(INCIDENT))
+    assert "m" not in re.findall(r"\x1b\[\d*(.)", on_terminal(lambda one: one.incident(INCIDENT)))
+
+
+def test_others_write_over_the_live_line_of_a_process_that_was_killed(
+    on_terminal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(console: Console) -> None:
+        terminal = sys.stdout
+        console.progress(PROGRESS)
+        sys.stdout = terminal  # as the launcher has it
+        Console(silent=False, every=1).say("launcher: attempt 2")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stderr", sys.stderr)  # which the live line takes
+        sent = on_terminal(work)
+    assert screen(sent) == ["launcher: attempt 2"]
+    assert sent.rfind("\x1b[?25h") > sent.rfind("\x1b[?25l"), "the cursor is there"
 
 
 def test_incidents_stay_above_the_live_line(on_terminal: Callable[..., str]) -> None:

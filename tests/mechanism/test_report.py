@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from runner.__main__ import main
+from runner.observe.metrics import Throughput
 from runner.observe.page_writer import PageWriter
 from runner.system.error import ConfigError
 from runner.tools.report import page as pages
@@ -35,7 +36,7 @@ from runner.tools.report.metrics_text import metrics_text, samples_of
 from runner.tools.report.run_reader import RunReader, RunStatus
 from runner.tools.report.side_files import LayerFold, RingFold, ValueGrid
 from runner.tools.report.terminal import now_parts
-from tests.made_run import BEGAN, Made, checkpoint, incident
+from tests.made_run import BEGAN, Made, checkpoint, incident, write_lines
 from tests.waiting import until
 
 
@@ -294,7 +295,32 @@ def test_an_incident_is_told_in_one_sentence(tmp_path: Path) -> None:
     assert second.clean_step == 71 and second.cost() == "2 steps, 1.8s"
     out = journalled(tmp_path / "other", [incident("start", 0), incident("crash", 7)])
     [crash] = episodes(read(out))
-    assert crash.sentence().endswith("Done: crash. Not recovered yet.")
+    assert crash.sentence().endswith("Done: crash. Not recovered yet.") and crash.cost() == ""
+
+
+def test_a_crash_costs_the_steps_and_the_time_until_training_again(tmp_path: Path) -> None:
+    made = list(Made(steps=20).metrics())
+    (tmp_path / "run").mkdir()
+    made[6] |= {"stalls": {"restart": 9.5}}  # what was after step 6 is cut off
+    again = [line | {"time": line["time"] + 20 * (at >= 6)} for at, line in enumerate(made)]
+    write_lines(tmp_path / "run" / "metrics.jsonl", again)
+    lines = [incident("start", 0), incident("crash", 10), incident("start", 6, time=BEGAN + 15)]
+    [crash] = episodes(read(journalled(tmp_path / "run", lines)))
+    assert crash.cost() == "3 steps, 9.5s" and crash.recovered == "since step 7"
+
+
+def test_the_time_to_go_is_that_of_the_console(tmp_path: Path) -> None:
+    out = Made(steps=100, status=None).write(tmp_path / "run")
+    lines = list(Made(steps=100).metrics())
+    average = Throughput(flops_per_token=0.0, peak_flops=None)
+    for at, line in enumerate(lines):
+        line |= {"seconds": 0.5 + at / 100, "time": line["time"] + 900 * (at > 90)}  # it was down
+        pace = average.note(line["seconds"], line["tokens"])
+    write_lines(out / "metrics.jsonl", lines)
+    (out / "config.yaml").write_text("steps: 400\n")
+    (out / "incarnation").mkdir()
+    (out / "incarnation" / "beat").touch()
+    assert RunStatus(read(out)).eta_seconds == pytest.approx(300 * pace.seconds_per_step)
 
 
 def test_the_command_that_resumes_is_that_of_the_newest_start(tmp_path: Path) -> None:

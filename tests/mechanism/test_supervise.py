@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -111,8 +112,10 @@ def test_a_preempted_job_is_restarted_at_once(fake: Callable[..., Fake]) -> None
 
 
 def test_one_launch_id_over_all_attempts(fake: Callable[..., Fake]) -> None:
-    job = fake("sys.exit(7 if attempt < 3 else 0)")
-    assert job.wait()[0] == 0
+    job = fake("journal('start', 0); journal('crash', attempt); sys.exit(7 if attempt < 3 else 0)")
+    code, text = job.wait()
+    assert code == 0
+    assert re.findall("attempt (.) crashed at step .: told", text) == ["1", "2"], "it was mended"
     assert [line["HOLDFAST_ATTEMPT"] for line in job.seen()] == ["1", "2", "3"]
     assert len({line["HOLDFAST_LAUNCH_ID"] for line in job.seen()}) == 1
     log = read_lines(job.out / "attempts.jsonl")

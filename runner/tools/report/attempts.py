@@ -62,7 +62,6 @@ def is_odd(row: AttemptRow, line: Mapping[str, Any]) -> bool:
 
 # The curves whose extremes are kept: loss, norm, held-out loss, speed, by index into AttemptRow.
 _WATCHED = (4, 5, 6, 8)
-_PACE = 200  # attempts over which it is taken
 
 
 def _extremes(rows: Sequence[AttemptRow]) -> list[AttemptRow]:
@@ -192,12 +191,3 @@ class AttemptIndex:
 
     def time_of(self, attempt: int) -> float:
         return self._times[attempt]
-
-    def pace(self) -> float | None:
-        """Seconds per step over the newest attempts, pauses between them included."""
-        count = min(_PACE, len(self._steps) - 1)
-        if count < 1:
-            return None
-        seconds = self._times[-1] - self._times[-1 - count]
-        steps = self._steps[-1] - self._steps[-1 - count]
-        return seconds / steps if steps > 0 and seconds > 0 else None

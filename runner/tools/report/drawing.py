@@ -187,12 +187,12 @@ def bounds(values: Iterable[float], *, is_log: bool) -> tuple[float, float] | No
 def ticks(scale: tuple[float, float], *, is_log: bool) -> list[float]:
     """About four round numbers on a scale."""
     low, high = scale
-    if is_log:
-        first, last = math.ceil(math.log10(low)), math.floor(math.log10(high))
-        tens = [10.0**power for power in range(first, last + 1)]
-        if len(tens) >= 2:
-            return tens[:: max(1, len(tens) // 5)]
-        return [low * (high / low) ** (index / 3) for index in range(4)]
+    for digits in ((1,), (1, 2, 5)) if is_log else ():
+        powers = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
+        found = [digit * 10.0**power for power in powers for digit in digits]
+        inside = [value for value in found if low <= value <= high]
+        if len(inside) >= 2:
+            return inside[:: max(1, len(inside) // 5)]
     rough = (high - low) / 4
     power = 10 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)

@@ -61,7 +61,8 @@ class Episode:
     """One incident; incidents are numbered from 1, the oldest.
 
     ``attempts`` are its first and its last in the curves, None without curves. ``clean_step`` and
-    ``clean_at`` are of the first applied step after it, None and 0 if there is none.
+    ``clean_at`` are of the first applied step after it, None and 0 if there is none. ``again`` and
+    ``down_seconds`` are what the restart after a crash cost: steps and time.
     """
 
     number: int
@@ -69,6 +70,8 @@ class Episode:
     attempts: tuple[int, int] | None
     clean_step: int | None
     clean_at: float
+    again: int = 0
+    down_seconds: float = 0.0
 
     def anchor(self, place: int) -> str:
         """Its name on a page on which the run has this place."""
@@ -123,8 +126,8 @@ class Episode:
 
     def cost(self) -> str:
         """Steps and seconds; empty for nothing."""
-        steps = sum(line.cost_steps for line in self.lines)
-        seconds = sum(line.cost_seconds for line in self.lines)
+        steps = self.again + sum(line.cost_steps for line in self.lines)
+        seconds = self.down_seconds + sum(line.cost_seconds for line in self.lines)
         step_text = "1 step" if steps == 1 else f"{steps:,} steps" if steps else ""
         return ", ".join(filter(None, [step_text, took(seconds) if seconds else ""]))
 
@@ -157,12 +160,13 @@ def episodes(run: RunReader) -> list[Episode]:
     # Without attempts there are no curves to show them in.
     marks = run.marks() if len(attempts) else []
     places = {id(mark.line): mark.attempt for mark in marks}
-    found = []
+    down, found = dict(run.fold.down), []
     for number, group in enumerate(group_incidents(run.fold.lines), start=1):
         lines = [line for line in group if line.kind not in REMARK_KINDS]
         at = [places[id(line)] for line in lines if id(line) in places]
         clean = max(at, default=0) + (lines[-1].kind not in _BETWEEN_STEPS)
         is_over = bool(at) and clean <= run.fold.applied_attempt
+        is_crash = lines[0].kind == "crash" and clean < len(attempts)
         found.append(
             Episode(
                 number=number,
@@ -170,6 +174,8 @@ def episodes(run: RunReader) -> list[Episode]:
                 attempts=(min(at), max(at)) if at else None,
                 clean_step=attempts.step_of(clean) if is_over else None,
                 clean_at=_known(attempts.time_of(clean)) if is_over else 0.0,
+                again=max(0, lines[0].step - attempts.step_of(clean)) if is_crash else 0,
+                down_seconds=down.pop(clean, 0.0) if is_crash else 0.0,
             )
         )
     return found

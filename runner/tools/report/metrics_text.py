@@ -62,7 +62,7 @@ def samples_of(run: RunReader) -> Iterator[Sample]:
         ("loss", _GAUGE, "training loss of the last applied step", now.loss),
         ("eval_loss", _GAUGE, "held-out loss", now.eval_loss),
         ("grad_norm", _GAUGE, "gradient norm of the last attempt", last and last.grad_norm),
-        ("step_seconds", _GAUGE, "of an attempted step", fold.attempts.pace()),
+        ("step_seconds", _GAUGE, "of an attempted step", run.step_seconds()),
         ("tokens_per_second", _GAUGE, "of the last attempt", now.tokens_per_second),
         ("goodput_ratio", _GAUGE, "share of the wall time that counts", now.goodput),
         ("heartbeat_age_seconds", _GAUGE, "since the owner's last sign", now.silent_seconds),

@@ -6,11 +6,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from runner.policy.alert import RUNNING, STARTING
-from runner.policy.columns import FIELDS
+from runner.policy.columns import FIELDS, PACE_STEPS
 from runner.policy.decision.history import History, Incident
 from runner.policy.retention.records import State
 from runner.run_dir.paths import SAMPLES, RunDir, read_explanation
@@ -71,6 +72,7 @@ class _Fold:
     history: History = field(default_factory=History)
     account: TimeAccount = field(default_factory=TimeAccount)
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_RECENT))
+    down: dict[int, float] = field(default_factory=dict)  # seconds, by the first attempt after it
     num_odd: int = 0
     last_action: str = ""
     cursor: int = 0
@@ -209,6 +211,8 @@ class RunReader:
             fold.num_odd += 1
         else:
             fold.account.add(timed)
+            if down := timed["stalls"].get("restart"):
+                fold.down[row.attempt] = down
             fold.recent.append(timed)
         return row
 
@@ -326,6 +330,11 @@ class RunReader:
         journal = [_account_line(line) for line in self.fold.lines if line.time >= since]
         return account(steps, journal).breakdown(_HOUR)
 
+    def step_seconds(self) -> float | None:
+        """The console's pace: the mean of the newest attempted steps; None without any."""
+        newest = [one["seconds"] for one in islice(reversed(self.fold.recent), PACE_STEPS)]
+        return sum(newest) / len(newest) if newest else None
+
     def checkpoints(self) -> list[StoredCheckpoint]:
         """The committed checkpoints on disk, in the order of their serials."""
         return checkpoints(self.run_dir)
@@ -362,7 +371,7 @@ class RunStatus:
         self.rollbacks = len(fold.history.rollbacks)
         self.restarts = fold.history.num_restarts
 
-        remaining, pace = max(0, (self.total or 0) - self.step), attempts.pace()
+        remaining, pace = max(0, (self.total or 0) - self.step), run.step_seconds()
         is_running = self.status == "running"
         self.eta_seconds = remaining * pace if is_running and remaining and pace else None
         ring = run.checkpoints()

@@ -26,7 +26,7 @@
         if (size >= factor) return Number((value / factor).toPrecision(3)) + unit;
       }
     }
-    return size >= 1e-3 ? String(Number(value.toPrecision(4))) : Number(value.toPrecision(3)).toExponential();
+    return size >= 1e-3 ? String(Number(value.toPrecision(4))) : Number(value.toPrecision(4)).toExponential();
   }
 
   // The last index whose value is not above the wanted one.
@@ -346,8 +346,7 @@
             values: (u, splits) => splits.map((v) => group.format(this.stepAt(v))),
           }),
           axis(72, {
-            space: 28, values: (u, splits) => splits.map((v) => (v === null ? null : short(v))),
-            ...(isLog ? { filter: (u, splits) => filterLog(u, splits) } : {}),
+            space: 28, values: (u, splits) => splits.map(short), ...(isLog ? { splits: logSplits } : {}),
           }),
         ],
         series: [{}, { stroke: () => (this.weight || this.isDense() ? `color-mix(in srgb, ${css("--blue")} 50%, ${css("--paper")})` : css("--blue")), width: 1.4, gaps: (u) => this.gaps(u), points: { show: (u) => u.scales.x.max - u.scales.x.min < 60, size: 4, fill: () => css("--blue") } },
@@ -490,8 +489,9 @@
       return x >= u.bbox.left - 1 && x <= u.bbox.left + u.bbox.width + 1;
     }
 
+    // Signs that would lie on one another are one: a cross if one of the steps was not applied.
     drawOdd(u, name) {
-      const pen = u.ctx, { top, height } = u.bbox, ratio = devicePixelRatio, arm = 4.5 * ratio;
+      const pen = u.ctx, { top, height } = u.bbox, ratio = devicePixelRatio, arm = 4.5 * ratio, signs = [];
       for (const [at, [action]] of this.odd) {
         if (action === "apply") continue;
         const x = u.valToPos(this.attempt[at], "x", true), value = this.columns[name][at];
@@ -503,8 +503,14 @@
         trace(pen, [x, top + height], [x, y]);
         pen.stroke();
         pen.globalAlpha = 1;
-        pen.lineWidth = 2 * ratio;
-        if (action === "redo") { // a circular arrow
+        const before = signs[signs.length - 1];
+        if (before && x - before.x < 2.5 * arm) before.isRedo &&= action === "redo";
+        else signs.push({ x, y, isRedo: action === "redo" });
+      }
+      pen.lineWidth = 2 * ratio;
+      for (const { x, y, isRedo } of signs) {
+        pen.strokeStyle = css(isRedo ? "--green" : "--red");
+        if (isRedo) { // a circular arrow
           pen.beginPath();
           pen.arc(x, y, arm, 0.9, 2 * Math.PI - 0.3);
           pen.stroke();
@@ -538,9 +544,11 @@
       const pen = u.ctx, { left, width, top } = u.bbox, ratio = devicePixelRatio;
       pen.strokeStyle = css("--purple");
       pen.lineWidth = 2 * ratio;
+      let before = -Infinity;
       for (const mark of this.rollbacks()) {
         const from = u.valToPos(mark.attempt, "x", true), to = u.valToPos(mark.back, "x", true);
-        if (from < left || to > left + width) continue;
+        if (from < left || to > left + width || from - before < 11 * ratio) continue;
+        before = from;
         const y = top - 1 * ratio, up = Math.min(22 * ratio, 8 * ratio + (from - to) / 6);
         pen.beginPath();
         pen.moveTo(from, y);
@@ -635,14 +643,18 @@
     }
   }
 
-  function filterLog(u, splits) {
-    const tens = splits.map((v) => (Math.abs(Math.log10(v) - Math.round(Math.log10(v))) < 1e-6 ? v : null));
-    const { min, max } = u.scales.y;
-    const seen = (values) => values.filter((v) => v !== null && v >= min && v <= max).length;
-    if (seen(tens) >= 2) return tens;
-    const few = splits.map((v) => ([1, 2, 5].includes(Number((v / 10 ** Math.floor(Math.log10(v) + 1e-9)).toPrecision(2))) ? v : null));
-    if (seen(few) >= 2) return few;
-    return splits.map((v) => (Math.abs(Number(v.toPrecision(1)) / v - 1) < 1e-6 ? v : null));
+  // Round numbers in the scale: powers of ten, else more of each, else as on a linear one.
+  function logSplits(u, axis, min, max) {
+    for (const digits of [[1], [1, 2, 5]]) {
+      const found = [];
+      for (let power = Math.floor(Math.log10(min)); power <= Math.log10(max); power++) {
+        found.push(...digits.map((one) => one * 10 ** power).filter((v) => v >= min && v <= max));
+      }
+      if (found.length > 1) return found.filter((_, at) => at % Math.ceil(found.length / 7) === 0);
+    }
+    const rough = (max - min) / 4, power = 10 ** Math.floor(Math.log10(rough));
+    const step = [1, 2, 5, 10].map((one) => one * power).find((one) => one >= rough), first = Math.ceil(min / step);
+    return Array.from({ length: Math.floor(max / step) - first + 1 }, (_, at) => (first + at) * step);
   }
 
   // -- several runs --------------------------------------------------------------------------
@@ -880,11 +892,14 @@
         renew(view.section, markup);
         continue;
       }
-      const name_of = (one) => one.closest("[id]").id + (one.querySelector("summary > .line") ? "" : one.firstChild.textContent);
-      const open = new Set([...part.querySelectorAll("details[open]")].map(name_of));
+      // What was open stays so, by its words: their counts grow.
+      const nameOf = (one) => one.closest("[id]").id + (one.querySelector("summary > .line") ? "" : one.firstChild.textContent.replace(/[\d,]+/g, ""));
+      const open = new Set([...part.querySelectorAll("details[open]")].map(nameOf)), kind = part.querySelector(".filter select")?.value;
       part.innerHTML = markup; // made and escaped by runner.tools.report.markup
-      for (const one of part.querySelectorAll("details")) one.open = open.has(name_of(one));
+      for (const one of part.querySelectorAll("details")) one.open = open.has(nameOf(one));
       listen(part);
+      const filter = kind && part.querySelector(".filter select");
+      if (filter) { filter.value = kind; filter.dispatchEvent(new Event("change")); }
       const link = document.querySelector(`.contents a[data-of="${name}"]`);
       if (link) link.hidden = markup === "";
     }
