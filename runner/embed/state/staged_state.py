@@ -204,14 +204,15 @@ class StagedState:
     """State as the shards that :class:`runner.checkpoint.ring.CheckpointRing` saves and loads.
 
     ``before_change`` is called before a save with other tensors than the last one, or than those of
-    which :meth:`expected_in_memory` was told. Collective.
+    which :meth:`expected_in_memory` was told. Collective. Until it is set, what is captured is no
+    save: a resume captures what it has loaded.
     """
 
     replica = (0, 1)  # this class handles copies itself, tensor by tensor
 
     def __init__(self, ranks: Ranks, device: torch.device, stages: Stages | None = None) -> None:
         self.device = device
-        self.before_change: Callable[[], None] = lambda: None
+        self.before_change: Callable[[], None] | None = None
         self._ranks = ranks
         self.stages = stages or Stages(ranks)
         self._meshes = Meshes(ranks, self.stages)
@@ -274,9 +275,10 @@ class StagedState:
         ]
         # Not those of the last load: after a rollback to before the optimizer's first update there
         # are fewer tensors than in the last save, and than slots in memory are made for.
-        before, self._saved = self._saved, _layout(slices)
-        if before is not None and before != self._saved:
-            self.before_change()
+        if self.before_change is not None:
+            before, self._saved = self._saved, _layout(slices)
+            if before is not None and before != self._saved:
+                self.before_change()
         self._slices, self._loading, self._taken = slices, {}, {}
         return dict(sorted(entries.items()))
 
