@@ -65,6 +65,7 @@ class Case:
         looked: loop: the model is evaluated before ``Guard(...)``.
         late_copies: snapshots are copied as late as on a GPU (tests/late_copies.py).
         ring_alone: loop: with :class:`runner.Ring` and no guard.
+        settings: further ones of the runner; ``OUT`` in them is the run's directory.
     """
 
     where: str = "runner"
@@ -110,6 +111,7 @@ class Case:
     bad: tuple[int, ...] = ()
     sick: str = ""
     flaky: float = 0.0
+    settings: tuple[str, ...] = ()
     breaks: tuple[Break, ...] = ()
 
     @property
@@ -191,9 +193,13 @@ _DISTURBING = (
     *("explain", "tracker", "best", "memory", "waits", "looked", "late", "late_copies", "mirror"),
     *("auto", "advice"),
 )
+_LOOKING = ("checkpoint.", "debug.", "track.", "watchdog.")
 
 
 def as_told(case: Case) -> Case:
     """The same trajectory undisturbed: nothing breaks, and nobody looks."""
     plain = Case()
-    return replace(case, keep=9, **{name: getattr(plain, name) for name in _DISTURBING})
+    own = tuple(one for one in case.settings if not one.startswith(_LOOKING))
+    return replace(
+        case, keep=9, settings=own, **{name: getattr(plain, name) for name in _DISTURBING}
+    )

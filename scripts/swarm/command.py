@@ -60,6 +60,7 @@ def overrides(case: Case, folder: Path, start: int = 0) -> list[str]:
     words += ["optim.ema=0.8"] if case.ema else []
     words += [*_model(case), *_data(case, folder, start), *_watched(case), *_guarded(case)]
     words += ["checkpoint.every=auto"] if case.auto else []
+    words += case.settings
     return [*words, *_faulty(case)]
 
 

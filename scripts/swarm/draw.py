@@ -23,6 +23,14 @@ _OBSERVERS = (
     *("live line", "pace", "rank times", "replicas", "audit", "preflight", "curve", "explain"),
     *("explain", "explain", "evidence", "names", "resume check"),
 )
+_SETTINGS = (
+    *("compute.recompute=blocks", "compute.recompute=selective", "compute.deterministic=true"),
+    *("parallel.reduce_each_micro_batch=false", "parallel.reshard_after_forward=false"),
+    *("parallel.offload=cpu", "schedule=wsd", "schedule=linear", "guard.margin=2", "guard.back=3"),
+    *("checkpoint.keep_every=12", "checkpoint.write_mib_per_second=1", "debug=collectives"),
+    *("checkpoint.remote=file://OUT-remote", "track.report_minutes=0.02", "track.read=false"),
+    *("watchdog.straggler_every=3", "launch.warm=false", "data.cache=OUT-cache"),
+)
 _REMIXES = ((3.0, 1.0, 1.0), (1.0, 0.0, 2.0))
 _ZERO = (("zero1", 2), ("zero2", 2), ("zero3", 2))
 
@@ -51,7 +59,16 @@ def _newer_runner(dice: random.Random, case: Case) -> Case:
         case = replace(case, data="stream")
     if case.evaluate and dice.random() < 0.25:
         case = replace(case, stop_after=dice.choice((1, 2, 3)))
+    if dice.random() < 0.3:
+        case = replace(case, settings=_settings(dice, case))
     return case
+
+
+def _settings(dice: random.Random, case: Case) -> tuple[str, ...]:
+    layouts = [case.engine, *(one.engine for one in case.breaks)]
+    with_zero = any(one.startswith("zero") for one in layouts)
+    among = [one for one in _SETTINGS if not (with_zero and one.startswith("parallel."))]
+    return tuple(dice.sample(among, dice.choice((1, 1, 2))))
 
 
 def _newer_loop(dice: random.Random, case: Case) -> Case:

@@ -160,6 +160,7 @@ def _start(
         env[warm.LATE_COPIES] = "1"
     if case.flaky:
         env["SWARM_SOUND_AT"] = str(time.time() + case.flaky)
+    words = [word.replace("OUT", str(out)) for word in words]
     words = [*words, f"preempt.grace_seconds={_GRACE_SECONDS}", f"preempt.notice=file:{notice}"]
     program = HERE / "program.py"
     started = start(out, *words, ranks=0 if ranks == 1 else ranks, env=env, program=program)
