@@ -90,6 +90,24 @@ class Probes:
         """Whether the gate would apply the step."""
         return reading.is_good(self.case.limits)
 
+    def of_ranks(
+        self,
+        ranks: Collection[int],
+        why: str = "samples are bad on {who} each time, and good on another rank",
+    ) -> Finding:
+        """The finding about ranks that give bad numbers where others do not: their devices, unless
+        their copies of the weights differ. Collective.
+
+        Args:
+            why: with ``{who}`` in place of the ranks.
+        """
+        ranks = tuple(sorted(ranks))
+        cause, why = Cause.sticky, why.format(who=name_ranks(ranks))
+        if self.bench.copies_differ():
+            cause = Cause.state
+            why += "; the copy of the weights there differs from the others"
+        return shown(cause, why, ranks=ranks)
+
 
 def inconclusive(why: str, cause: Cause = Cause.unclear, remedy: Remedy = Remedy.ladder) -> Finding:
     """A finding that proves nothing."""
@@ -107,18 +125,6 @@ def shown(cause: Cause, why: str, *, of: Finding | None = None, **more: Any) -> 
     fields: dict[str, Any] = {"refutation": refutation, "not_tried": (), "fallback": None, **more}
     fields = {"cause": cause, "remedy": remedy, "why": why, "is_tried": True, **fields}
     return replace(of or inconclusive(why), **fields)
-
-
-def sticky(
-    ranks: Collection[int],
-    why: str = "samples are bad on {who} each time, and good on another rank",
-) -> Finding:
-    """
-    Args:
-        why: with ``{who}`` in place of the ranks.
-    """
-    ranks = tuple(sorted(ranks))
-    return shown(Cause.sticky, why.format(who=name_ranks(ranks)), ranks=ranks)
 
 
 def listing(positions: Sequence[int]) -> str:

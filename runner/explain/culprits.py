@@ -20,7 +20,7 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from runner.data.cursor import Indices
-from runner.explain.case import NOT_RECOMPUTED, Probes, inconclusive, listing, shown, sticky
+from runner.explain.case import NOT_RECOMPUTED, Probes, inconclusive, listing, shown
 from runner.explain.probe import without_samples
 from runner.explain.reading import Reading, Usual, outstanding, usual
 from runner.policy.decision.finding import Cause, Finding, Remedy
@@ -197,7 +197,7 @@ class Culprits:
             return inconclusive(
                 f"{len(culprits)} samples make the step bad on their ranks and not on others"
             )
-        return sticky(ranks)
+        return probes.of_ranks(ranks)
 
     def _first_culprits(self, order: Sequence[int]) -> set[int]:
         """The sample after the longest good prefix, with its partner if it needs one.

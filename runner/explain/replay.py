@@ -15,7 +15,7 @@ from typing import Any
 from runner.data.cursor import BatchPlan, Indices
 from runner.data.feed import MicroBatch
 from runner.distributed.observers import Failure
-from runner.explain.case import NOT_RECOMPUTED, Case, Probes, inconclusive, listing, shown, sticky
+from runner.explain.case import NOT_RECOMPUTED, Case, Probes, inconclusive, listing, shown
 from runner.explain.culprits import Culprits
 from runner.explain.probe import Bench
 from runner.explain.reading import (
@@ -30,7 +30,7 @@ from runner.explain.reading import (
 )
 from runner.policy.decision.finding import Cause, Finding, Remedy, relative_difference
 from runner.policy.decision.signals import Limits
-from runner.system.units import counted, name_ranks
+from runner.system.units import counted
 
 _MOST_AGAIN = 5  # repetitions of a step that is bad intermittently
 _REPEATS = 3  # repetitions of a step that was good again, to refute a transient fault
@@ -208,15 +208,8 @@ class _Search(Probes):
             or _where_samples_turn_bad(again, rotated, known)
             or _where_all_are_worse(again, rotated, self.case.limits)
         )
-        if ranks and self.bench.copies_differ():
-            return shown(
-                Cause.state,
-                f"all samples are bad on {name_ranks(ranks)}, and the copy of the "
-                "weights there differs from the others",
-                ranks=ranks,
-            )
         if ranks:
-            return sticky(ranks, _ON_ALL_SAMPLES)
+            return self.of_ranks(ranks, _ON_ALL_SAMPLES)
         return self._repeat(again, rotated) if self.is_good(rotated) else None
 
     def _repeat(self, again: Reading, rotated: Reading) -> Finding:
@@ -237,7 +230,7 @@ class _Search(Probes):
                 f"bad {len(bad)} of {len(bad)} times, and good when ranks swapped their samples: a "
                 "device that fails on some samples; no rank can be named"
             )
-        return sticky(ranks)
+        return self.of_ranks(ranks)
 
     def _own_samples_alone(self) -> Collection[int]:
         """The ranks that make the step bad while all others compute padding, in all tries.
@@ -263,7 +256,7 @@ class _Search(Probes):
         ranks = _differing_rank(good, bad) or self._own_samples_alone()
         if len(ranks) == 1:
             return replace(
-                sticky(
+                self.of_ranks(
                     ranks,
                     f"{{who}} computes bad numbers intermittently (the step was bad {len(bad)} "
                     f"of {len(bad) + len(good)} times) from the same samples and weights; no "
@@ -356,7 +349,7 @@ class _Search(Probes):
         if is_gradient_alone and few_ranks and self.left > self.bench.world_size:
             ranks = self._ranks_alone(indices)
             if ranks:
-                return sticky(ranks, _ON_ALL_SAMPLES)
+                return self.of_ranks(ranks, _ON_ALL_SAMPLES)
         why = "samples that are known to be good are bad with these weights too"
         if self.case.came_again:
             why += (
