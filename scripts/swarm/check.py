@@ -197,7 +197,13 @@ def _is_compared(case: Case, played: Played) -> bool:
     """Whether the end is told to be that of the undisturbed run."""
     lines = journal(played.out)
     skipped = positions(played.last.summary.get("skipped", []))
-    troubled = {line["step"] for line in lines if line["kind"] in ("redo", "discard", "rollback")}
+    trouble = [line for line in lines if line["kind"] in ("redo", "discard", "rollback")]
+    troubled = {line["step"] for line in trouble}
+    # Bad samples explain trouble beside another fault, which may be too small to be seen.
+    bad = {p for one in _faults(case) if one.samples != (0, 0) for p in range(*one.samples)}
+    unexplained = {
+        line["step"] for line in trouble if not bad & set(range(*(line["samples"] or (0, 0))))
+    }
     for line in lines:
         cause = (line.get("detail") or {}).get("cause")
         if line["kind"] in ("rebaseline", "micro_size") or (
@@ -216,7 +222,7 @@ def _is_compared(case: Case, played: Played) -> bool:
             ):
                 return False
         elif fault.kind in ("flip_grad", "misread", "spoil_state") and not any(
-            fault.steps[0] <= step <= fault.steps[0] + 3 for step in troubled
+            fault.steps[0] <= step <= fault.steps[0] + 3 for step in unexplained
         ):
             return False  # too small to be seen
     return True
