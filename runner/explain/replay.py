@@ -30,7 +30,7 @@ from runner.explain.reading import (
 )
 from runner.policy.decision.finding import Cause, Finding, Remedy, relative_difference
 from runner.policy.decision.signals import Limits
-from runner.system.units import counted
+from runner.system.units import counted, first_few
 
 _MOST_AGAIN = 5  # repetitions of a step that is bad intermittently
 _REPEATS = 3  # repetitions of a step that was good again, to refute a transient fault
@@ -194,6 +194,13 @@ class _Search(Probes):
             if later is None:
                 return self._bad_on_known(indices, known)
             known = later
+        if strayed := self._strayed():
+            return shown(
+                Cause.state,
+                f"an element of {first_few(strayed, _MOST_NAMES)} is far above all others: samples "
+                "that use it are bad, and known ones, which do not, are good",
+                refutation="no weight is far above the others",
+            )
         level = usual(known)
         assert level is not None, "a good reading is finite"
         culprits = Culprits(self, indices=indices, known=known, level=level)
@@ -287,11 +294,8 @@ class _Search(Probes):
         self.note(f"C {name}", wide)
         if not self.is_good(wide) or not _is_far(again, wide):
             return None
-        strayed = self.bench.strayed_weights()
-        if strayed:
-            # A wider precision can hold the number of a flipped bit: no operation is at fault.
-            self.numbers["strayed"] = strayed[:_MOST_NAMES]
-            return None
+        if self._strayed():
+            return None  # a wider precision can hold the number of a flipped bit
         unsteady = self._unsteady(again)
         if unsteady is not None:
             return unsteady
@@ -310,6 +314,13 @@ class _Search(Probes):
             return finding
         why_not = f"this engine makes no update in {name}: {_ADVICE}"
         return replace(finding, remedy=Remedy.ladder, not_tried=(why_not,))
+
+    def _strayed(self) -> list[str]:
+        """Parameters in which a bit has flipped, by the look of it. Collective."""
+        strayed = self.bench.strayed_weights()
+        if strayed:
+            self.numbers["strayed"] = strayed[:_MOST_NAMES]
+        return strayed
 
     def _unsteady(self, again: Reading) -> Finding | None:
         """The finding if the step does not repeat: then no comparison with it proves anything."""
