@@ -61,6 +61,9 @@ class Holder:
     def update_counts(self) -> dict[str, int]:
         return {"a": self.count, "b": self.count}
 
+    def complete_copies(self) -> None:
+        pass
+
     def finish_load(self, update_counts: Mapping[str, int]) -> None:
         self.count = update_counts["a"]
 

@@ -341,6 +341,12 @@ class FsdpEngine(Engine):
         self._optimizer.set_update_counts(update_counts)
         self._drop_gradients()
 
+    def complete_copies(self) -> None:
+        if self._layout.replicas > 1:
+            group, device = self.mesh.get_group("replicate"), self.device
+            for shard in self.shards():  # one at a time: it needs its size of memory once more
+                complete({shard.name: shard.local}, *self.replica, device=device, group=group)
+
     def _tensors(self) -> dict[str, torch.Tensor]:
         """This rank's part of each state tensor."""
         tensors: dict[str, torch.Tensor] = {}

@@ -269,5 +269,9 @@ class Engine(Protocol):
     def update_counts(self) -> dict[str, int]:
         """Number of applied updates of each trained parameter, by name."""
 
+    def complete_copies(self) -> None:
+        """Exchange the slices of its shards that the replicas have filled, each one its own."""
+        return None  # without replicas
+
     def finish_load(self, update_counts: Mapping[str, int]) -> None:
         """Set the counts and refresh derived tensors after the shards were overwritten."""

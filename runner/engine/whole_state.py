@@ -25,20 +25,17 @@ def complete(
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Complete the tensors from the slices that the ranks of ``group`` have loaded. Collective."""
-    if not wholes or count == 1:
-        return
-    # As bytes, each non-zero on one rank only: the sum changes no bit.
-    parts = []
     for name, whole in wholes.items():
-        shard = slice_of(name, whole, index, count)
-        alone = torch.zeros_like(whole.view(-1))
-        alone[shard.start : shard.start + len(shard.local)] = shard.local
-        parts.append(alone.view(torch.uint8).to(device))
-    packed = torch.cat(parts)
-    dist.all_reduce(packed, group=group)
-    sizes = [part.numel() for part in parts]
-    for whole, summed in zip(wholes.values(), torch.split(packed, sizes), strict=True):
-        whole.view(-1).copy_(summed.clone().view(whole.dtype))
+        if count == 1 or not whole.numel():
+            continue
+        part = slice_of(name, whole, index, count).local
+        size = -(-whole.numel() // count)
+        # As bytes, since backends lack some dtypes.
+        own = torch.zeros(size, dtype=whole.dtype, device=device)
+        own[: len(part)] = part
+        gathered = own.new_empty(size * count)
+        gather_flat(gathered.view(torch.uint8), own.view(torch.uint8), group=group)
+        whole.view(-1).copy_(gathered[: whole.numel()])
 
 
 _NAMES: Final = "_scalar_parameters"

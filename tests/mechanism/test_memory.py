@@ -70,6 +70,9 @@ class Weights:
     def update_counts(self) -> dict[str, int]:
         return {"a": self.count}
 
+    def complete_copies(self) -> None:
+        pass
+
     def finish_load(self, update_counts: Mapping[str, int]) -> None:
         self.count = update_counts["a"]
 

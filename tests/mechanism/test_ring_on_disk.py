@@ -26,6 +26,7 @@ from runner.checkpoint.disk import directory as directory_module
 from runner.checkpoint.disk import shards as shards_module
 from runner.checkpoint.disk.directory import CheckpointDirectory, Entry
 from runner.checkpoint.disk.shards import (
+    RateLimit,
     ShardReader,
     Snapshot,
     collect_indexes,
@@ -34,11 +35,15 @@ from runner.checkpoint.disk.shards import (
     verify_files,
     write_rank_file,
 )
-from runner.checkpoint.manifest import is_index, parse_manifest
+from runner.checkpoint.disk.tier import DiskTier
+from runner.checkpoint.jobs import LockstepQueue
+from runner.checkpoint.manifest import data_name, is_index, parse_manifest
+from runner.checkpoint.protocol import Identity
 from runner.checkpoint.state_digest import state_digest
 from runner.command import export as export_module
 from runner.command.export import export_command
 from runner.command.ring import ring_command
+from runner.engine.protocol import Shard
 from runner.policy.retention.records import Record, State
 from runner.system.error import (
     CheckpointError,
@@ -48,6 +53,7 @@ from runner.system.error import (
     UnreadableCheckpoint,
 )
 from runner.system.files import file_digest, open_regular, write_durably, write_json
+from tests.observed import OneRank
 from tests.stored import manifest, read_range
 
 Tensors = Mapping[str, torch.Tensor]
@@ -382,6 +388,61 @@ def test_replicas_write_each_element_once(replicas: int) -> None:
         assert torch.equal(torch.cat([torch.empty(0), *(p.values for p in parts)]), values)
         ends = [100, *(part.start + len(part.values) for part in parts)]
         assert [part.start for part in parts] == ends[:-1]
+
+
+class Copy:
+    """Copy number ``index`` of ``count`` of a state, which is filled with NaN."""
+
+    def __init__(self, index: int, count: int) -> None:
+        self.replica = index, count
+        self.parts = {name: torch.full(shape, math.nan) for name, shape in SHAPES.items()}
+        self.called: list[str] = []
+
+    def shards(self) -> list[Shard]:
+        return [
+            Shard(name=name, shape=tuple(part.shape), start=0, local=part.view(-1))
+            for name, part in self.parts.items()
+        ]
+
+    def update_counts(self) -> dict[str, int]:
+        return {"a": 0}
+
+    def complete_copies(self) -> None:
+        self.called.append("complete")
+
+    def finish_load(self, counts: Mapping[str, int]) -> None:
+        self.called.append("finish")
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_copies_read_each_element_once(
+    ring: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Of many copies each would read the whole state from a disk that all share."""
+    pieces = [(name, 0, tensor.view(-1)) for name, tensor in tensors().items()]
+    record = write(ring, tensors(), dealt=[own_share(pieces, (n, count)) for n in range(count)])
+    opened: list[set[str]] = []
+
+    def noted(path: Path) -> BinaryIO:
+        opened[-1].add(path.name)
+        return open_regular(path)
+
+    monkeypatch.setattr(shards_module, "open_regular", noted)
+    copies = [Copy(index, count) for index in range(count)]
+    for one in copies:
+        opened.append(set())
+        ranks = OneRank()
+        ranks.rank, ranks.world_size = one.replica
+        tier = DiskTier(
+            CheckpointDirectory(ring), one, ranks, Identity(config_digest="", data_fingerprint=""),
+            LockstepQueue(ranks.gather), RateLimit(), before_write=lambda step: None,
+        )  # fmt: skip
+        tier.load(record, before_copy=lambda: None)
+        assert one.called == ["complete", "finish"]
+    for name, tensor in tensors().items():
+        read = torch.stack([one.parts[name] for one in copies])
+        assert (read.isfinite().sum(0) == 1).all() and torch.equal(read.nansum(0), tensor)
+    assert [len(names & {data_name(n) for n in range(count)}) for names in opened] == [1] * count
 
 
 @contextlib.contextmanager

@@ -67,12 +67,16 @@ class DiskTier:
 
     def copies(self) -> list[Snapshot]:
         """Copy this rank's share of the state to the host."""
-        pieces = ((shard.name, shard.start, shard.local) for shard in self.sharded.shards())
         return [
             # Made once: cpu() of a CUDA tensor is a copy already.
             replace(part, values=part.values.detach().to("cpu", copy=True))
-            for part in own_share(pieces, self.sharded.replica)
+            for part in self._own_parts()
         ]
+
+    def _own_parts(self) -> list[Snapshot]:
+        """What this rank writes and reads of the state: views."""
+        pieces = ((shard.name, shard.start, shard.local) for shard in self.sharded.shards())
+        return own_share(pieces, self.sharded.replica)
 
     def write(
         self, pending: PendingCheckpoint, snapshots: Sequence[Snapshot], check: Callable[[], None]
@@ -198,20 +202,21 @@ class DiskTier:
             check_counts(self.sharded, entry.manifest.update_counts, entry.folder)
             before_copy()
             with ShardReader(entry, seen=seen) as reader:
-                for shard in self.sharded.shards():
-                    shard.local.copy_(reader.read(shard.name, shard.start, len(shard.local)))
-                    moved(_FP32_BYTES * len(shard.local))
+                for part in self._own_parts():
+                    part.values.copy_(reader.read(part.name, part.start, len(part.values)))
+                    moved(_FP32_BYTES * len(part.values))
 
         self.ranks.all_or_none_patiently("loading a checkpoint", copy_in)
-        # Only after all ranks have read theirs: ZeRO has collectives here, and a rank that refused
+        # Only after all ranks have read theirs: these are collectives, and a rank that refused
         # would be waited for.
+        self.sharded.complete_copies()
         self.sharded.finish_load(entry.manifest.update_counts)
         return Restored(serial=record.serial, tier=Tier.disk, **entry.manifest.metadata())
 
     def _counter(self, entry: Entry) -> Callable[[int], None]:
         """A function that adds up the bytes read, to compare or to copy, and shows the sum."""
         verified = sum(entry.manifest.files[name].num_bytes for name in self._share_of(entry))
-        copied = sum(_FP32_BYTES * len(shard.local) for shard in self.sharded.shards())
+        copied = sum(_FP32_BYTES * len(part.values) for part in self._own_parts())
         done = 0
 
         def moved(count: int) -> None:
@@ -223,7 +228,7 @@ class DiskTier:
 
     def _look_at(self, record: Record) -> tuple[Entry, dict[str, Stamp]]:
         entry = self.directory.read(self.directory.folder_of(record))
-        ranges = [(shard.name, shard.start, len(shard.local)) for shard in self.sharded.shards()]
+        ranges = [(part.name, part.start, len(part.values)) for part in self._own_parts()]
         return entry, stamps(entry, {*files_needed(entry, ranges), *self._share_of(entry)})
 
     def _refuse_other_model(self, entry: Entry) -> None:

@@ -335,6 +335,9 @@ class StagedState:
         """The geometry of this rank's part of a tensor in a checkpoint."""
         raise NotImplementedError
 
+    def complete_copies(self) -> None:
+        """Nothing: see ``replica``."""
+
     def finish_load(self, update_counts: Mapping[str, int]) -> None:
         """Exchange the parts that the ranks have read. Collective."""
         for name, part in self._loading.items():
