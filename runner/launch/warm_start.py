@@ -26,7 +26,8 @@ def rank_modules(config: RunConfig) -> list[str]:
     model = config.model
     names = {
         "deepspeed": is_zero(config.parallel.kind),
-        "transformers": is_hf(model),
+        # Of which the classes of models come, with all that it imports late.
+        "transformers.modeling_utils": is_hf(model),
         "peft": model.lora is not None,
         "bitsandbytes": model.quantize is not None,
         "fsspec": config.checkpoint.remote is not None,

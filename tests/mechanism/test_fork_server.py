@@ -29,7 +29,7 @@ ENV = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONFAULTHANDLER": "1", "A_WORD":
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[Forks, subprocess.Popen[Any]]]:
-    forks, process = Forks.start((), ENV)
+    forks, process = Forks.start(rank_modules(compose(["model=hf", "model.path=of_mine"])), ENV)
     assert forks.is_ready(_SECONDS)
     yield forks, process
     forks.close()
