@@ -33,7 +33,13 @@ from runner.run_dir.lease import BEAT_SECONDS, RunLease
 from runner.run_dir.paths import RunDir
 from runner.system.environment import variables
 from runner.system.error import Superseded
-from runner.system.process import first_parent, host_name, in_thread, own_process
+from runner.system.process import (
+    first_parent,
+    host_name,
+    in_thread,
+    own_process,
+    wake_without_parent,
+)
 
 # A thread that runs checks while the training thread may be stuck.
 #
@@ -167,6 +173,8 @@ class RankMonitor:
 
     def start(self) -> None:
         """Watch the launcher and requests to stop, while ranks wait for each other."""
+        if self._launch.has_agent:
+            wake_without_parent()
         self._watchdog.start()
         if self._notices is not None:
             self._notices.begin()

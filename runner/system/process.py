@@ -176,6 +176,15 @@ def die_with_parent(parent: int | None = None) -> None:
         os._exit(1)
 
 
+def wake_without_parent() -> None:
+    """Have the kernel continue this process, if it is stopped, when its parent ends; Linux only.
+
+    It could not notice by itself, and would stay for ever.
+    """
+    if hasattr(_LIBC, "prctl"):
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
 def adopt_orphans(adopts: bool) -> None:
     """Set whether orphans among this process's descendants become its children; Linux only."""
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0)

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from runner.launch.process_tree import is_there
 from runner.system.json_lines import read_lines
-from runner.system.process import parent
+from runner.system.process import exit_status, parent
 from tests import warm
 from tests.drills.compare import assert_every_sample_once, assert_same_run
 from tests.rows import full
@@ -227,14 +228,44 @@ def test_a_rank_that_leaves_without_a_word_is_diagnosed(
     assert "rank 1: ended with exit code 9 and without a report" in crash["reason"], crash
 
 
-def test_launch_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stopped", [False, full(True)])
+def test_launch_that_is_killed_leaves_no_process(tmp_path: Path, stopped: bool) -> None:
+    """Also where all that it has started is stopped (SIGSTOP)."""
     started = launch(tmp_path / "run", SLOW)
     started.until(lambda out: metrics_step(out) >= 31)
     alive = {*started.pids(), *running(started, "runner.launch.fork_server")}
     assert len(alive) == 7
+    for pid in alive if stopped else ():
+        os.kill(pid, signal.SIGSTOP)
     started.process.kill()
     started.wait()
     until(lambda: not any(parent(pid) is not None for pid in alive), "the end of all")
+
+
+@pytest.mark.twin
+@pytest.mark.parametrize("stopped", ["launch", full("runner.launch.fork_server")])
+def test_what_is_stopped_while_a_rank_dies_holds_nothing_up(
+    tmp_path: Path, clean: Result, stopped: str
+) -> None:
+    """SIGSTOP, as of a debugger or a frozen machine. The launcher goes on when it is continued;
+    fork servers, of launcher and torchrun, never are: new ones take their place."""
+    is_launcher = stopped == "launch"
+    out = tmp_path / "run"
+    words = ["launch", "--nproc", "2", "--pause", "0.1", f"out={out}", *TINY, SLOW]
+    started = begun(out, words, cold=not is_launcher)  # forked by the tests' own server else
+    started.until(lambda out: metrics_step(out) >= 33)
+    pids = [started.process.pid] if is_launcher else running(started, stopped)
+    assert len(pids) == (1 if is_launcher else 2)
+    torchrun, dying = agent(started), ranks(started)[-1]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    os.kill(dying, signal.SIGKILL)
+    if is_launcher:
+        until(lambda: exit_status(torchrun) is not None, "torchrun's end")
+        os.kill(started.process.pid, signal.SIGCONT)
+    run = assert_healed(started, clean, [1, 0])
+    assert ("fork server: it does not answer" in run.text) is not is_launcher, run.tail
+    assert not any(is_there(pid) for pid in pids)
 
 
 @pytest.mark.parametrize("hosts", ["yes", full("no")])
