@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,12 +13,15 @@ from pathlib import Path
 import pytest
 
 from runner.launch.node_memory import NodeFolder
+from runner.launch.process_tree import is_there
+from runner.launch.slurm import NODE_COMMAND
+from runner.system.process import stat_fields
 from tests import cluster as slurm
 from tests.cluster import Cluster, Namespaced
 from tests.conftest import MEMORY_DIR
 from tests.drills.compare import assert_every_sample_once, assert_same_run
 from tests.drills.conftest import done_with_snapshots, remembered
-from tests.run import TINY, Result, journalled, metrics_step, unbroken
+from tests.run import TINY, Result, environment_of, journalled, metrics_step, unbroken
 
 REASON = slurm.unavailable()
 pytestmark = [
@@ -238,6 +243,53 @@ def test_a_killed_rank_is_started_again_in_its_allocation(
     assert job.job["Restarts"] == "0" and run.summary["restarts"] == 1, run.tail
     assert not (job.out / "bad_nodes").exists(), "the node itself was well"
     assert_same_run(run, clean)
+
+
+@pytest.mark.twin
+@pytest.mark.full
+@pytest.mark.parametrize("continued", [True, False])
+def test_a_node_whose_launcher_is_stopped_while_its_rank_dies(
+    cluster: Cluster, submit: Submit, clean: Result, continued: bool
+) -> None:
+    """SIGSTOP. Continued in time it is as if nothing had been; else its node has not answered."""
+    if not isinstance(cluster.machines, Namespaced):
+        pytest.skip("no network namespaces: it is not known whose processes they are")
+    job = submit("faults=[slow@step=28-60,seconds=0.3]")
+    job.until_step(30)
+    processes = cluster.machines.network.processes("nodeB")
+    (launcher,) = [pid for pid, words in processes.items() if f" {NODE_COMMAND} " in words]
+    (rank,) = [pid for pid in processes if environment_of(pid).get("RANK") == "1"]
+    os.kill(launcher, signal.SIGSTOP)
+    os.kill(rank, signal.SIGKILL)
+    told = lambda: [*job.out.glob("exits/*/nodeA"), *job.out.glob("exits/*/nodeB")]  # noqa: E731
+    cluster.until(told, f"what the other node says\n{job.text}")
+    if continued:
+        os.kill(launcher, signal.SIGCONT)
+    run = job.wait()
+    assert job.job["Restarts"] == ("0" if continued else "1"), run.tail
+    assert (job.out / "bad_nodes").exists() is not continued, run.tail
+    assert not is_there(launcher)
+    assert_same_run(run, clean)
+    assert_every_sample_once(run)
+
+
+@pytest.mark.full
+def test_a_job_that_is_suspended_goes_on(cluster: Cluster, submit: Submit, clean: Result) -> None:
+    """All its processes are stopped, and continued, as where jobs take turns."""
+    job = submit(SLOW)
+    job.until_step(30)
+    cluster.run("scontrol", "suspend", job.ids[0])
+    pids = cluster.machines.left_behind()
+    stopped = lambda: all(stat_fields(pid)[:1] == ["T"] for pid in pids)  # noqa: E731
+    cluster.until(stopped, f"all of {pids} stopped")
+    before = metrics_step(job.out)
+    time.sleep(12.0)  # the others of a job are taken for dead after nine
+    assert metrics_step(job.out) == before
+    cluster.run("scontrol", "resume", job.ids[0])
+    run = job.wait()
+    assert job.job["Restarts"] == "0" and not (job.out / "bad_nodes").exists(), run.tail
+    assert_same_run(run, clean)
+    assert_every_sample_once(run)
 
 
 @pytest.mark.twin
