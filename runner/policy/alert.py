@@ -205,12 +205,12 @@ class Episodes:
         return [message] if one.is_told else []
 
     def _notice(self, kind: str, line: Mapping[str, Any], now: float) -> list[dict[str, Any]]:
-        last = self._noticed.get(kind)
-        if last is not None and now - last < self._every_seconds:
+        last, at = self._noticed.get(kind), _number_of(line, now)
+        if last is not None and abs(at - last) < self._every_seconds:
             return []
         if kind in self._noticed or len(self._noticed) < _MOST_KINDS:
-            self._noticed[kind] = now
-        key = f"{self._name}/{kind}/{_number_of(line, now)}"
+            self._noticed[kind] = at
+        key = f"{self._name}/{kind}/{at}"
         level = logging.getLevelName(level_of(line)).lower()
         return [{**line, "event": NOTICE, "key": key, "level": level}]
 

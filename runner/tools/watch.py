@@ -115,19 +115,13 @@ class _Watched:
         """The messages since the last look."""
         glance = self.glance
         for line in glance.fresh:
-            at = plausible_seconds(line.get("time")) or now
-            yield from self.episodes.add(line, at, is_told=self._tells_past)
+            yield from self.episodes.add(line, now, is_told=self._tells_past)
         said: dict[str, Any] = {"reason": glance.reason or "ended"}
         if glance.status == alert.SILENT:
             said["reason"] = f"no sign of life for {duration(glance.silent_seconds())}"
         said["decision"] = _ADVICE.get(glance.status, "")
         yield from self.episodes.see(
-            glance.status,
-            glance.step,
-            now,
-            line=said,
-            moved=glance.moved,
-            is_told=self._tells_state,
+            glance.status, glance.step, now, line=said, moved=glance.grew, is_told=self._tells_state
         )
         self.has_looked = self._tells_past = self._tells_state = True
 

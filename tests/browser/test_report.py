@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import subprocess
+import sys
 import time
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -574,6 +578,35 @@ def test_a_million_steps_are_a_small_page_that_is_there_at_once(
     assert abs(share[0] - 0.654) < 0.02 and abs(share[1] - 0.41) < 0.06, share
     page.mouse.wheel(0, 3000)
     assert page.evaluate("window.scrollY") > 0
+    first, shares, whole = live_processor_time(path.parent / "run-0")
+    print(f"live: {first:.2f} s of processor time to the first byte, {whole:.1f} s to the page")
+    assert first < 2 and len(shares) > 5 and shares == sorted(shares), (first, shares)
+
+
+def live_processor_time(out: Path) -> tuple[float, list[int], float]:
+    """Of ``holdfast live``: seconds to its first byte, what it then says is read, to the page."""
+    command = [sys.executable, "-m", "runner", "live", str(out), "--port", "0", "--no-token"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            address = server.stdout.readline().split()[0]
+
+            def answer() -> tuple[str, float]:
+                with urllib.request.urlopen(address) as got:
+                    first = got.read(1)
+                    times = Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()
+                    ticks = sum(map(int, times[11:13]))
+                    return (first + got.read()).decode(), ticks / os.sysconf("SC_CLK_TCK")
+
+            text, first = answer()
+            whole, shares = first, []
+            while said := re.search(r"<title>reading (\d+)%", text):
+                shares.append(int(said[1]))
+                time.sleep(1)
+                text, whole = answer()
+            return first, list(dict.fromkeys(shares)), whole
+        finally:
+            server.kill()
 
 
 @pytest.mark.parametrize("status", [None, "done"])

@@ -28,6 +28,7 @@ from tests.drills.compare import (
 )
 from tests.drills.conftest import remembered
 from tests.drills.test_lost_data import forgetful, why_not
+from tests.drills.test_watch import told, watching
 from tests.namespaces import Network
 from tests.run import TINY, Result, metrics_step, unbroken
 
@@ -154,23 +155,26 @@ def assert_follows(run: Result, clean: Result) -> None:
 def test_a_lost_node_is_done_without_and_taken_back(
     network: Network, job: Callable[..., Job], clean: Result, tmp_path: Path
 ) -> None:
-    """It died, and is remembered; there is no other to prefer."""
-    folder = tmp_path / "nodes"
+    """It died, and is remembered; there is no other to prefer. Outside, it is one episode."""
+    folder, kept = tmp_path / "nodes", tmp_path / "told"
     # Not over before a busy machine has the node back.
     elastic = job("faults=[slow@step=12-40,seconds=1]", f"cluster.nodes={folder}", CHECK)
-    elastic.start("nodeA", "nodeB")
-    elastic.until_step(15)
-    network.crash("nodeB")
-    seconds = elastic.until_world(2, 1, timeout=RECOVERY)
-    print(f"one node lost, training again after {seconds:.1f} s")
-    before = metrics_step(elastic.out)
-    elastic.until_step(before + 3)
-    network.boot("nodeB")
-    elastic.start("nodeB")
-    seconds = elastic.until_world(2, 1, 2)
-    print(f"taken back after {seconds:.1f} s")
-    run = elastic.wait("nodeA")
-    assert elastic.wait("nodeB").code == 0
+    with watching(elastic.out, kept, silent=300):
+        elastic.start("nodeA", "nodeB")
+        elastic.until_step(15)
+        network.crash("nodeB")
+        seconds = elastic.until_world(2, 1, timeout=RECOVERY)
+        print(f"one node lost, training again after {seconds:.1f} s")
+        before = metrics_step(elastic.out)
+        elastic.until_step(before + 3)
+        network.boot("nodeB")
+        elastic.start("nodeB")
+        seconds = elastic.until_world(2, 1, 2)
+        print(f"taken back after {seconds:.1f} s")
+        run = elastic.wait("nodeA")
+        assert elastic.wait("nodeB").code == 0
+        elastic.until(lambda: told(kept)[-1:] and told(kept)[-1]["kind"] == "done", "the end told")
+    assert [one["kind"] for one in told(kept)] == ["crash", "recovered", "done"], told(kept)
     assert {(one.host, one.kind) for one in NodeFolder(folder).events()} == {("nodeB", "died")}
     assert_follows(run, clean)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,25 @@ def told(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_killed_at_once_is_told_and_so_is_its_recovery_and_its_end(tmp_path: Path) -> None:
-    kept, out = tmp_path / "told", tmp_path / "runs" / "a"
+@contextmanager
+def watching(folder: Path, kept: Path, *, silent: int) -> Iterator[None]:
+    """A watcher of a folder of runs, whose messages are kept."""
     words = [
-        *(sys.executable, "-m", "runner", "watch", str(tmp_path / "runs"), "--poll", "1"),
-        *("--silent", "8", "--every", "0", "--state", str(tmp_path / "state")),
+        *(sys.executable, "-m", "runner", "watch", str(folder), "--poll", "1", "--every", "0"),
+        *("--silent", str(silent), "--state", str(kept.with_suffix(".state"))),
         *("--command", f"cat >> {shlex.quote(str(kept))}"),
     ]
     with warm.WarmPopen(words) as watcher:
+        try:
+            yield
+        finally:
+            watcher.terminate()
+        assert watcher.wait(30) == 0
+
+
+def test_killed_at_once_is_told_and_so_is_its_recovery_and_its_end(tmp_path: Path) -> None:
+    kept, out = tmp_path / "told", tmp_path / "runs" / "a"
+    with watching(out.parent, kept, silent=8):
         slow = "faults=[slow@step=31-60,seconds=5]"
         begun = start(out, slow, ranks=0)
         begun.until(lambda out: metrics_step(out) >= 30)
@@ -35,8 +48,6 @@ def test_killed_at_once_is_told_and_so_is_its_recovery_and_its_end(tmp_path: Pat
         until(lambda: len(told(kept)) == 1)
         finish(out, "faults=[]", ranks=0)
         until(lambda: len(told(kept)) >= 3)
-        watcher.terminate()
-        assert watcher.wait(30) == 0
     silent, over, done = told(kept)
     assert [one["kind"] for one in (silent, over, done)] == ["silent", "recovered", "done"]
     assert silent["level"] == "error" and "no sign of life for" in silent["text"]

@@ -24,32 +24,35 @@ from tests.made_run import BEGAN, incident
 
 
 class Run:
-    """The files of a run, a step a second."""
+    """The files of a run, a step a second.
+
+    ``clock`` is how much that of the present owner's host is ahead, in seconds.
+    """
 
     def __init__(self, out: Path) -> None:
-        self.out, self.step, self.starts = out, 0, 0
+        self.out, self.step, self.starts, self.clock = out, 0, 0, 0.0
 
     def begins(self, now: float) -> None:
         self.starts += 1
         (self.out / "incarnation").mkdir(parents=True, exist_ok=True)
-        (self.out / "summary.json").unlink(missing_ok=True)
-        # Each start puts the journal in place anew.
-        journal = self.out / "journal.jsonl"
-        old = journal.read_text() if journal.exists() else ""
-        journal.with_suffix(".new").write_text(old)
-        journal.with_suffix(".new").rename(journal)
+        # Each start puts journal and metrics in place anew, the metrics cut back.
+        for name, cut in (("journal.jsonl", 0), ("metrics.jsonl", 1)):
+            path = self.out / name
+            lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+            path.with_suffix(".new").write_text("".join(lines[: len(lines) - cut]))
+            path.with_suffix(".new").rename(path)
         self.tells("start", now, detail={"incarnation": self.starts})
 
     def tells(self, kind: str, now: float, **more: Any) -> None:
-        line = incident(kind, self.step, time=now, **more)
+        line = incident(kind, self.step, time=now + self.clock, **more)
         with (self.out / "journal.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
     def trains(self, now: float, steps: int = 1) -> None:
         self.step += steps
-        line = {"step": self.step, "time": now, "action": "apply", "loss": 2.0, "seconds": 1.0}
+        line = {"step": self.step, "time": now + self.clock, "action": "apply", "loss": 2.0}
         with (self.out / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(line | {"seconds": 1.0}) + "\n")
         self.beats(now)
 
     def beats(self, now: float) -> None:
@@ -147,6 +150,52 @@ def test_of_each_planted_incident_nothing_is_missed_and_nothing_told_twice(
     over = [one["key"] for one in watcher.told if one["event"] == "resolve"]
     assert begun == over and len(set(begun)) == len(begun) == 5
     assert all(one["out"] == str(run.out) and str(run.out) in one["text"] for one in watcher.told)
+
+
+@pytest.mark.parametrize("ahead", [0.0, 900.0, -900.0])
+def test_of_several_hosts_with_clocks_of_their_own_each_episode_is_one_message(
+    run: Run, watcher: Watcher, ahead: float
+) -> None:
+    def trains(looks: int = 3) -> list[str]:
+        kinds = []
+        for _ in range(looks):
+            run.trains(watcher.now + 5, steps=10)
+            kinds += watcher.looks()
+        return kinds
+
+    assert trains() == []
+    run.tells("crash", watcher.now, ranks=[1])  # a host died, which a survivor tells
+    assert watcher.looks() == ["crash"]
+    run.clock = ahead  # another host has the first rank now
+    run.begins(watcher.now)
+    run.beats(watcher.now)
+    assert [*watcher.looks(), *watcher.looks()] == [], "it begins, and has not trained"
+    assert trains() == ["recovered"]
+    beat = run.out / "incarnation" / "beat"
+    beat.unlink()
+    beat.mkdir()  # for a look it cannot be read
+    assert watcher.looks(after=30) == []
+    beat.rmdir()
+    assert trains() == []
+    with (run.out / "metrics.jsonl").open("a") as held:  # by a host that falls silent
+        assert [watcher.looks(after=100), watcher.looks(after=100)] == [[], ["silent"]]
+        run.clock = -ahead
+        run.begins(watcher.now)
+        run.tells("crash", watcher.now)  # a start finds the end of the one before
+        run.beats(watcher.now)
+        held.write('{"step": 500}\n')  # it wakes: nobody reads that file any more
+        held.flush()
+        assert [*watcher.looks(), *watcher.looks()] == []
+    assert trains() == ["recovered"]
+    run.ends("preempted")
+    assert [*watcher.looks(), *watcher.looks()] == ["preempted"]
+    run.begins(watcher.now)
+    assert trains() == ["recovered"], "the summary is of the start before"
+    run.ends("done")
+    assert [*watcher.looks(), *watcher.looks(after=9000)] == ["done"]
+    begun = [one["key"] for one in watcher.told if one["event"] == "trigger"]
+    over = [one["key"] for one in watcher.told if one["event"] == "resolve"]
+    assert begun == over and len(set(begun)) == 3
 
 
 def test_a_file_system_that_goes_away_is_one_episode_and_no_silence(

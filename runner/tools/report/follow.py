@@ -18,7 +18,6 @@ class Follower:
     Attributes:
         num_damaged: complete lines that are not a JSON object.
         offset: bytes of complete lines read so far.
-        size: of the file at the last read, in bytes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -28,9 +27,16 @@ class Follower:
     def restart(self) -> None:
         """Read from the start of the file again."""
         self.offset = 0
-        self.size = 0
         self.num_damaged = 0
         self._file_id: tuple[int, int] | None = None
+
+    @property
+    def size(self) -> int:
+        """Of the file, in bytes; what was read where it is not there."""
+        try:
+            return os.stat(self._path).st_size
+        except OSError:
+            return self.offset
 
     def was_replaced(self) -> bool:
         """Whether the file was replaced or truncated since; a restart truncates it."""
@@ -54,7 +60,6 @@ class Follower:
         with file:
             status = os.fstat(file.fileno())
             self._file_id = (status.st_dev, status.st_ino)
-            self.size = status.st_size
             file.seek(self.offset)
             while (raw := file.readline(LINE_BYTES + 1)).endswith(b"\n"):
                 self.offset += len(raw)

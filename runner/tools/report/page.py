@@ -59,7 +59,7 @@ def read_runs(
     """Read runs to their current end.
 
     Args:
-        on_progress: called now and then with a run, and its bytes of metrics: read, and in all.
+        on_progress: called now and then with a run, and its bytes: read, and in all.
 
     Raises:
         ConfigError: there is no run in one of them.

@@ -162,8 +162,8 @@ class RunReader:
 
     @property
     def read_bytes(self) -> tuple[int, int]:
-        """Bytes of the metrics: read so far, and in the file at the last read."""
-        return self._metrics.offset, self._metrics.size
+        """Bytes of all files: read so far, and in all."""
+        return sum(one.offset for one in self._followers), sum(one.size for one in self._followers)
 
     @property
     def num_damaged(self) -> int:

@@ -14,7 +14,7 @@ from runner.system.error import ConfigError
 from runner.system.json_lines import last_lines
 from runner.system.units import duration
 from runner.tools.report.follow import Follower, number, whole
-from runner.tools.report.incident import INCIDENT_KINDS, Line, line_of
+from runner.tools.report.incident import INCIDENT_KINDS, Line, ints, line_of
 
 ALIVE_SECONDS = 60.0  # the owner beats about every second; a busy file system may show it late
 RUN_HEADS = ("run", "status", "step", "loss", "last incident", "age", "goodput")
@@ -43,7 +43,7 @@ class Vitals:
         self._alive_seconds = alive_seconds
         self._clock = clock
         self._beat: tuple[str, float | None] | None = None  # read, and when it was seen to change
-        self._settings: tuple[tuple[int, int], dict[str, Any]] | None = None
+        self._settings: tuple[tuple[int, ...], dict[str, Any]] | None = None
 
     @property
     def beat(self) -> list[Any] | None:
@@ -82,8 +82,11 @@ class Vitals:
         path = self._run_dir.incarnation / "beat"
         try:
             text, written = path.read_text()[:100], path.stat().st_mtime
-        except (OSError, UnicodeDecodeError):
-            return None
+        except (OSError, UnicodeDecodeError) as error:
+            # On NFS a file that another host has just replaced may be stale for one look (ESTALE).
+            seen = self._beat[1] if self._beat else None
+            is_gone = seen is None or isinstance(error, FileNotFoundError)
+            return None if is_gone else max(0.0, self._clock() - (seen or 0.0))
         now = self._clock()
         if self._beat is None or text != self._beat[0]:
             is_seen_moving = self._beat is not None or self._is_patient
@@ -110,6 +113,7 @@ class Glance:
         step, total: applied updates, and of how many; ``total`` is None if unknown.
         loss: of the last attempt, in nats per token; NaN if unknown.
         moved: when the last step was made, in seconds since the epoch; 0 without any.
+        grew: when a new step was seen, by the own clock: those of the hosts may differ.
         incarnation: of the newest start; None if unknown.
         reason: how the newest start ended; empty until it has.
         name: of the run, in the folder where it was found.
@@ -145,7 +149,8 @@ class Glance:
         self.status, self.reason = STARTING, ""
         self.step, self.loss, self.moved = 0, float("nan"), 0.0
         self.total: int | None = None
-        self._metrics: tuple[int, int] | None = None  # of the file as it was read
+        self.grew, self._size = 0.0, [0, 0]  # the metrics' inode and bytes: a start replaces them
+        self._metrics: tuple[int, ...] | None = None  # of the file as it was read
         self._has_steps = False
         self._lately, self._lately_since = TimeAccount(), 0.0  # of the newest lines
 
@@ -154,11 +159,13 @@ class Glance:
         self.num_lines, self._began = whole(state.get("num_lines")), state.get("began")
         self._seen = plausible_seconds(state.get("seen")) or self._seen
         self.vitals.resume(state.get("beat"))
+        self.grew, size = plausible_seconds(state.get("grew")) or 0.0, ints(state.get("size"))
+        self._size = size if len(size) == 2 else self._size
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for :meth:`resume`."""
         known = {"num_lines": self.num_lines, "began": self._began, "seen": self._seen}
-        return known | {"beat": self.vitals.beat}
+        return known | {"beat": self.vitals.beat, "grew": self.grew, "size": self._size}
 
     def silent_seconds(self) -> float:
         """Seconds since the last sign of the run: its heartbeat, or else its newest line."""
@@ -213,12 +220,11 @@ class Glance:
                 self._began = line.get("time")
             self._line_time = plausible_seconds(line.get("time")) or self._line_time
             self.incident = _trouble(line) or self.incident
-            if place <= self.num_lines or type(line.get("step")) is not int or "kind" not in line:
-                continue
-            fresh.append(line)
-            if line["kind"] == "start":
+            if line.get("kind") == "start":  # a known one as well: the summary may be of another
                 detail = line.get("detail")
                 self.incarnation = detail.get("incarnation") if isinstance(detail, dict) else None
+            if place > self.num_lines and type(line.get("step")) is int and "kind" in line:
+                fresh.append(line)
         self.num_lines = max(place, self.num_lines)
         if (version := version_of(self.run_dir.metrics)) != self._metrics:
             lines = last_lines(self.run_dir.metrics)
@@ -231,6 +237,10 @@ class Glance:
             self.loss = number(last.get("loss"))
             self.moved = plausible_seconds(last.get("time")) or 0.0
             self._has_steps, self._metrics = bool(last), version
+            size = [version[0], version[-1]] if version else [0, 0]
+            if size[0] == self._size[0] and size[1] > self._size[1]:
+                self.grew = self._clock()
+            self._size = size
         total = self.vitals.settings().get("steps")
         self.total = total if type(total) is int else None
         summary = self.vitals.summary(self.incarnation) or {}
@@ -298,13 +308,13 @@ def _glance(out: Path, folder: Path) -> Glance:
     return Glance(out, name="" if out == folder else str(out.relative_to(folder)))
 
 
-def version_of(path: Path) -> tuple[int, int] | None:
+def version_of(path: Path) -> tuple[int, ...] | None:
     """What changes with a file's content; None if it is not there."""
     try:
         status = path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return status.st_mtime_ns, status.st_size
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def is_run(folder: Path) -> bool:
