@@ -61,9 +61,10 @@ def watch_command(arguments: Sequence[str]) -> int:
     with _state_of(paths, options.state) as (state, keep):
         watch = Watch(paths, sends, rules, state=state, keep=keep)
         while True:
+            watch.is_left = options.launcher is not None and os.getppid() != options.launcher
             watch.poll()
-            is_left = options.launcher is not None and os.getppid() != options.launcher
-            if options.once or (is_left and watch.is_settled) or end.wait(options.poll):
+            has_ended = watch.is_left and watch.is_settled
+            if options.once or has_ended or end.wait(options.poll):
                 return 0
 
 

@@ -100,7 +100,8 @@ class _Watched:
     ) -> None:
         state = state if isinstance(state, dict) else {}
         self.glance, self._tells_past, self._tells_state = glance, tells_past, tells_state
-        self.has_looked = False
+        self.has_looked = self._waits = False
+        self._silent_seconds = rules.silent_seconds
         glance.resume(state.get("glance", {}))
         self.episodes = Episodes(
             glance.run_dir.alert_name,
@@ -111,8 +112,12 @@ class _Watched:
     def to_json(self) -> dict[str, Any]:
         return {"glance": self.glance.to_json(), "episodes": self.episodes.to_json()}
 
-    def look(self, now: float) -> Iterator[dict[str, Any]]:
-        """The messages since the last look."""
+    def look(self, now: float, *, is_left: bool) -> Iterator[dict[str, Any]]:
+        """The messages since the last look.
+
+        Args:
+            is_left: nobody is there who would start it again.
+        """
         glance = self.glance
         for line in glance.fresh:
             yield from self.episodes.add(line, now, is_told=self._tells_past)
@@ -120,8 +125,12 @@ class _Watched:
         if glance.status == alert.SILENT:
             said["reason"] = f"no sign of life for {duration(glance.silent_seconds())}"
         said["decision"] = _ADVICE.get(glance.status, "")
+        # Also when a node joins the ranks are asked to stop, and started again at once.
+        is_stopped = glance.status == alert.PREEMPTED and not is_left
+        self._waits = is_stopped and glance.silent_seconds() < self._silent_seconds
+        status = alert.STARTING if self._waits else glance.status
         yield from self.episodes.see(
-            glance.status, glance.step, now, line=said, moved=glance.grew, is_told=self._tells_state
+            status, glance.step, now, line=said, moved=glance.grew, is_told=self._tells_state
         )
         self.has_looked = self._tells_past = self._tells_state = True
 
@@ -129,7 +138,8 @@ class _Watched:
     def is_settled(self) -> bool:
         """Whether the run has ended, or it was told that it is silent."""
         status = self.glance.status
-        return status in _ENDS or (status == alert.SILENT and self.episodes.is_trouble)
+        is_over = status in _ENDS and not self._waits
+        return is_over or (status == alert.SILENT and self.episodes.is_trouble)
 
 
 class Watch:
@@ -161,6 +171,7 @@ class Watch:
         self._runs = Runs(paths, self._glance, self._known)
         self._waiting: list[dict[str, Any]] = list(state.get("waiting", []))
         self._is_first = not state
+        self.is_left = False  # see :meth:`_Watched.look`
         self._host = host_name()
         self._own = Episodes(
             f"watch-{self._host}", every_seconds=rules.every_seconds, state=state.get("own")
@@ -203,7 +214,7 @@ class Watch:
         for glance in self._runs.update():
             if not glance.unread:
                 now, name = self._clock(), _name(glance)
-                told = list(self._watched[glance].look(now))
+                told = list(self._watched[glance].look(now, is_left=self.is_left))
                 messages += [addressed(one, name, self._host, now) for one in told]
         self._unread, self._is_first = self._runs.unread, False
         return messages
