@@ -199,6 +199,14 @@ class Made:
                 "adam_rms": 1.0, "residual_rms": 1.0 + at / 4, "attention_logit": 4.0 + at / 3,
             }  # fmt: skip
         line: dict[str, Any] = {"step": step, "attempt": 1, "layers": layers}
+        if step % (4 * self.look_every) == 0:
+            line["histograms"] = {
+                name: {
+                    "weights": [0.001 * 2**at for at in range(9)],
+                    "gradients": [numbers["grad"] * 10.0 ** (at - 9) for at in range(9)],
+                }
+                for name, numbers in layers.items()
+            }
         line["model"] = {"grad_ratio": 9.0 + math.sin(step), "update_ratio": 3e-3}
         if step % (10 * self.look_every) == 0:
             fall = [self.base + 2 * math.exp(-step / 90) + 1.5 / (1 + at) for at in range(32)]

@@ -471,6 +471,9 @@ def test_what_is_inside_is_there_without_its_script(watched: Watched, inside: Pa
         "The ring",
         "Settings and their changes",
     ]
+    page.locator("summary", has_text="Histograms at step 400").click()
+    shown = page.locator("section.layers figure", has_text="Gradients").locator("svg.plane")
+    assert shown.bounding_box()["height"] > 150 and shown.locator("path.half").count() == 1
     assert page.locator("svg.still.loss .marked").count() == 1
     assert page.locator("svg.still.loss text", has_text=re.compile("^1$")).count() >= 1
 

@@ -343,7 +343,7 @@ JSON = st.recursive(
 FIELDS = {
     "metrics": ("step", "loss", "grad_norm", "lr", "time", "action", "verdict", "stalls", "cursor"),
     "journal": ("kind", "step", "time", "reason", "samples", "ranks", "detail", "sample_ids"),
-    "layers": ("step", "time", "layers", "model", "loss_by_position", "positions"),
+    "layers": ("step", "layers", "model", "histograms", "loss_by_position", "positions"),
     "ranks": ("step", "time", "own_seconds", "device_seconds", "ranks_a_value"),
     "ring": ("tier", "serial", "of", "state", "step", "time"),
     "summary": ("status", "steps", "incarnation", "time", "reason"),
@@ -363,6 +363,9 @@ def test_no_line_ends_it(data: st.DataObject, name: str, torn: bytes) -> None:
         ("metrics", {"grad_norm": 0}, b""),
         ("metrics", {"step": 10**20}, b""),
         ("layers", {"layers": {"a": {"grad": 10**400}}, "model": {"b": "c"}}, b"{"),
+        ("layers", {"histograms": {"a": {"weights": [1] * 9, "outputs": [0] * 9}, "b": 1}}, b""),
+        ("layers", {"histograms": {"a": {"weights": [5e-324] * 9, "outputs": [1e308] * 9}}}, b""),
+        ("layers", {"histograms": {"a": {"weights": [1, -2, *[3] * 7], "outputs": [2]}}}, b""),
         ("ranks", {"own_seconds": [1, None, "x"], "ranks_a_value": -3}, b""),
         ("ring", {"tier": [], "serial": 1, "state": {}, "time": "x"}, b""),
         ("ring", {"time": 0}, b""),

@@ -498,14 +498,8 @@ def picture(grid: ValueGrid) -> Picture | None:
 def heat(picture: Picture, title: str, unit: str) -> Html:
     """A heat map of rows over inspections; the script shows the value under the pointer."""
     steps, rows = picture.grid.steps, len(picture.names)
-    height = min(_MOST_ROW, max(_LEAST_ROW, _ROWS_HEIGHT / rows))
+    height = _row_height(rows)
     frame = tag("rect", x=0, y=0, width="100%", height=f"{rows * height:.1f}", cls="cells frame")
-    stride = 1 if height >= _LABEL else math.ceil((_LABEL + 2) / height)
-    labels = [
-        Label(max(10.0, (at + 0.5) * height + 4.5), cut(name, _LABEL_CHARACTERS), full=name)
-        for at, name in enumerate(picture.names)
-        if at % stride == 0
-    ]
     data = {
         "names": picture.names,
         "steps": steps,
@@ -523,7 +517,7 @@ def heat(picture: Picture, title: str, unit: str) -> Html:
             frame,
             *_above(picture, height),
             height=rows * height,
-            left=labels,
+            left=_row_labels(picture.names),
             below=_step_labels(picture.grid),
             title=f"{title}: {rows} rows over {len(steps)} columns, from step {steps[0]:,}",
         ),
@@ -531,6 +525,63 @@ def heat(picture: Picture, title: str, unit: str) -> Html:
         cls="heat",
         data_heat=json_text(data, is_compact=True),
     )
+
+
+def _row_height(rows: int) -> float:
+    return min(_MOST_ROW, max(_LEAST_ROW, _ROWS_HEIGHT / rows))
+
+
+def _row_labels(names: Sequence[str]) -> list[Label]:
+    """The names that have room beside their rows."""
+    height = _row_height(len(names))
+    stride = 1 if height >= _LABEL else math.ceil((_LABEL + 2) / height)
+    return [
+        Label(max(10.0, (at + 0.5) * height + 4.5), cut(name, _LABEL_CHARACTERS), full=name)
+        for at, name in enumerate(names)
+        if at % stride == 0
+    ]
+
+
+def histograms(title: str, rows: Mapping[str, Sequence[float]]) -> Html:
+    """Absolute values by row, on one logarithmic scale.
+
+    Args:
+        rows: by name the quantiles 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999, and the largest;
+            not all are 0.
+    """
+    stride = math.ceil(len(rows) / _MOST_ROWS)
+    names, values = list(rows)[::stride], list(rows.values())[::stride]
+    height = _row_height(len(names))
+    high = max(map(max, values))
+    low = max(high * 1e-8, min(value for row in values for value in row if value > 0))
+    room = 0.01 + 0.02 * math.log10(high / low)
+    ends = math.log10(low) - room, math.log10(high) + room
+    scale = 10 ** ends[0], 10 ** ends[1]
+    plane = _Plane(first=ends[0], last=ends[1], scale=scale, left=0, right=WIDTH)
+
+    def x(value: float) -> str:
+        return f"{plane.x(math.log10(max(low, value))):.0f}"
+
+    paths: dict[str, list[str]] = {"thin": [], "half": [], "most": []}
+    for at, row in enumerate(values):
+        y = (at + 0.5) * height
+        paths["thin"].append(f"M{x(row[0])} {y:.1f}H{x(row[7])}")
+        paths["half"].append(f"M{x(row[2])} {y:.1f}H{x(row[4])}")
+        paths["most"].append(f"M{x(row[8])} {y - height / 3:.1f}v{height / 1.5:.1f}")
+    shapes = (tag("path", d="".join(d), cls=f"spread {name}") for name, d in paths.items())
+    whole = height * len(names)
+    below = [
+        Label(plane.x(math.log10(value)) / WIDTH, number(value))
+        for value in ticks(scale, is_log=True)
+    ]
+    return figure(
+        title,
+        "absolute, log scale: the middle half, 1 to 99.9 %, and the largest, a tick",
+        framed(
+            stretched(shapes, (WIDTH, whole)),
+            height=whole, left=_row_labels(names), below=below, title=title,
+        ),
+    )  # fmt: skip
 
 
 def _cells(picture: Picture, height: float) -> Html:

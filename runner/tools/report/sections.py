@@ -20,6 +20,7 @@ from runner.tools.report.drawing import (
     drawing,
     framed,
     heat,
+    histograms,
     lines,
     number,
     picture,
@@ -341,6 +342,8 @@ def layers(run: RunReader) -> Html | None:
     rows = zip(fold.model.names, fold.model.cells(), strict=True)
     smalls = (small(_MODEL_LABELS.get(name, name), row) for name, row in rows)
     numbers = [drawn_number for drawn_number in smalls if drawn_number is not None][:_MOST_SMALL]
+    told = fold.histograms.items()
+    spreads = [histograms(name.capitalize(), rows) for name, rows in told if rows]
     if not drawn and not numbers:
         return None
     remark = (
@@ -354,6 +357,7 @@ def layers(run: RunReader) -> Html | None:
         note(remark) if drawn else None,
         *drawn[:_SHOWN_LAYERS],
         details(f"{len(more)} more of each layer", *more) if more else None,
+        details(f"Histograms at step {fold.histograms_step:,}", *spreads) if spreads else None,
         tag("div", *numbers, cls="smalls") if numbers else None,
     )
 

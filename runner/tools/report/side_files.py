@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from runner.policy.columns import EVALUATED, is_ours, kind_of
 from runner.run_dir.time_account import plausible_seconds
 from runner.tools.report.follow import number, whole
+from runner.tools.report.incident import list_of
 
 # By column of ranks.jsonl: what it is of a rank's GPU, and its unit.
 GPU_QUANTITIES = {
@@ -38,6 +40,8 @@ _SAMPLES, _LOSS, _TRAINED = "samples/", "eval_loss/", "loss/"
 _MOST_POSITIONS = 512
 _MOST_PROFILES = 64
 _MOST_RANKS = 4096
+HISTOGRAMS = ("weights", "gradients", "outputs")
+_HISTOGRAM, _LEAST = 9, 1e-200  # numbers: see docs/warnings.md; below it all are 0
 TIERS = ("memory", "disk", "remote")
 _MOST_GONE = 1000  # copies kept per tier; those that lived longest stay
 
@@ -132,6 +136,9 @@ class LayerFold:
         model: numbers of the whole model, one row each.
         profiles: step and loss by position (nats per token, equal stretches) of some inspections.
         positions: tokens of a sequence.
+        histograms: of the newest look that has them: by quantity and layer, eight quantiles and the
+            largest of the absolute values.
+        histograms_step: the step of that look.
     """
 
     def __init__(self, columns: int) -> None:
@@ -140,6 +147,8 @@ class LayerFold:
         self.model = ValueGrid(columns)
         self.profiles: list[tuple[int, list[float]]] = []
         self.positions = 0
+        self.histograms: dict[str, dict[str, list[float]]] = {}
+        self.histograms_step = 0
         self._profile_stride = 1
         self._num_profiles = 0
 
@@ -154,6 +163,9 @@ class LayerFold:
         if isinstance(profile, list) and 1 < len(profile) <= _MOST_POSITIONS:
             self.positions = whole(line.get("positions")) or len(profile)
             self._add_profile(step, [number(loss) for loss in profile])
+        if isinstance(histograms := line.get("histograms"), dict):
+            self.histograms_step = step
+            self.histograms = {name: _histograms(histograms, name) for name in HISTOGRAMS}
 
     def _add_layers(self, step: int, layers: Mapping[str, Any]) -> None:
         by_quantity: dict[str, dict[str, float]] = {name: {} for name in self.grids}
@@ -173,6 +185,15 @@ class LayerFold:
         if len(self.profiles) > _MOST_PROFILES:
             self.profiles = self.profiles[::2]
             self._profile_stride *= 2
+
+
+def _histograms(layers: Mapping[str, Any], name: str) -> dict[str, list[float]]:
+    """Those of one quantity that are whole."""
+    told = ((layer, one.get(name)) for layer, one in layers.items() if isinstance(one, dict))
+    rows = ((layer, [number(value) for value in list_of(row)]) for layer, row in told)
+    whole_rows = (one for one in rows if len(one[1]) == _HISTOGRAM and min(one[1]) >= 0)
+    known = (one for one in whole_rows if _LEAST < sum(one[1]) < 1 / _LEAST)
+    return dict(islice(known, _MOST_NAMES))
 
 
 class SourceFold:
