@@ -120,7 +120,8 @@ class _Watched:
         """
         glance = self.glance
         for line in glance.fresh:
-            yield from self.episodes.add(line, now, is_told=self._tells_past)
+            if line["kind"] != alert.PREEMPTED:  # its status tells
+                yield from self.episodes.add(line, now, is_told=self._tells_past)
         said: dict[str, Any] = {"reason": glance.reason or "ended"}
         if glance.status == alert.SILENT:
             said["reason"] = f"no sign of life for {duration(glance.silent_seconds())}"

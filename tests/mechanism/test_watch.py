@@ -61,6 +61,8 @@ class Run:
         os.utime(beat, (now - 5000, now - 5000))  # the clock of its file server is slow
 
     def ends(self, status: str) -> None:
+        if status == "preempted":
+            self.tells("preempted", 0)
         summary = {"status": status, "incarnation": self.starts, "steps": self.step}
         (self.out / "summary.json").write_text(json.dumps(summary))
 

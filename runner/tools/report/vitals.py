@@ -149,7 +149,8 @@ class Glance:
         self.status, self.reason = STARTING, ""
         self.step, self.loss, self.moved = 0, float("nan"), 0.0
         self.total: int | None = None
-        self.grew, self._size = 0.0, [0, 0]  # the metrics' inode and bytes: a start replaces them
+        self.grew = 0.0
+        self._size: list[int] | None = None  # the metrics' inode and bytes: a start replaces them
         self._metrics: tuple[int, ...] | None = None  # of the file as it was read
         self._has_steps = False
         self._lately, self._lately_since = TimeAccount(), 0.0  # of the newest lines
@@ -160,7 +161,7 @@ class Glance:
         self._seen = plausible_seconds(state.get("seen")) or self._seen
         self.vitals.resume(state.get("beat"))
         self.grew, size = plausible_seconds(state.get("grew")) or 0.0, ints(state.get("size"))
-        self._size = size if len(size) == 2 else self._size
+        self._size = size if len(size) == 2 else None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for :meth:`resume`."""
@@ -238,7 +239,7 @@ class Glance:
             self.moved = plausible_seconds(last.get("time")) or 0.0
             self._has_steps, self._metrics = bool(last), version
             size = [version[0], version[-1]] if version else [0, 0]
-            if size[0] == self._size[0] and size[1] > self._size[1]:
+            if self._size and self._size[0] in (0, size[0]) and size[1] > self._size[1]:
                 self.grew = self._clock()
             self._size = size
         total = self.vitals.settings().get("steps")
