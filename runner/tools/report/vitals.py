@@ -150,8 +150,9 @@ class Glance:
         self.step, self.loss, self.moved = 0, float("nan"), 0.0
         self.total: int | None = None
         self.grew = 0.0
-        self._size: list[int] | None = None  # the metrics' inode and bytes: a start replaces them
-        self._metrics: tuple[int, ...] | None = None  # of the file as it was read
+        self._size: list[int] | None = None  # the metrics' inode and bytes
+        self._start_step = 0  # a start replaces the metrics, cut back to it
+        self._metrics: tuple[int, ...] | None = ()  # of the file as it was read
         self._has_steps = False
         self._lately, self._lately_since = TimeAccount(), 0.0  # of the newest lines
 
@@ -224,6 +225,7 @@ class Glance:
             if line.get("kind") == "start":  # a known one as well: the summary may be of another
                 detail = line.get("detail")
                 self.incarnation = detail.get("incarnation") if isinstance(detail, dict) else None
+                self._start_step = whole(line.get("step"))
             if place > self.num_lines and type(line.get("step")) is int and "kind" in line:
                 fresh.append(line)
         self.num_lines = max(place, self.num_lines)
@@ -238,10 +240,11 @@ class Glance:
             self.loss = number(last.get("loss"))
             self.moved = plausible_seconds(last.get("time")) or 0.0
             self._has_steps, self._metrics = bool(last), version
-            size = [version[0], version[-1]] if version else [0, 0]
-            if self._size and self._size[0] in (0, size[0]) and size[1] > self._size[1]:
+            before, self._size = self._size, [version[0], version[-1]] if version else [0, 0]
+            is_longer = before and self._size[1] > before[1]
+            is_same = before and self._size[0] == before[0]
+            if before and (is_longer if is_same else whole(last.get("step")) > self._start_step):
                 self.grew = self._clock()
-            self._size = size
         total = self.vitals.settings().get("steps")
         self.total = total if type(total) is int else None
         summary = self.vitals.summary(self.incarnation) or {}
