@@ -11,7 +11,7 @@ from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.text import Text
 
-from runner.observe.console import Working
+from runner.observe.console import Working, show_line
 
 
 class Bar:
@@ -62,11 +62,8 @@ class Bar:
         is_live = self._console.is_terminal
         if self._total <= 0 or not self._working.is_due(live=is_live):
             return
-        text = Text(self._working.text(done, self._total))
-        if not is_live:
-            self._console.print(text)
-            return
-        if self._live is None:
-            self._live = Live(console=self._console, auto_refresh=False, transient=True)
-            self._live.start()
-        self._live.update(text, refresh=True)
+        text = self._working.text(done, self._total)
+        if is_live:
+            self._live = show_line(text, self._live, self._console)
+        else:
+            self._console.print(Text(text))

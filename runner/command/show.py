@@ -104,7 +104,10 @@ def top_command(arguments: Sequence[str]) -> int:
     try:
         is_folder = out.is_dir() and not is_run(out)
         if options.once or not console.is_terminal:
-            console.print(_runs(out, console.width) if is_folder else _run(out, console.width))
+            width = console.width
+            console.print(
+                drawn_runs(Runs([out]).update(), width) if is_folder else _run(out, width)
+            )
             return 0
         if not is_folder:
             RunReader(out)  # or a sentence, before the screen is taken
@@ -116,10 +119,6 @@ def top_command(arguments: Sequence[str]) -> int:
     except OSError as error:
         raise ConfigError(f"top: {error}") from None
     return 0
-
-
-def _runs(folder: Path, width: int) -> RenderableType:
-    return drawn_runs(Runs([folder]).update(), width)
 
 
 def _run(out: Path, width: int) -> RenderableType:

@@ -23,7 +23,6 @@ from runner.system.units import duration, name_ranks
 if TYPE_CHECKING:  # imported by what prints first, after the first step, and on rank 0 alone
     from rich.console import Console as RichConsole
     from rich.live import Live
-    from rich.text import Text
 
 _log = logging.getLogger(__name__)
 # By level, as numbers of ECMA-48: red, yellow.
@@ -159,6 +158,24 @@ def _span(span: tuple[int, int], *, is_batches: bool) -> str:
     return f"{one} {first}" if first == last else f"{many} {first}-{last}"
 
 
+def show_line(text: str, live: Live | None, console: RichConsole) -> Live:
+    """Show text in a live line, which is begun if there is none."""
+    from rich.console import Group
+    from rich.control import Control
+    from rich.live import Live
+    from rich.segment import ControlType
+    from rich.text import Text
+
+    if live is None:
+        live = Live(console=console, auto_refresh=False, transient=True)
+        live.start()
+        console.show_cursor(True)  # a process that is killed could not
+    # Whoever writes after that begins where the line does.
+    line = Group(Text(text, end=""), Control(ControlType.CARRIAGE_RETURN))
+    live.update(line, refresh=True)
+    return live
+
+
 class Console:
     """Rank 0's output; silent on the others.
 
@@ -229,7 +246,7 @@ class Console:
         from rich.text import Text
 
         if self._has_live:
-            self._update_live(Text(text))
+            self._live = show_line(text, self._live, self._rich)
         else:
             self._rich.print(Text(text))
             sys.stdout.flush()
@@ -240,21 +257,6 @@ class Console:
             return False
         is_due = step in (1, total) or step % self._every == 0 or is_evaluated
         return is_due or self._has_live
-
-    def _update_live(self, text: Text) -> None:
-        from rich.console import Group
-        from rich.control import Control
-        from rich.live import Live
-        from rich.segment import ControlType
-
-        if self._live is None:
-            self._live = Live(console=self._rich, auto_refresh=False, transient=True)
-            self._live.start()
-            self._rich.show_cursor(True)  # one that is killed could not
-        # Whoever writes after this process was killed begins where the line does.
-        text.end = ""
-        line = Group(text, Control(ControlType.CARRIAGE_RETURN))
-        self._live.update(line, refresh=True)
 
     def work(self, what: str, done: int, total: int) -> None:
         """Show the progress of long work, in bytes: a live line, or a plain one now and then."""

@@ -62,9 +62,8 @@ class QuietHours:
 
 def _minutes(text: str) -> int:
     hours, _, minutes = text.partition(":")
-    if not (hours.isdigit() and minutes.isdigit() and len(minutes) == 2):
-        raise ValueError(f"{text!r} is no time of day such as 22:00")
-    if not (int(hours) < 24 and int(minutes) < 60):
+    is_time = hours.isdigit() and minutes.isdigit() and len(minutes) == 2
+    if not (is_time and int(hours) < 24 and int(minutes) < 60):
         raise ValueError(f"{text!r} is no time of day such as 22:00")
     return 60 * int(hours) + int(minutes)
 
@@ -122,13 +121,13 @@ class _Watched:
         for line in glance.fresh:
             if line["kind"] != alert.PREEMPTED:  # its status tells
                 yield from self.episodes.add(line, now, is_told=self._tells_past)
-        said: dict[str, Any] = {"reason": glance.reason or "ended"}
+        silent = glance.silent_seconds()
+        said = {"reason": glance.reason or "ended", "decision": _ADVICE.get(glance.status, "")}
         if glance.status == alert.SILENT:
-            said["reason"] = f"no sign of life for {duration(glance.silent_seconds())}"
-        said["decision"] = _ADVICE.get(glance.status, "")
+            said["reason"] = f"no sign of life for {duration(silent)}"
         # Also when a node joins the ranks are asked to stop, and started again at once.
         is_stopped = glance.status == alert.PREEMPTED and not is_left
-        self._waits = is_stopped and glance.silent_seconds() < self._silent_seconds
+        self._waits = is_stopped and silent < self._silent_seconds
         status = alert.STARTING if self._waits else glance.status
         yield from self.episodes.see(
             status, glance.step, now, line=said, moved=glance.grew, is_told=self._tells_state

@@ -562,26 +562,25 @@ def histograms(title: str, rows: Mapping[str, Sequence[float]]) -> Html:
     def x(value: float) -> str:
         return f"{plane.x(math.log10(max(low, value))):.0f}"
 
-    paths: dict[str, list[str]] = {"thin": [], "half": [], "most": []}
-    for at, row in enumerate(values):
-        y = (at + 0.5) * height
-        paths["thin"].append(f"M{x(row[0])} {y:.1f}H{x(row[7])}")
-        paths["half"].append(f"M{x(row[2])} {y:.1f}H{x(row[4])}")
-        paths["most"].append(f"M{x(row[8])} {y - height / 3:.1f}v{height / 1.5:.1f}")
-    shapes = (tag("path", d="".join(d), cls=f"spread {name}") for name, d in paths.items())
-    whole = height * len(names)
-    below = [
-        Label(plane.x(math.log10(value)) / WIDTH, number(value))
-        for value in ticks(scale, is_log=True)
-    ]
-    return figure(
-        title,
-        "absolute, log scale: the middle half, 1 to 99.9 %, and the largest, a tick",
-        framed(
-            stretched(shapes, (WIDTH, whole)),
-            height=whole, left=_row_labels(names), below=below, title=title,
-        ),
-    )  # fmt: skip
+    rows_at = [((at + 0.5) * height, [*map(x, row)]) for at, row in enumerate(values)]
+    paths = {
+        "thin": (f"M{row[0]} {y:.1f}H{row[7]}" for y, row in rows_at),
+        "half": (f"M{row[2]} {y:.1f}H{row[4]}" for y, row in rows_at),
+        "most": (f"M{row[8]} {y - height / 3:.1f}v{height / 1.5:.1f}" for y, row in rows_at),
+    }
+    shapes = [tag("path", d="".join(one), cls=f"spread {name}") for name, one in paths.items()]
+    drawn = framed(
+        stretched(shapes, (WIDTH, height * len(names))),
+        height=height * len(names),
+        left=_row_labels(names),
+        below=[
+            Label(plane.x(math.log10(value)) / WIDTH, number(value))
+            for value in ticks(scale, is_log=True)
+        ],
+        title=title,
+    )
+    remark = "absolute, log scale: the middle half, 1 to 99.9 %, and the largest, a tick"
+    return figure(title, remark, drawn)
 
 
 def _cells(picture: Picture, height: float) -> Html:

@@ -20,7 +20,7 @@ from runner.tools.report.incident import (
     verdicts,
 )
 from runner.tools.report.markup import took
-from runner.tools.report.run_reader import RunReader, RunStatus
+from runner.tools.report.run_reader import RunReader
 
 # By cause of a replay, else by the kind of the first line.
 _CAUSES = {
@@ -179,12 +179,6 @@ def episodes(run: RunReader) -> list[Episode]:
             )
         )
     return found
-
-
-def to_do(run: RunReader, now: RunStatus) -> tuple[str, str]:
-    """What a person should do, in words, and the command for it; both may be empty."""
-    words = now.to_do()
-    return words, command(run) if words else ""
 
 
 def command(run: RunReader) -> str:

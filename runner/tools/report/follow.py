@@ -21,7 +21,7 @@ class Follower:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self.restart()
 
     def restart(self) -> None:
@@ -30,18 +30,10 @@ class Follower:
         self.num_damaged = 0
         self._file_id: tuple[int, int] | None = None
 
-    @property
-    def size(self) -> int:
-        """Of the file, in bytes; what was read where it is not there."""
-        try:
-            return os.stat(self._path).st_size
-        except OSError:
-            return self.offset
-
     def was_replaced(self) -> bool:
         """Whether the file was replaced or truncated since; a restart truncates it."""
         try:
-            status = os.stat(self._path)
+            status = os.stat(self.path)
         except OSError:
             return self._file_id is not None
         is_same_file = self._file_id in (None, (status.st_dev, status.st_ino))
@@ -54,7 +46,7 @@ class Follower:
             OSError: it is not a regular file, or cannot be read.
         """
         try:
-            file = open_regular(self._path, follow=True)
+            file = open_regular(self.path, follow=True)
         except FileNotFoundError:
             return
         with file:
@@ -69,7 +61,7 @@ class Follower:
                 else:
                     self.num_damaged += bool(raw.strip())
             if len(raw) > LINE_BYTES:
-                raise OSError(f"{self._path}: has a line of more than {LINE_BYTES} bytes")
+                raise OSError(f"{self.path}: has a line of more than {LINE_BYTES} bytes")
 
 
 def number(value: Any) -> float:

@@ -315,7 +315,10 @@ class LiveRuns(Live):
         return {"runs": (runs, lambda: runs)}
 
     def _table(self) -> Html:
-        rows = [_cells(one) for one in self._shown]
+        rows = [
+            [tag("a", name, href=f"/runs/{quote(name)}/"), sections.badge(status), *cells]
+            for name, status, *cells in (one.cells() for one in self._shown)
+        ]
         if not rows:
             return note("No run yet; those that begin are shown.")
         return section("runs", f"Runs ({len(rows):,})", table(RUN_HEADS, rows))
@@ -340,8 +343,3 @@ class LiveRuns(Live):
         for one in [*self._pages.values()]:
             one.close()
         super().close()
-
-
-def _cells(one: Glance) -> list[object]:
-    name, status, *cells = one.cells()
-    return [tag("a", name, href=f"/runs/{quote(name)}/"), sections.badge(status), *cells]

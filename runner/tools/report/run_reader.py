@@ -163,7 +163,8 @@ class RunReader:
     @property
     def read_bytes(self) -> tuple[int, int]:
         """Bytes of all files: read so far, and in all."""
-        return sum(one.offset for one in self._followers), sum(one.size for one in self._followers)
+        there = [one.path.stat().st_size for one in self._followers if one.path.exists()]
+        return sum(one.offset for one in self._followers), sum(there)
 
     @property
     def num_damaged(self) -> int:

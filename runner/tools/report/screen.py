@@ -94,6 +94,8 @@ class _Rows(DataTable[Text]):
 class _Following(Screen[None]):
     """Reads again and again in a thread, and shows what was read."""
 
+    DEFAULT_CSS = "_Following #state { height: 1; background: $panel; }"
+
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self._seconds = seconds
@@ -149,7 +151,6 @@ class RunScreen(_Following):
         ("escape", "app.leave", "back"),
     ]
     DEFAULT_CSS = """
-    RunScreen #state { height: 1; background: $panel; }
     RunScreen TabbedContent { height: 1fr; }
     RunScreen ContentSwitcher, RunScreen TabPane { height: 1fr; padding: 0; }
     """
@@ -218,10 +219,6 @@ class RunScreen(_Following):
 
 class RunsScreen(_Following):
     """A line for each run of a folder."""
-
-    DEFAULT_CSS = """
-    RunsScreen #state { height: 1; background: $panel; }
-    """
 
     def __init__(self, folder: Path, seconds: float) -> None:
         super().__init__(seconds)

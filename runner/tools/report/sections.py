@@ -31,7 +31,7 @@ from runner.tools.report.drawing import (
     small,
     stretched,
 )
-from runner.tools.report.episode import Episode, to_do
+from runner.tools.report.episode import Episode, command
 from runner.tools.report.incident import CHANGE_KINDS, Line, ints, list_of
 from runner.tools.report.markup import (
     Html,
@@ -130,9 +130,9 @@ def head(run: RunReader, now: RunStatus, found: Sequence[Episode], place: int) -
     """How the run is, what happened last, what to do, and its numbers."""
     losses = dict(now.numbers())
     loss = "".join(f"; {name} {losses[name]}" for name in ("loss", "held-out") if name in losses)
-    words, command = to_do(run, now)
+    words, again = now.to_do(), command(run)
     copy = tag("button", "copy", type="button", cls="copy", hidden=True)
-    line = tag("p", tag("code", command), " ", copy, cls="command") if command else None
+    line = tag("p", tag("code", again), " ", copy, cls="command") if words and again else None
     tiles = (
         tag("div", tag("dt", name), tag("dd", value))
         for name, value in losses.items()
@@ -342,8 +342,8 @@ def layers(run: RunReader) -> Html | None:
     rows = zip(fold.model.names, fold.model.cells(), strict=True)
     smalls = (small(_MODEL_LABELS.get(name, name), row) for name, row in rows)
     numbers = [drawn_number for drawn_number in smalls if drawn_number is not None][:_MOST_SMALL]
-    told = fold.histograms.items()
-    spreads = [histograms(name.capitalize(), rows) for name, rows in told if rows]
+    step, told = fold.histograms
+    spreads = [histograms(name.capitalize(), rows) for name, rows in told.items() if rows]
     if not drawn and not numbers:
         return None
     remark = (
@@ -357,7 +357,7 @@ def layers(run: RunReader) -> Html | None:
         note(remark) if drawn else None,
         *drawn[:_SHOWN_LAYERS],
         details(f"{len(more)} more of each layer", *more) if more else None,
-        details(f"Histograms at step {fold.histograms_step:,}", *spreads) if spreads else None,
+        details(f"Histograms at step {step:,}", *spreads) if spreads else None,
         tag("div", *numbers, cls="smalls") if numbers else None,
     )
 
@@ -459,15 +459,20 @@ def ranks(run: RunReader) -> Html | None:
 
 def slowest(grid: ValueGrid) -> str:
     """A sentence about the rank with the highest median; empty for fewer than two with values."""
-    rows = zip(grid.names, grid.cells(), strict=True)
-    known = {name: [value for value in row if value == value] for name, row in rows}
-    medians = {name: median_high(values) for name, values in known.items() if values}
+    medians = medians_of(grid)
     if len(medians) < 2:
         return ""
     name, most = max(medians.items(), key=lambda one: one[1])
     usual = median(value for other, value in medians.items() if other != name)
     times = f" ({number(most / usual)} times)" if usual > 0 else ""
     return f"Slowest: {name}, {number(most)} s; the median of the others {number(usual)} s{times}."
+
+
+def medians_of(grid: ValueGrid) -> dict[str, float]:
+    """By row, of those with a value."""
+    rows = zip(grid.names, grid.cells(), strict=True)
+    known = {name: [value for value in row if value == value] for name, row in rows}
+    return {name: median_high(values) for name, values in known.items() if values}
 
 
 # -- the ring --------------------------------------------------------------------------------

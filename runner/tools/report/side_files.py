@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from runner.policy.columns import EVALUATED, is_ours, kind_of
@@ -136,9 +135,8 @@ class LayerFold:
         model: numbers of the whole model, one row each.
         profiles: step and loss by position (nats per token, equal stretches) of some inspections.
         positions: tokens of a sequence.
-        histograms: of the newest look that has them: by quantity and layer, eight quantiles and the
-            largest of the absolute values.
-        histograms_step: the step of that look.
+        histograms: of the newest look that has them its step, and by quantity and layer eight
+            quantiles and the largest of the absolute values.
     """
 
     def __init__(self, columns: int) -> None:
@@ -147,8 +145,7 @@ class LayerFold:
         self.model = ValueGrid(columns)
         self.profiles: list[tuple[int, list[float]]] = []
         self.positions = 0
-        self.histograms: dict[str, dict[str, list[float]]] = {}
-        self.histograms_step = 0
+        self.histograms: tuple[int, dict[str, dict[str, list[float]]]] = (0, {})
         self._profile_stride = 1
         self._num_profiles = 0
 
@@ -163,9 +160,8 @@ class LayerFold:
         if isinstance(profile, list) and 1 < len(profile) <= _MOST_POSITIONS:
             self.positions = whole(line.get("positions")) or len(profile)
             self._add_profile(step, [number(loss) for loss in profile])
-        if isinstance(histograms := line.get("histograms"), dict):
-            self.histograms_step = step
-            self.histograms = {name: _histograms(histograms, name) for name in HISTOGRAMS}
+        if isinstance(told := line.get("histograms"), dict):
+            self.histograms = step, {name: _histograms(told, name) for name in HISTOGRAMS}
 
     def _add_layers(self, step: int, layers: Mapping[str, Any]) -> None:
         by_quantity: dict[str, dict[str, float]] = {name: {} for name in self.grids}
@@ -189,11 +185,10 @@ class LayerFold:
 
 def _histograms(layers: Mapping[str, Any], name: str) -> dict[str, list[float]]:
     """Those of one quantity that are whole."""
-    told = ((layer, one.get(name)) for layer, one in layers.items() if isinstance(one, dict))
-    rows = ((layer, [number(value) for value in list_of(row)]) for layer, row in told)
-    whole_rows = (one for one in rows if len(one[1]) == _HISTOGRAM and min(one[1]) >= 0)
-    known = (one for one in whole_rows if _LEAST < sum(one[1]) < 1 / _LEAST)
-    return dict(islice(known, _MOST_NAMES))
+    told = {layer: one.get(name) for layer, one in layers.items() if isinstance(one, dict)}
+    rows = {layer: [number(value) for value in list_of(row)] for layer, row in told.items()}
+    known = {layer: row for layer, row in rows.items() if len(row) == _HISTOGRAM and min(row) >= 0}
+    return {layer: row for layer, row in known.items() if _LEAST < sum(row) < 1 / _LEAST}
 
 
 class SourceFold:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median_high
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -20,7 +19,7 @@ from runner.tools.report.episode import Episode, episodes, rank_list
 from runner.tools.report.incident import INCIDENT_KINDS, notices, readings
 from runner.tools.report.markup import plain, took, when
 from runner.tools.report.run_reader import RunReader, RunStatus
-from runner.tools.report.sections import slowest
+from runner.tools.report.sections import medians_of, slowest
 from runner.tools.report.side_files import GPU_QUANTITIES
 from runner.tools.report.vitals import RUN_HEADS, Glance
 
@@ -164,16 +163,14 @@ def _card(one: Episode) -> str:
 def ranks(run: RunReader) -> Listing:
     """Each rank's median time of its own, its share of the others', and its GPU."""
     fold = run.fold.ranks
-    cells = zip(fold.own.names, fold.own.cells(), strict=True)
-    own = {name: [value for value in row if value == value] for name, row in cells}
-    medians = {name: median_high(values) for name, values in own.items() if values}
+    medians = medians_of(fold.own)
     gpu = {name: values for name in GPU_QUANTITIES if (values := fold.newest.get(name))}
     rows = [
         Row(
             key=name,
             cells=(
                 name, f"{number(medians[name])} s" if name in medians else "",
-                *(_known(values.get(name)) for values in gpu.values()),
+                *(_known(values.get(name, math.nan)) for values in gpu.values()),
             ),
         )
         for name in dict.fromkeys([*fold.own.names, *(rank for of in gpu.values() for rank in of)])
@@ -182,8 +179,8 @@ def ranks(run: RunReader) -> Listing:
     return Listing(title="ranks", heads=("rank", "own time, median", *units), rows=rows)
 
 
-def _known(value: float | None) -> str:
-    return "" if value is None or value != value else number(value)
+def _known(value: float) -> str:
+    return number(value) if value == value else ""
 
 
 def checkpoints(run: RunReader) -> Listing:
@@ -237,12 +234,9 @@ def _time(run: RunReader) -> Listing:
 
 def runs(glances: Sequence[Glance]) -> Listing:
     """A line for each run, as :data:`RUN_HEADS` names them; its key is the run's directory."""
-    return Listing(title="runs", heads=RUN_HEADS, rows=[_run(one) for one in glances])
-
-
-def _run(one: Glance) -> Row:
-    is_red = one.status in ("halted", "failed")
-    return Row(key=str(one.run_dir.out), cells=one.cells(), is_red=is_red)
+    red = ("halted", "failed")
+    rows = [Row(key=str(g.run_dir.out), cells=g.cells(), is_red=g.status in red) for g in glances]
+    return Listing(title="runs", heads=RUN_HEADS, rows=rows)
 
 
 def drawn_runs(glances: Sequence[Glance], width: int) -> Table:

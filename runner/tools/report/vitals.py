@@ -241,10 +241,10 @@ class Glance:
             self.moved = plausible_seconds(last.get("time")) or 0.0
             self._has_steps, self._metrics = bool(last), version
             before, self._size = self._size, [version[0], version[-1]] if version else [0, 0]
-            is_longer = before and self._size[1] > before[1]
-            is_same = before and self._size[0] == before[0]
-            if before and (is_longer if is_same else whole(last.get("step")) > self._start_step):
-                self.grew = self._clock()
+            is_beyond = whole(last.get("step")) > self._start_step
+            if before and before[0] == self._size[0]:
+                is_beyond = before[1] < self._size[1]
+            self.grew = self._clock() if before and is_beyond else self.grew
         total = self.vitals.settings().get("steps")
         self.total = total if type(total) is int else None
         summary = self.vitals.summary(self.incarnation) or {}
