@@ -3,8 +3,10 @@
 BASE: ``nf4``, ``fp4``, ``int8`` (bitsandbytes), ``ao8`` (torchao); loaded by transformers from a
 folder that rank 0 writes once. TODO: ``poison`` (the last rank alone sees NaN), ``told`` (told to
 skip what that run skipped), ``bare`` (no guard: what was skipped is read and not used), ``other``
-(goes on in OUT/poison with another base, and is refused), ``look`` (loads what OUT/poison has).
-KILL_AT in the environment: rank 0 is killed in that step of a run that was never stopped.
+(goes on in OUT/poison with another base, and is refused), ``look`` (loads what OUT/poison has);
+``all`` (two batches a step, numbers read late, so that steps are replayed), ``all_told``.
+KILL_AT in the environment: rank 0 is killed at that batch of a run that was never stopped. FSDP in
+it: the adapters are sharded, the base lies whole on each rank.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from runner import Guard
@@ -26,6 +30,7 @@ from runner.system.error import ConfigError
 from tests.ranked import in_turn, ranked
 
 NUM, BAD, TOKENS = 40, (5, 20, 21, 22), 64
+OF_TWO = 56, (6, 24, 26, 28)  # with two batches a step
 RULES: dict[str, Any] = {"every": 6, "clean_after": 3, "min_history": 8, "clip": 1.0}
 
 
@@ -73,10 +78,10 @@ def adapted(folder: Path, base: str) -> nn.Module:
     return get_peft_model(model, settings)
 
 
-def data(rank: int, *, poison: bool) -> list[torch.Tensor]:
+def data(rank: int, *, poison: bool, num: int = NUM, bad: Any = BAD) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(10 + rank)
-    batches = [torch.randint(2, TOKENS, (2, 12), generator=generator) for _ in range(NUM)]
-    for number in BAD if poison else ():
+    batches = [torch.randint(2, TOKENS, (2, 12), generator=generator) for _ in range(num)]
+    for number in bad if poison else ():
         batches[number][0, 0] = 1
     return batches
 
@@ -97,32 +102,42 @@ def evaluate(model: nn.Module) -> None:
 
 
 class Script:
-    def __init__(self, out: Path, base: str) -> None:
-        self.out, self.base = out, base
+    def __init__(self, out: Path, base: str, *, is_late: bool) -> None:
+        self.out, self.base, self.is_late = out, base, is_late
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.num_ranks = dist.get_world_size() if dist.is_initialized() else 1
 
     def build(self, folder: str = "base") -> tuple[nn.Module, torch.optim.Optimizer]:
         model = adapted(self.out / folder, self.base)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if self.num_ranks > 1:
+        if os.environ.get("FSDP"):
+            frozen = {p for p in model.parameters() if not p.requires_grad}
+            fully_shard(model, ignored_params=frozen)
+        elif self.num_ranks > 1:
             if self.base == "ao8":  # it cannot be viewed as others, which DDP does to send it
                 frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
                 DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
             model = DistributedDataParallel(model)
         torch.manual_seed(50 + self.rank)
-        return model.train(), torch.optim.AdamW(trained, lr=1e-2)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return model.train(), torch.optim.AdamW(trained, lr=1e-2, fused=self.is_late)
 
     def guarded(self, name: str, *, poison: bool = False, **settings: Any) -> dict[str, Any]:
         model, optimizer = self.build()
+        num, bad = (NUM, BAD)
+        if self.is_late:
+            settings |= {"accumulate": 2, "sync": not poison}
+            num, bad = OF_TWO
         guard = Guard(self.out / name, model=model, optimizer=optimizer, **RULES, **settings)
         kill_at = int(os.environ.get("KILL_AT", "-1")) if poison and not guard.resumed_step else -1
-        batches = data(self.rank, poison=poison and self.rank == self.num_ranks - 1)
-        for count, ids in enumerate(guard.over(batches)):
+        is_bad = poison and self.rank == self.num_ranks - 1
+        for count, ids in enumerate(guard.over(data(self.rank, poison=is_bad, num=num, bad=bad))):
             loss = loss_of(model, ids)
             loss.backward()
             if count == kill_at and self.rank == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.is_late and count % 2 == 0:
+                guard.note(loss)
+                continue
             if guard.ok(loss):
                 optimizer.step()
             optimizer.zero_grad()
@@ -175,22 +190,23 @@ def weights_of(model: nn.Module) -> str:
     from runner.checkpoint.state_digest import state_digest
 
     trained = {n.removeprefix("module."): p for n, p in model.named_parameters() if p.requires_grad}
-    return state_digest(((n, p.detach()) for n, p in sorted(trained.items())), {})
+    whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in trained.items()}
+    return state_digest(((n, p.detach()) for n, p in sorted(whole.items())), {})
 
 
 def main() -> None:
     out, base, *todo = sys.argv[1:]
     with ranked() as rank:
-        script = Script(Path(out), base)
+        script = Script(Path(out), base, is_late="all" in todo)
         if rank == 0 and not (script.out / "base").exists():
             write_base(script.out / "base")
         if script.num_ranks > 1:
             dist.barrier()
 
         def run(name: str, skipped: list[Any]) -> Any:
-            if name in ("poison", "told"):
-                settings = {"skip": skipped} if name == "told" else {}
-                return script.guarded(name, poison=name == "poison", **settings)
+            if name in ("poison", "told", "all", "all_told"):
+                settings = {"skip": skipped} if "told" in name else {}
+                return script.guarded(name, poison="told" not in name, **settings)
             if name == "bare":
                 return script.bare(skipped)
             return {"other": script.other, "look": script.look}[name]()

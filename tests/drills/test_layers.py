@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests import hf_folder
 from tests.rows import full
 from tests.run import TWO_LAYERS, Result, read_lines, train
 
@@ -93,6 +94,56 @@ def test_ranks_and_restarts_tell_the_same(tmp_path: Path) -> None:
         assert numbers == pytest.approx(others, rel=2e-2)
 
 
+EXPERTS = ("model=hf", "model.init=random", f"data.vocab_size={len(hf_folder.LETTERS)}")
+LORA = (EXPERTS[0], EXPERTS[2], "model.lora={r: 8, targets: all-linear, alpha: 32}")
+ROUTED = (
+    "model._target_=tests.uncommon_guests.Routed",
+    "data._target_=tests.uncommon_guests.Tokens",
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("settings", "engine"),
+    [
+        (LORA, ["parallel=fsdp"]),
+        ((*LORA, "model.quantize=nf4"), ["parallel=fsdp"]),
+        ((), ["parallel=fsdp", "parallel.offload=cpu"]),
+        (EXPERTS, ["parallel=zero3"]),
+    ],
+    ids=["adapters", "on four bits", "offload", "experts"],
+)
+def test_engines_see_the_same(tmp_path: Path, settings: tuple[str, ...], engine: list[str]) -> None:
+    """Gradient noise and the load of experts, beside DDP's; and the look changes nothing."""
+    if "model=hf" in settings:
+        pytest.importorskip("transformers")
+        make = hf_folder.experts if settings == EXPERTS else hf_folder.llama
+        settings += (f"model.path={make(tmp_path / 'model')}",)
+    if "model.quantize=nf4" in settings:
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    words = [*SMALL[1:], "steps=12", *settings, "batch.micro_size=2"]
+    runs = [
+        train(tmp_path / name, *words, *more, f"track.layers_every={every}")
+        for name, more, every in (
+            ("ddp", ["parallel=ddp"], 6), ("seen", engine, 6), ("bare", engine, 0)
+        )
+    ]  # fmt: skip
+    assert [run.code for run in runs] == [0, 0, 0], [run.tail for run in runs]
+    assert runs[1].digest == runs[2].digest
+    beside, seen = (looks(run.out) for run in runs[:2])
+    assert list(seen) == [6, 12]
+    for step, line in seen.items():
+        other = beside[step]
+        for name, load in line.get("experts", {}).items():
+            assert load == pytest.approx(other["experts"][name], abs=0.02)
+        assert ("experts" in line) is (settings[1:2] == EXPERTS[1:2])
+        noises = [
+            [look["model"][n] for n in ("grad_noise", "grad_signal")] for look in (line, other)
+        ]
+        near = 0.1 if "parallel=zero3" in engine else 1e-2  # it computes in BF16
+        assert noises[0] == pytest.approx(noises[1], rel=near) and noises[0][0] > 0
+
+
 @pytest.mark.full
 def test_a_divergence_is_warned_of(tmp_path: Path) -> None:
     """The rate rises without end; the warning keeps a checkpoint, and the guard quotes it."""
@@ -112,10 +163,7 @@ def test_a_divergence_is_warned_of(tmp_path: Path) -> None:
 def test_experts_are_watched_through_all_that_happens(tmp_path: Path) -> None:
     """Two ranks, accumulation, evaluations, EMA, a discard, a rollback, a killed rank."""
     words = [
-        *(
-            "model._target_=tests.uncommon_guests.Routed",
-            "data._target_=tests.uncommon_guests.Tokens",
-        ),
+        *ROUTED,
         *("steps=24", "batch.global_size=8", "batch.micro_size=2", "data.seq_len=32"),
         *(
             "eval.every=6",
