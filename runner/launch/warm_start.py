@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from runner.config.mappings import is_hf
-from runner.config.schema import RunConfig
+from runner.config.schema import DataKind, RunConfig
 from runner.config.validate import is_zero
 from runner.launch.fork_server import ForkedPopen, ForkError, Forks, suits
 from runner.system.environment import variables
@@ -28,6 +28,7 @@ def rank_modules(config: RunConfig) -> list[str]:
         "deepspeed": is_zero(config.parallel.kind),
         # Of which the classes of models come, with all that it imports late.
         "transformers.modeling_utils": is_hf(model),
+        "datasets": config.data.kind is DataKind.hf,
         "peft": model.lora is not None,
         "bitsandbytes": model.quantize is not None,
         "fsspec": config.checkpoint.remote is not None,

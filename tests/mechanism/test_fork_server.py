@@ -29,7 +29,9 @@ ENV = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONFAULTHANDLER": "1", "A_WORD":
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[Forks, subprocess.Popen[Any]]]:
-    forks, process = Forks.start(rank_modules(compose(["model=hf", "model.path=of_mine"])), ENV)
+    # With the largest of what ranks may need.
+    hf = compose(["model=hf", "model.path=of_mine", "data=hf", "data.path=of_mine"])
+    forks, process = Forks.start(rank_modules(hf), ENV)
     assert forks.is_ready(_SECONDS)
     yield forks, process
     forks.close()
