@@ -573,10 +573,7 @@ def histograms(title: str, rows: Mapping[str, Sequence[float]]) -> Html:
         stretched(shapes, (WIDTH, height * len(names))),
         height=height * len(names),
         left=_row_labels(names),
-        below=[
-            Label(plane.x(math.log10(value)) / WIDTH, number(value))
-            for value in ticks(scale, is_log=True)
-        ],
+        below=[Label(plane.x(math.log10(v)) / WIDTH, number(v)) for v in ticks(scale, is_log=True)],
         title=title,
     )
     remark = "absolute, log scale: the middle half, 1 to 99.9 %, and the largest, a tick"

@@ -435,9 +435,8 @@ def ranks(run: RunReader) -> Html | None:
     """Times of the ranks: which rank was slow, and whether its device was."""
     fold = run.fold.ranks
     drawn = []
-    own = "Own time of a step: data and Python before its first collective"
     rows = [
-        (fold.own, own, "seconds"),
+        (fold.own, "Own time of a step: data and Python before its first collective", "seconds"),
         (fold.device, "One fixed computation on each device", "seconds"),
     ]
     rows = [row for row in rows if len(row[0].names) > 1]

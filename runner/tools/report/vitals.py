@@ -147,9 +147,8 @@ class Glance:
         self._began: Any = None  # the time of the first line: a run made anew has another
         self.incarnation: object = None
         self.status, self.reason = STARTING, ""
-        self.step, self.loss, self.moved = 0, float("nan"), 0.0
+        self.step, self.loss, self.moved, self.grew = 0, float("nan"), 0.0, 0.0
         self.total: int | None = None
-        self.grew = 0.0
         self._size: list[int] | None = None  # the metrics' inode and bytes
         self._start_step = 0  # a start replaces the metrics, cut back to it
         self._metrics: tuple[int, ...] | None = ()  # of the file as it was read
