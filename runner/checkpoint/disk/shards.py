@@ -225,23 +225,22 @@ class Snapshot:
 
 def own_share(
     pieces: Iterable[tuple[str, int, torch.Tensor]], replica: tuple[int, int]
-) -> list[Snapshot]:
+) -> Iterator[Snapshot]:
     """The part of (name, flat start, 1-D values) pieces that this rank writes, as views.
 
-    Replicas hold the same bytes, so each of them writes a part.
+    Lazily: a piece may lie in memory that the next one is given. Replicas hold the same bytes, so
+    each of them writes a part.
 
     Args:
         replica: (number of this replica, number of replicas).
     """
     index, count = replica
-    parts = []
     for name, start, values in pieces:
         size = -(-len(values) // count)
         first = min(len(values), index * size)
         part = values[first : first + size]
         if part.numel():
-            parts.append(Snapshot(name=name, start=start + first, values=part))
-    return parts
+            yield Snapshot(name=name, start=start + first, values=part)
 
 
 class RateLimit:

@@ -7,7 +7,7 @@ names and its queue of jobs, but no states of a checkpoint.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from runner.checkpoint.disk.directory import CheckpointDirectory, Entry
@@ -73,8 +73,8 @@ class DiskTier:
             for part in self._own_parts()
         ]
 
-    def _own_parts(self) -> list[Snapshot]:
-        """What this rank writes and reads of the state: views."""
+    def _own_parts(self) -> Iterator[Snapshot]:
+        """What this rank writes and reads of the state: views, see :func:`own_share`."""
         pieces = ((shard.name, shard.start, shard.local) for shard in self.sharded.shards())
         return own_share(pieces, self.sharded.replica)
 

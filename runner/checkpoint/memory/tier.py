@@ -175,7 +175,7 @@ class MemoryTier:
         """
         slot = self._entries[serial].slot
         pieces = ((place.name, place.start, v) for place, v in self.memory.pieces(slot))
-        return own_share(pieces, self.sharded.replica), lambda: self.memory.check(slot)
+        return list(own_share(pieces, self.sharded.replica)), lambda: self.memory.check(slot)
 
     def verify(self, serial: int) -> Process[list[str]]:
         """Compare every byte with what was sealed, and refuse NaN and Inf."""
