@@ -27,10 +27,6 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(lacking("runner.integrations.hf", "hf", "transformers")) from error
 
-_UNSUPPORTED = {
-    "deepspeed": "its engine applies the update itself; use python -m runner parallel=zero3"
-}
-
 
 class _Callback(TrainerCallback):  # type: ignore[misc]
     """Calls the guard from the Trainer's callbacks."""
@@ -135,9 +131,11 @@ def guard_trainer(trainer: Trainer, out: str | Path, **settings: Any) -> Guarded
         ConfigError: the Trainer uses DeepSpeed, which cannot be guarded; or it trains on its
             rollouts in several steps.
     """
-    for name, why in _UNSUPPORTED.items():
-        if getattr(trainer.args, name, None):
-            raise ConfigError(f"guard_trainer: {name}={getattr(trainer.args, name)!r}: {why}")
+    if trainer.args.deepspeed:
+        raise ConfigError(
+            f"guard_trainer: deepspeed={trainer.args.deepspeed!r}: its engine applies the update "
+            "itself; use python -m runner parallel=zero3"
+        )
     return GuardedTrainer(trainer, out, settings)
 
 
