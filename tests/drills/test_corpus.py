@@ -76,7 +76,8 @@ def test_an_error_of_the_rank_that_tokenises_is_every_rank_s(tmp_path: Path) -> 
     refused = train(tmp_path / "run", *told(tmp_path, corpus))
     assert refused.code != 0
     words = f"error: {corpus} line 1001: has no 'text' (data.field)"
-    assert refused.text.startswith(words), refused.tail
+    before, found, _ = refused.text.partition(words)
+    assert found and "Traceback" not in before, refused.tail  # gloo of torch 2.10 has a line there
     assert refused.text.count("Traceback") == 1, "torchrun's own"
     assert "exitcode  : 2" in refused.text, refused.tail
     assert not list((tmp_path / "cache").iterdir()), "nothing is left of it"

@@ -299,7 +299,7 @@ def test_many_ranks_are_not_connected_all_with_all() -> None:
     def descriptors(num: int, world_size: int) -> float:
         words = ("-c", MESH, str(num), str(world_size))
         told = python(*words, timeout=600, check=True)
-        return float(told.stdout)
+        return float(told.stdout.splitlines()[-1])  # gloo of torch 2.10 has lines before
 
     assert descriptors(24, 64) >= 24
     assert descriptors(24, 65) <= 16  # 4 and twice the logarithm of 24
