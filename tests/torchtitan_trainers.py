@@ -105,10 +105,10 @@ def build(arguments: ScriptArguments, tensor_parallel: int) -> Any:
 
 
 def train(arguments: ScriptArguments, tensor_parallel: int = 1) -> Ended:
-    from runner.integrations.torchtitan import GuardedTrainer
+    from runner.integrations.torchtitan import GuardedTitan
 
     trainer = build(arguments, tensor_parallel)
-    guarded = GuardedTrainer(trainer, arguments.out, **arguments.settings)
+    guarded = GuardedTitan(trainer, arguments.out, **arguments.settings)
     loss_of, calls = trainer.loss_fn, itertools.count(1)
 
     def poisoned(output: Any, labels: torch.Tensor, *rest: Any, **named: Any) -> Any:

@@ -1,7 +1,7 @@
 """The guard in torchtitan's Trainer, put in from outside.
 
->>> from runner.integrations.torchtitan import GuardedTrainer  # doctest: +SKIP
->>> guarded = GuardedTrainer(trainer, "runs/a", every=50)  # doctest: +SKIP
+>>> from runner.integrations.torchtitan import GuardedTitan  # doctest: +SKIP
+>>> guarded = GuardedTitan(trainer, "runs/a", every=50)  # doctest: +SKIP
 >>> trainer.train()  # the same script again resumes  # doctest: +SKIP
 """
 
@@ -24,7 +24,7 @@ except ModuleNotFoundError as error:
 _REPLACED = "train train_step forward_backward_step batch_generator should_continue_training"
 
 
-class GuardedTrainer:
+class GuardedTitan:
     """Guards a Trainer; make it before ``trainer.train()``.
 
     The Trainer's ``max_norm`` becomes the guard's clip; its steps are the applied updates. The
@@ -48,7 +48,7 @@ class GuardedTrainer:
         training, dims = trainer.config.training, trainer.parallel_dims
         if dims.pp_enabled or not training.disable_cuda_graphs:
             raise ConfigError(
-                "GuardedTrainer: set training.disable_cuda_graphs=True, and no pipeline (untried)"
+                "GuardedTitan: set training.disable_cuda_graphs=True, and no pipeline (untried)"
             )
         # The Trainer clips before it steps; the guard clips what it has judged.
         self._settings = {"out": out, "clip": training.max_norm, **settings}

@@ -21,7 +21,6 @@ from runner.observe.metrics import MetricsLine
 from runner.policy.alert import DONE, RUNNING, Episodes, addressed, level_of
 from runner.policy.columns import EVALUATED, LAYERS, kind_of
 from runner.system import output
-from runner.system.environment import changeable
 from runner.system.files import make_folder, naming, replace_for_writing, write_json
 from runner.system.json_lines import count_of, read_object
 from runner.system.output import AsyncWriter
@@ -344,15 +343,14 @@ class MlflowTracker(Tracker):
     """
 
     def __init__(self, facts: RunFacts, project: str) -> None:
-        from mlflow import MlflowClient
+        from mlflow import MlflowClient, environment_variables
         from mlflow.entities import Metric, Param
-        from mlflow.environment_variables import MLFLOW_TRACKING_URI
 
-        uri = MLFLOW_TRACKING_URI.get()
+        uri = environment_variables.MLFLOW_TRACKING_URI.get()
         if not uri:
             uri = (facts.out.absolute() / "mlruns").as_uri()
-            # Otherwise newer MLflow needs a database.
-            changeable()["MLFLOW_ALLOW_FILE_STORE"] = "true"
+            if hasattr(environment_variables, "MLFLOW_ALLOW_FILE_STORE"):  # not in MLflow 3.0
+                environment_variables.MLFLOW_ALLOW_FILE_STORE.set("true")  # else a database
         self._metric, self._param = Metric, Param
         self._client = MlflowClient(tracking_uri=uri)
         known = self._client.get_experiment_by_name(project)

@@ -156,7 +156,7 @@ def test_torchtitan_still_asks_in_this_order(tmp_path: Path) -> None:
     )
     from torchtitan.trainer import Trainer
 
-    from runner.integrations.torchtitan import GuardedTrainer
+    from runner.integrations.torchtitan import GuardedTitan
 
     loop = inspect.getsource(Trainer.train) + inspect.getsource(Trainer.train_step)
     order = ["self.checkpointer.load(", "self.batch_generator(", "self.should_continue_training()"]
@@ -168,7 +168,7 @@ def test_torchtitan_still_asks_in_this_order(tmp_path: Path) -> None:
     graphs = SimpleNamespace(training=SimpleNamespace(disable_cuda_graphs=False))
     trainer: Any = SimpleNamespace(parallel_dims=SimpleNamespace(pp_enabled=False), config=graphs)
     with pytest.raises(ConfigError, match=r"training\.disable_cuda_graphs=True"):
-        GuardedTrainer(trainer, tmp_path)
+        GuardedTitan(trainer, tmp_path)
 
 
 def test_loaders_still_count_their_passes() -> None:
