@@ -59,8 +59,6 @@ To move to `holdfast launch`:
 A key that is unknown here is answered in the same words on the command line, rarer names than these
 too. A group before it (`trainer.`, `training.`) does not matter.
 
-| theirs | here |
-|---|---|
 """
 _LISTED = 2  # names of a key: the most usual ones come first
 
@@ -68,8 +66,8 @@ _LISTED = 2  # names of a key: the most usual ones come first
 def coming_from() -> str:
     """The page for users of other trainers: their usual keys and what each is here."""
     rows = (
-        f"| {' '.join(f'`{name}`' for name, _ in list(same)[:_LISTED])} | "
-        f"{_cell(ours.replace('docs/', ''))} |"
+        f"* {' '.join(f'`{name}`' for name, _ in list(same)[:_LISTED])}: "
+        f"{_cell(ours.replace('docs/', ''))}"
         for ours, same in itertools.groupby(answers().items(), key=lambda entry: entry[1])
     )
     return _COMING_FROM + "\n".join(rows) + "\n"
