@@ -125,6 +125,9 @@ def _named(case: Case, played: Played) -> Iterator[str]:
     """No cause is named that no fault of the case has, nor a rank that has none."""
     kinds = {fault.kind for fault in _faults(case)}
     allowed = set(_OPEN).union(*(_CAUSES.get(kind, set()) for kind in kinds))
+    if case.late and "overflow" in kinds:
+        # Read a step later, the last of its steps is computed again where it is over.
+        allowed.add("hardware, transient")
     ranks = {fault.rank for fault in _faults(case)}
     if case.sick:
         allowed.add("hardware, sticky")
