@@ -201,7 +201,6 @@ def _is_compared(case: Case, played: Played) -> bool:
     lines = journal(played.out)
     skipped = positions(played.last.summary.get("skipped", []))
     trouble = [line for line in lines if line["kind"] in ("redo", "discard", "rollback")]
-    troubled = {line["step"] for line in trouble}
     # Bad samples explain trouble beside another fault, which may be too small to be seen.
     bad = {p for one in _faults(case) if one.samples != (0, 0) for p in range(*one.samples)}
     unexplained = {
@@ -213,8 +212,8 @@ def _is_compared(case: Case, played: Played) -> bool:
             isinstance(cause, dict) and cause["remedy"] == "widen"
         ):
             return False
-    if case.sick and not troubled:
-        return False  # a device that is wrong by less than the limits
+    if case.sick and max(counted(played.out), default=0) >= _sick_from(case):
+        return False  # steps of a device that is wrong by less than the limits were applied
     for fault in _faults(case):
         if fault.kind in _SILENT:
             return False
@@ -229,6 +228,10 @@ def _is_compared(case: Case, played: Played) -> bool:
         ):
             return False  # too small to be seen
     return True
+
+
+def _sick_from(case: Case) -> int:
+    return int(case.sick.partition("step=")[2].partition(",")[0])
 
 
 def _legs(case: Case, played: Played) -> list[Leg] | None:
