@@ -89,19 +89,13 @@ def _ending(case: Case, played: Played) -> Iterator[str]:
             yield f"ended: with 0, status {last.summary.get('status')}"
         if played.left:
             yield f"left: in shared memory {played.left[:3]}"
-    elif last.code == EXIT_NO_CHECKPOINT and _lost_its_only_one(case):
-        return
+    elif last.code == EXIT_NO_CHECKPOINT and any("corrupt_ch" in fault for fault in case.faults):
+        return  # the damaged one may be the only one that is proven
     elif last.code != EXIT_HALTED:
         word = "crashed" if TRACEBACK in own(last.text) else "ended"
         yield f"{word}: with {last.code} at start {number}: {tail(last.text)}"
     elif not case.sick and all(fault.kind in _PASSING for fault in _faults(case)):
         yield f"halted: without a fault that lasts: {tail(last.text)}"
-
-
-def _lost_its_only_one(case: Case) -> bool:
-    """Whether it may be killed while the one checkpoint that it keeps is damaged."""
-    kinds = {fault.kind for fault in _faults(case)}
-    return case.keep == 1 and "corrupt_checkpoint" in kinds and bool(case.breaks)
 
 
 def _stops(case: Case, played: Played) -> Iterator[str]:
