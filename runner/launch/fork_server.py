@@ -58,8 +58,6 @@ _ANSWER_BYTES = 4096
 # The kernel shows what stood at these places when a process began: room for those it forks.
 _ARGUMENTS_BYTES, _ENVIRONMENT_BYTES = 1 << 16, (1 << 17) - 64
 _PADDING = "HOLDFAST_PADDING"
-# Else the allocator of pyarrow, which datasets imports, begins with a thread.
-_NO_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 # pyarrow, which DeepSpeed and datasets import, brings an allocator that starts a thread.
 _NO_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 # The server lives on where a scheduler signals every process; what it forks handles them itself.

@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -109,16 +110,19 @@ def watcher(run: Run) -> Watcher:
     return watcher
 
 
+def looks_while_training(run: Run, watcher: Watcher, looks: int = 4) -> list[str]:
+    """What is told while ten steps come between two looks."""
+    kinds = []
+    for _ in range(looks):
+        run.trains(watcher.now + 5, steps=10)
+        kinds += watcher.looks()
+    return kinds
+
+
 def test_of_each_planted_incident_nothing_is_missed_and_nothing_told_twice(
     run: Run, watcher: Watcher
 ) -> None:
-    def trains(looks: int = 4) -> list[str]:
-        kinds = []
-        for _ in range(looks):
-            run.trains(watcher.now + 5, steps=10)
-            kinds += watcher.looks()
-        return kinds
-
+    trains = partial(looks_while_training, run, watcher)
     assert trains() == []
     for kind in ("discard", "discard", "redo", "rollback", "discard"):  # bad data
         run.tells(kind, watcher.now)
@@ -145,7 +149,7 @@ def test_of_each_planted_incident_nothing_is_missed_and_nothing_told_twice(
     run.ends("halted")
     assert [*watcher.looks(), *watcher.looks()] == ["halt"]
     run.begins(watcher.now)
-    assert trains(6) == ["recovered"]
+    assert trains(looks=6) == ["recovered"]
     run.ends("done")
     assert [*watcher.looks(), *watcher.looks(after=9000)] == ["done"]
     begun = [one["key"] for one in watcher.told if one["event"] == "trigger"]
@@ -158,13 +162,7 @@ def test_of_each_planted_incident_nothing_is_missed_and_nothing_told_twice(
 def test_of_several_hosts_with_clocks_of_their_own_each_episode_is_one_message(
     run: Run, watcher: Watcher, ahead: float
 ) -> None:
-    def trains(looks: int = 3) -> list[str]:
-        kinds = []
-        for _ in range(looks):
-            run.trains(watcher.now + 5, steps=10)
-            kinds += watcher.looks()
-        return kinds
-
+    trains = partial(looks_while_training, run, watcher, looks=3)
     assert trains() == []
     run.tells("crash", watcher.now, ranks=[1])  # a host died, which a survivor tells
     assert watcher.looks() == ["crash"]
