@@ -164,6 +164,8 @@ class RepeatedSteps:
             return  # the checkpoint is no better, so nothing is proven
         if not self._replay.repeats_known():
             return  # a device differs from the record as well
+        if now.step == self._from + 1 and now.loss > before.loss:
+            return  # worse from weights whose digest was verified: what computes is in doubt
         finding = shown(
             Cause.state,
             "samples that are known to be good are bad with these weights and good with those "
