@@ -93,13 +93,14 @@ class Reference:
         self._update({name: g * shrink for name, g in gradients.items()}, rate)
         return Trained(loss=loss / tokens, grad_norm=norm, rate=rate, tokens=tokens)
 
-    def take(self, weights: Mapping[str, Tensor]) -> None:
-        """Go on from these, by parameter.
+    def take(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from these weights and moments, by shard.
 
         For BF16: two FP32 weights that differ in their last bit may round to neighbours, and then
         nothing is near any more.
         """
-        self.weights = {name: weight.double() for name, weight in weights.items()}
+        for name, tensor in self.state().items():
+            tensor.copy_(state[name])
 
     def _set_weights(self) -> None:
         with torch.no_grad():

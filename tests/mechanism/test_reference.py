@@ -53,6 +53,9 @@ from tests.rows import full_but
 CPU = torch.device("cpu")
 STEPS = 10
 NEAR = 1e-5
+# In BF16 the last bit of one activation may turn with the order of a sum, and all gradients before
+# it change by a rounding. One step of a row may differ so; the next goes on from the run's state.
+ONE_ROUNDING = 2**-8
 OPEN = Bounds(usual=Limits(), after_high=Limits())
 # Seven sequences in micro-batches of two: no number of ranks divides them but one.
 GLOBAL, MICRO = 7, 2
@@ -229,7 +232,8 @@ def difference(row: Row, place: RankEnv) -> str:
     own = Parts.build(config, data, place)
     reference = Reference(config, own.shape, data, place.world_size)
     rates = schedule(config.schedule, peak=config.optim.lr, steps=config.steps)
-    told, expected, found, uneven = [], [], [], False
+    told, expected, found, uneven, turned = [], [], [], False, 0
+    is_bf16 = is_bf16_only(config.parallel.kind)
     for updates, plan in enumerate(own.plans(STEPS)):
         pending = own.launch(plan, step=updates + 1, rate=rates(updates))
         signals = own.stepper.read(pending).signals
@@ -244,21 +248,29 @@ def difference(row: Row, place: RankEnv) -> str:
         expected.append(reference.step(plan.indices.tolist()))
         counts = [sum(batch.counts()) for batch in pending.fetched.micro_batches]
         uneven = uneven or len({n for of in Ranks(CPU).gather(counts) for n in of}) > 1
-        if is_bf16_only(config.parallel.kind) or updates == STEPS - 1:
-            found += state_differs(own, reference)
-            reference.take(weights_of(own))
+        if is_bf16 or updates == STEPS - 1:
+            differing = state_differs(own, reference)
+            is_rounded = is_bf16 and not turned and not state_differs(own, reference, ONE_ROUNDING)
+            if differing and is_rounded:
+                differing, turned = [], updates + 1
+            found += differing
+            reference.take(
+                {shard.name: own.engine.full(shard.name) for shard in own.engine.shards()}
+            )
     assert uneven, "the micro-batches have equally many tokens: nothing is seen of their weights"
     found += [
         f"step {step} {key} {getattr(mine, key)!r}, not {getattr(theirs, key)!r}"
         for step, (mine, theirs) in enumerate(zip(told, expected, strict=True), start=1)
         for key in ("tokens", "loss", "grad_norm", "rate")
-        if not is_near(getattr(mine, key), getattr(theirs, key))
+        if not is_near(
+            getattr(mine, key), getattr(theirs, key), ONE_ROUNDING if step == turned else NEAR
+        )
     ]
     return "; ".join([*found, *clipping(config, expected)][:6])
 
 
-def is_near(mine: float, theirs: float) -> bool:
-    return abs(mine - theirs) <= NEAR * abs(theirs)
+def is_near(mine: float, theirs: float, near: float) -> bool:
+    return abs(mine - theirs) <= near * abs(theirs)
 
 
 def clipping(config: RunConfig, told: list[Trained]) -> list[str]:
@@ -272,7 +284,7 @@ def clipping(config: RunConfig, told: list[Trained]) -> list[str]:
     return []
 
 
-def state_differs(own: Parts, reference: Reference) -> list[str]:
+def state_differs(own: Parts, reference: Reference, near: float = NEAR) -> list[str]:
     """Of each tensor, by the norm of the difference. Collective."""
     expected = reference.state()
     mine = {shard.name: own.engine.full(shard.name) for shard in own.engine.shards()}
@@ -281,7 +293,7 @@ def state_differs(own: Parts, reference: Reference) -> list[str]:
     found = []
     for name, tensor in mine.items():
         gap = float((tensor.double() - expected[name]).norm() / expected[name].norm())
-        if not gap <= NEAR:
+        if not gap <= near:
             found.append(f"{name} differs by {gap:.2e} of its norm")
     counts = set(own.engine.update_counts().values())
     return found if counts == {reference.updates} else [*found, f"update counts {counts}"]
