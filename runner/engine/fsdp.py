@@ -118,9 +118,32 @@ def shard_model(
             # calls are needed: gloo has no PREMUL_SUM, and the factor is per module.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
-                # Ranks may use other parameters (experts, branches). They must reduce the same.
-                module.set_reduce_scatter_unused_params(True)
+            _reduce_unused(module)
+
+
+def _reduce_unused(module: FSDPModule) -> None:
+    """Reduce parameters without a gradient as zeros.
+
+    Ranks may use other parameters (experts, branches). Without this they reduce different sizes.
+    """
+    if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
+        module.set_reduce_scatter_unused_params(True)
+        return
+    group: Any = module._get_fsdp_state()._fsdp_param_group
+    if group is None:  # all parameters are in the blocks
+        return
+    post_backward = group.post_backward
+
+    def with_zeros(*unused: Any) -> None:
+        for param in group.fsdp_params if group.reduce_grads else ():
+            whole = getattr(param, "_unsharded_param", None)
+            if whole is None or not whole.requires_grad or whole.grad is not None:
+                continue
+            if param.unsharded_accumulated_grad is None:
+                whole.grad = torch.zeros_like(whole)
+        post_backward(*unused)
+
+    group.post_backward = with_zeros
 
 
 class FsdpEngine(Engine):
