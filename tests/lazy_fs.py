@@ -1,7 +1,8 @@
-"""A file system (FUSE) that forgets what was not synced: python lazy_fs.py BACKING MOUNTPOINT
+"""A file system (FUSE) that forgets what was not synced: python lazy_fs.py BACKING MOUNT TROUBLE
 
 As LazyFS does it: written bytes stay in this process until fsync; killed, they are gone. Names are
-changed in the backing folder at once.
+changed in the backing folder at once. While a file TROUBLE has "ERROR PATTERN [PID]" in it,
+operations on paths of that pattern fail so, of that process or of all.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from typing import Any
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, ClassVar
 
 import fuse
 
@@ -112,5 +115,47 @@ class Lazy(fuse.Operations):  # type: ignore[misc]
         os.chmod(self._real(path), mode)
 
 
+class Ill(Lazy):
+    """EDQUOT: what takes room fails. ESTALE: everything does; what was not synced is lost, and a
+    file that was open before stays stale when the storage is back, as NFS has it.
+    """
+
+    _TAKES_ROOM = ("create", "write", "mkdir", "link")
+    _HANDLE_AT: ClassVar = dict(read=3, write=3, fsync=2, truncate=2, getattr=1, flush=1)
+
+    def __init__(self, backing: str, trouble: str) -> None:
+        super().__init__(backing)
+        self._trouble, self._opened, self._stale = Path(trouble), 0, 0
+
+    def __call__(self, op: str, *args: Any) -> Any:
+        told = self._trouble.read_text().split() if self._trouble.exists() else []
+        is_ill = bool(told) and fnmatch(args[0], told[1]) and _asks(told[2:])
+        is_stale = is_ill and told[0] == "ESTALE"
+        if is_stale and len(told) == 2:  # on all nodes
+            self._stale = self._opened
+            self._dirty.clear()
+        handle = (args[self._HANDLE_AT.get(op, 9) :] or (None,))[0]
+        if is_stale or (handle and handle <= self._stale):
+            raise fuse.FuseOSError(errno.ESTALE)
+        if is_ill and op in self._TAKES_ROOM:
+            raise fuse.FuseOSError(getattr(errno, told[0]))
+        return super().__call__(op, *args)
+
+    def open(self, path: str, flags: int) -> int:
+        self._opened += 1
+        return self._opened
+
+    def create(self, path: str, mode: int, fi: Any = None) -> int:
+        super().create(path, mode)
+        return self.open(path, 0)
+
+
+def _asks(pids: list[str]) -> bool:
+    """Whether the process asks; any does if none is named."""
+    _, _, thread = fuse.fuse_get_context()
+    return not pids or f"Tgid:\t{pids[0]}\n" in Path(f"/proc/{thread}/status").read_text()
+
+
 if __name__ == "__main__":
-    fuse.FUSE(Lazy(sys.argv[1]), sys.argv[2], foreground=True, nothreads=True, hard_remove=True)
+    disk = Ill(sys.argv[1], sys.argv[3])
+    fuse.FUSE(disk, sys.argv[2], foreground=True, nothreads=True, hard_remove=True)

@@ -252,8 +252,9 @@ class RankMonitor:
             self._notices.end()
         if self._fatal is not None:
             faulthandler.disable()
-            self._fatal[1].close()
-            self._fatal[0].unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # all is done: no storage may make a failure of it
+                self._fatal[1].close()
+                self._fatal[0].unlink(missing_ok=True)
         if self.causes.run_lease is not None and self._place.is_first and not self._was_uncaught:
             self.causes.run_lease.release()
 

@@ -252,6 +252,7 @@ class LineFile:
             with naming(self.path):
                 self._write(durably=durably)
         except OSError as error:
+            self._is_distrusted |= error.errno == errno.ESTALE  # the descriptor is lost for ever
             now = self._clock()
             since = now if self._trouble is None else self._trouble[0]
             self._trouble = since, str(error)

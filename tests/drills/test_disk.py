@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.drills.compare import assert_every_sample_once, assert_same_end, assert_same_run
+from tests.drills.test_lost_data import forgetful, reached, trouble_of
+from tests.drills.test_lost_data import why_not as why_no_fuse
 from tests.rows import full
 from tests.run import Result, Started, finish, journalled, metrics_step, start, train
 from tests.syscalls import why_not
@@ -218,6 +220,52 @@ def test_a_directory_removed_under_a_run(tmp_path: Path) -> None:
     shutil.rmtree(out, ignore_errors=True)  # what it still wrote in its last seconds
     again = finish(out, "steps=10")
     assert again.journal("start")[-1]["step"] == 0 and len(again.metrics()) == 10, again.tail
+
+
+fuse = pytest.mark.skipif(why_no_fuse() is not None, reason=str(why_no_fuse()))
+
+
+@fuse
+@pytest.mark.parametrize("rank", [None, full(1)])
+def test_storage_that_is_stale_for_a_while(tmp_path: Path, clean: Result, rank: int | None) -> None:
+    """NFS that says ESTALE to everything, on all nodes or one; the run goes on, says so, and has
+    lost nothing. On all, what was open stays stale: metrics and journal are opened again.
+    """
+    backing = tmp_path / "backing"
+    with forgetful(backing, tmp_path / "disk"):
+        started = start(tmp_path / "disk" / "run", "faults=[slow@step=14-60,seconds=0.2]")
+        started.until(reached(14))
+        pid = "" if rank is None else started.ranks()[rank]
+        trouble_of(backing).write_text(f"ESTALE * {pid}")
+        time.sleep(4.0)
+        trouble_of(backing).unlink()
+        ended = started.wait()
+        assert ended.code == 0, ended.tail
+        assert ended.digest == clean.digest and ended.metrics() == clean.metrics()
+        kinds = {"save_failed", "unwritten"} if rank is None else {"save_failed"}
+        for kind in kinds:
+            assert "Stale file handle" in ended.journal(kind)[0]["reason"], ended.tail
+        assert_every_sample_once(ended)
+
+
+@fuse
+def test_a_quota_reached_while_a_checkpoint_is_written(tmp_path: Path, clean: Result) -> None:
+    """No room is left behind in it, and the older checkpoints stay."""
+    backing, out = tmp_path / "backing", tmp_path / "disk" / "run"
+    with forgetful(backing, tmp_path / "disk"):
+        started = start(out, SLOWLY)
+        started.until(lambda out: bool(list((out / "ring").glob("*/CLEAN"))))
+        trouble_of(backing).write_text("EDQUOT */ring/*/*")
+        started.until(lambda out: journalled(out, "save_failed") >= 1)
+        assert list((out / "ring").glob("*/CLEAN")) and not list((out / "ring").glob("writing-*/*"))
+        trouble_of(backing).unlink()
+        ended = started.wait()
+        assert ended.code == 0, ended.tail
+        assert ended.digest == clean.digest and ended.metrics() == clean.metrics()
+        failed = ended.journal("save_failed")
+        assert all("Disk quota exceeded" in line["reason"] for line in failed), failed
+        assert "Disk quota exceeded" in ended.text
+        assert_every_sample_once(ended)
 
 
 @strace

@@ -30,12 +30,20 @@ def why_not() -> str | None:
     return None
 
 
+def trouble_of(backing: Path) -> Path:
+    return backing.with_name("trouble")
+
+
 @contextlib.contextmanager
 def forgetful(backing: Path, place: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """``backing`` seen at ``place``; kill the process, and what was not synced is gone."""
+    """``backing`` seen at ``place``; kill the process, and what was not synced is gone.
+
+    A file ``trouble`` beside ``backing`` makes it ill: see :class:`tests.lazy_fs.Ill`.
+    """
     backing.mkdir(exist_ok=True)
     place.mkdir(exist_ok=True)
-    process = subprocess.Popen([sys.executable, str(LAZY_FS), str(backing), str(place)])
+    words = [sys.executable, str(LAZY_FS), str(backing), str(place), str(trouble_of(backing))]
+    process = subprocess.Popen(words)
     limit = time.monotonic() + 30
     while not os.path.ismount(place):
         if process.poll() is not None or time.monotonic() > limit:

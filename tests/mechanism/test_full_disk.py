@@ -138,6 +138,30 @@ def test_what_no_fsync_vouches_for_is_written_anew(tmp_path: Path, disk: Disk, s
     assert path.stat().st_ino != inode and checks > before
 
 
+class Stale:
+    """A file on NFS whose server was replaced: nothing can be done with it any more."""
+
+    closed = False
+
+    def __getattr__(self, name: str) -> Any:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+
+@pytest.mark.parametrize("durably", [True, False])
+def test_a_stale_descriptor_is_given_up(tmp_path: Path, disk: Disk, durably: bool) -> None:
+    path, clock = tmp_path / "m", Clock()
+    file = LineFile(path, length=0, clock=clock)
+    for number in range(2):
+        file.append({"n": number}, durably=durably)
+    file._file = Stale()  # type: ignore[assignment]
+    file.append({"n": 2}, durably=durably)
+    kept = file.kept
+    assert kept is not None and str(path) in kept.error and "tale" in kept.error
+    clock.now += 1.0
+    file.retry()
+    assert file.kept is None and numbers(path) == [0, 1, 2]
+
+
 def test_a_new_owner_is_not_written_over(tmp_path: Path, disk: Disk) -> None:
     """The file that was to be made anew belongs to another by now."""
     path, clock = tmp_path / "m", Clock()
