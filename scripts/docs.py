@@ -90,13 +90,14 @@ def page() -> str:
 def _table(entries: list[tuple[str, dataclasses.Field[Any], Any]]) -> Iterator[str]:
     for name, spec, value in entries:
         mark = "\\*" if spec.metadata["trajectory"] else ""
-        kind = f" ({_kind(spec)})" if _kind(spec) else ""
+        told = _kind(spec) if value is None else re.sub(r"^(int|float) ", "", _kind(spec))
+        kind = f" ({told})" if told else ""
         told = spec.metadata["help"].replace("*", "\\*")
         yield f"* `{name}={_shown(value)}`{mark}{_html(kind)}: {_html(told)}"
 
 
 def _kind(spec: dataclasses.Field[Any]) -> str:
-    """The type where the default does not show it: bounds, words, and what null stands for."""
+    """The type, where the default may not show it: bounds, words, and what null stands for."""
     told = type_name(spec).replace(" | null", "").replace(" | ", ", ")
     plain = ("bool", "str", "int", "float", "list[str]", "list", "mapping")
     return "" if told in plain else re.sub(r"([<>]=?) ", r"\1", told)

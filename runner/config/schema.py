@@ -207,8 +207,8 @@ class ModelConfig:
     init_std: float = exact(0.02, "standard deviation of the initial weights", gt=0)
     loss_chunk_mib: float = key(
         512.0,
-        "logits of a micro-batch that take more than this in FP32 are computed in such parts, "
-        "and again in backward: less memory, the same losses; 0: never in parts",
+        "logits that take more than this in FP32 are computed in such parts, and again in "
+        "backward: less memory, the same losses; 0: never",
         ge=0,
     )
 
@@ -227,8 +227,8 @@ class ComputeConfig:
 
     precision: Precision = exact(
         Precision.auto,
-        "compute type of forward and backward: bf16, fp32, or auto: as the run began; at its "
-        "beginning bf16 where all ranks have it in hardware, else fp32",
+        "type of forward and backward: bf16, fp32, or auto: bf16 if all ranks have it in hardware "
+        "when the run begins, else fp32",
     )
     compile: bool = key(False, "torch.compile each block")
     recompute: Recompute = key(
@@ -269,8 +269,8 @@ class DataConfig:
     )
     val_path: Any = exact(
         None,
-        "files for the held-out loss in place of a part of path, or several sets by name: "
-        "{wiki: A, code: B}; null: a part of path (held_out)",
+        "files for the held-out loss, or several sets by name: {wiki: A, code: B}; null: a part of "
+        "path (held_out)",
     )
     sources: Any = exact(
         None,
@@ -331,12 +331,10 @@ class DataConfig:
         None, "directory of the token cache; null: under the user's cache directory"
     )
     max_unreadable: int = key(
-        100,
-        "number of different unreadable samples that may be skipped; one more ends the run",
-        ge=0,
+        100, "different unreadable samples that may be skipped; one more ends the run", ge=0
     )
     retry_seconds: float = key(
-        5.0, "seconds for which reading a sample is retried after an error of the system", ge=0
+        5.0, "how long reading a sample is retried after an error of the system", ge=0
     )
     workers: int = key(1, "loader processes per rank; 0: load in the training process", ge=0)
 
@@ -437,28 +435,25 @@ class GuardConfig:
         "true: read a step's numbers before the next step begins; false: one step later, so that "
         "nothing waits for the device; null: true on CPU, false on CUDA. The run is the same",
     )
-    window: int = exact(64, "number of clean steps in the statistics", ge=4)
+    window: int = exact(64, "clean steps in the statistics", ge=4)
     min_history: int = exact(
-        20,
-        "number of clean steps before spikes and drifts are judged; non-finite values always are",
-        ge=4,
+        20, "clean steps before spikes and drifts are judged; non-finite values always are", ge=4
     )
     loss_sigmas: float = exact(
         15.0,
         "spike: one loss this many robust sigmas above the level (of the window, and of the last "
-        "5 steps); lower discards hard batches: those of a healthy GPT-2 reach 9",
+        "5 steps)",
         gt=0,
     )
     loss_floor: float = exact(
         0.4,
-        "and at least this many nats per token; hard batches of a healthy GPT-2 reach 0.36. The "
-        "limits of two high losses in a row, and of a drift, are shares of it",
+        "and at least this many nats per token; the limits of two high losses in a row and of a "
+        "drift are shares of it",
         ge=0,
     )
     norm_floor: float = exact(
         2.3,
-        "spike: log grad norm above its median by this and 13 robust sigmas; 2.3 is 10 times the "
-        "median, healthy norms reach 8 times",
+        "spike: log grad norm above its median by this and 13 robust sigmas; 2.3: 10 times",
         ge=0,
     )
     drift_nats: float = exact(
@@ -474,10 +469,8 @@ class GuardConfig:
         "verdict: a step with a transient fault is redone and nothing is skipped, of bad data "
         "only the culprits are skipped (see explain); discard: a bad step is always discarded",
     )
-    margin: int = exact(1, "number of steps before the onset whose samples are skipped, too", ge=0)
-    ahead: int = exact(
-        0, "number of steps after the last bad one whose samples are skipped, too", ge=0
-    )
+    margin: int = exact(1, "steps before the onset whose samples are skipped, too", ge=0)
+    ahead: int = exact(0, "steps after the last bad one whose samples are skipped, too", ge=0)
     back: int = exact(0, "roll back at least this many steps before the onset", ge=0)
     cooldown_steps: int = exact(
         100,
@@ -553,8 +546,7 @@ class EvalConfig:
     goal: Goal = key(Goal.lowest, "which value of metric is the best")
     stop_after: int = key(
         0,
-        "the run ends after so many evaluations in a row that are no better than the best one "
-        "before; 0: never",
+        "evaluations in a row, no better than the best before, after which the run ends; 0: never",
         ge=0,
     )
 
@@ -614,7 +606,7 @@ class PreemptConfig:
     )
     notice: str = key(
         "auto",
-        "who tells that a machine is taken back: aws, gcp, azure, file:PATH, a URL; auto: the "
+        "who says that a machine is taken back: aws, gcp, azure, file:PATH, a URL; auto: the "
         "cloud it runs in; none",
     )
 
@@ -643,9 +635,7 @@ class ClusterConfig:
     )
     remember_days: float = key(30.0, "how long others are preferred after a fault", ge=0)
     patience_seconds: float = key(
-        120.0,
-        "a host that failed takes part, spares or not, if the run has not moved for so long",
-        ge=0,
+        120.0, "how long the run does not move before a host that failed takes part", ge=0
     )
     burn_in_seconds: float = key(
         30.0, "how long the devices of a host that failed are checked before it takes part", ge=0
@@ -737,8 +727,8 @@ class RunConfig:
     steps: int = key(250, "applied updates", ge=1)
     epochs: float | None = key(
         None,
-        "passes over the training data, in place of steps: each start makes steps of them, and "
-        "prints both; null: steps",
+        "passes over the training data, in place of steps, which each start computes and prints; "
+        "null: steps",
         gt=0,
     )
     seed: int = exact(0, "seed of weights, sample order and dropout", ge=0)

@@ -14,6 +14,9 @@ ranks:
 Python's own ``multiprocessing.forkserver`` cannot take its place: its children are its own, so that
 its end would be theirs, and they show its command line and environment, by which
 :mod:`runner.launch.process_tree` finds the processes of an attempt.
+
+No rank is kept ready with its settings, data set and model class: these take 0.07 of the 1.1 s of a
+restart (``nano``), with a Hugging Face model and its data 0.11 of 1.2 s, and the corpus may change.
 """
 
 from __future__ import annotations
