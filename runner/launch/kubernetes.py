@@ -4,9 +4,9 @@ Both make one Indexed Job with a pod a node, in a JobSet that starts all pods ag
 How a pod ended decides: settings, a halt and a missing checkpoint end the set; preemption and a
 drained node start it again without counting; anything else counts against ``restarts``.
 
-JobSet's in-place restart (alpha) would help only where the launcher dies: no container fails because
-a rank does. It needs an agent in each pod, whose image is not published. Pods have no deletion cost,
-since the loss of any one restarts the set.
+JobSet's in-place restart (alpha) would help only where the launcher dies: no container fails
+because a rank does. It needs an agent in each pod, whose image is not published. Pods have no
+deletion cost, since the loss of any one restarts the set.
 """
 
 from __future__ import annotations
