@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from runner.config.compose import fields
 from runner.config.foreign_keys import answers
 from runner.config.schema import RunConfig
 from scripts import docs
+from scripts.soak_picture import told
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs"
@@ -176,3 +178,16 @@ def test_the_picture_says_what_its_record_says() -> None:
     readme = (ROOT / "README.md").read_text()
     for words in (f"{last - first + 1} samples gave NaN", f"NaN from step {lost} on"):
         assert words in readme
+
+
+def test_what_the_soaks_say_is_what_their_records_say() -> None:
+    picture, page = (FOLDER / "soak.svg").read_text(), (FOLDER / "survives.md").read_text()
+    readme = (ROOT / "README.md").read_text()
+    for name, what in (("soak", "random faults"), ("soak-trace", "recorded failures")):
+        record = json.loads((FOLDER / "records" / f"{name}.json").read_text())
+        for line in told(record):
+            assert html.escape(line, quote=False) in picture, "run python -m scripts.soak_picture"
+        faults, same = (record["totals"][key] for key in ("faults", "same_digest"))
+        assert f"{faults} {what}" in readme
+        [row] = [line for line in page.splitlines() if f"(records/{name}.json)" in line]
+        assert f"| {faults}" in row and f"{same} of " in row
