@@ -56,8 +56,8 @@ To move to `holdfast launch`:
 
 ## Keys
 
-A key that is unknown here is answered in the same words on the command line, rarer names than these
-too. A group before it (`trainer.`, `training.`) does not matter.
+The command line answers these and rarer names in the same words, whatever the group before them
+(`trainer.`, `training.`).
 
 """
 _LISTED = 2  # names of a key: the most usual ones come first

@@ -142,11 +142,7 @@ class DebugKind(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class ModelConfig:
-    """A pre-norm decoder: RMSNorm, RoPE, SwiGLU; a Hugging Face model; or one of your own.
-
-    With ``_target_`` every other key of this group is an argument of that code, and
-    ``compute`` says how it is computed.
-    """
+    """A pre-norm decoder: RMSNorm, RoPE, SwiGLU; a Hugging Face model; or one of your own."""
 
     _target_: str | None = exact(
         None,
@@ -178,8 +174,8 @@ class ModelConfig:
     )
     quantize: Any = exact(
         None,
-        "hf with lora: hold the frozen linear layers in 4 or 8 bits, by bitsandbytes; every rank "
-        "has them whole, and no checkpoint has them; null: as they are",
+        "hf with lora: hold the frozen linear layers in 4 or 8 bits, by bitsandbytes (see "
+        "docs/hugging-face.md); null: as they are",
         shown="nf4 | fp4 | int8 | null",
     )
     dim: int = exact(128, "width of the residual stream", ge=2)
@@ -291,9 +287,7 @@ class DataConfig:
         "hf: column of a row's text, if there is no input_ids",
     )
     messages: str | None = exact(
-        None,
-        "hf: column of a row's chat, a list of {role, content}; the tokenizer's chat template "
-        "makes tokens of it, and the loss counts only what the assistant says",
+        None, "hf: column of a row's chat, a list of {role, content} (see docs/data.md)"
     )
     pack: bool | None = exact(
         None,
@@ -742,9 +736,8 @@ class RunConfig:
     guard: GuardConfig = key(GuardConfig, "judgement and recovery")
     explain: ExplainKind = exact(
         ExplainKind.quick,
-        "quick: find out why a step was bad by up to 10 further computations of it, in all "
-        "for at most 0.5 % of the run's steps (or 60 if that is more); full: up to 300, and 5 %; "
-        "off: never",
+        "quick: find out why a step was bad by up to 10 computations of it, and at most 0.5 % of "
+        "the run's steps in all (60, if that is more); full: 300, and 5 %; off: never",
     )
     checkpoint: CheckpointConfig = key(
         CheckpointConfig, "when checkpoints are made, proven and kept"
