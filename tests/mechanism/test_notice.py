@@ -96,7 +96,7 @@ def test_what_is_over_already_leaves_a_second(cloud: tuple[Cloud, str], seconds:
 
 
 @pytest.mark.parametrize("fault", ["slow", "garbage", "error", "redirect", "endless", "once"])
-@pytest.mark.parametrize("setting", ["aws:{}", "gcp:{}"])
+@pytest.mark.parametrize("setting", ["aws:{}", "gcp:{}", "azure:{}", "{}/own"])
 def test_a_service_that_is_slow_broken_or_lies_stops_nothing_and_is_said_once(
     cloud: tuple[Cloud, str],
     setting: str,
