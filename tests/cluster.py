@@ -54,6 +54,8 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 ReturnToService=2
 JobRequeue=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 SlurmdTimeout=6
 MessageTimeout=3
 SlurmctldTimeout=30
@@ -62,6 +64,7 @@ KillWait=5
 MinJobAge=600
 Waittime=0
 """
+_PARTITION = "MaxTime=INFINITE State=UP"
 
 
 def unavailable() -> str | None:
@@ -209,7 +212,8 @@ class Namespaced:
         head = _CONF.format(controller="ctl", port=6817, user="root", root=self._cluster.root)
         return head + (
             f"NodeName={','.join(nodes)} CPUs=2 RealMemory=1000 State=UNKNOWN\n"
-            f"PartitionName=test Nodes={','.join(nodes)} Default=YES MaxTime=INFINITE State=UP\n"
+            f"PartitionName=test Nodes={','.join(nodes)} Default=YES {_PARTITION} GraceTime=60\n"
+            f"PartitionName=urgent Nodes={','.join(nodes)} {_PARTITION} PriorityTier=2\n"
         )
 
     def start(self, node: str, command: Sequence[str]) -> None:
@@ -264,7 +268,8 @@ class Loopback:
                 "CPUs=2 RealMemory=1000 State=UNKNOWN\n"
             )
         return text + (
-            f"PartitionName=test Nodes={','.join(nodes)} Default=YES MaxTime=INFINITE State=UP\n"
+            f"PartitionName=test Nodes={','.join(nodes)} Default=YES {_PARTITION} GraceTime=60\n"
+            f"PartitionName=urgent Nodes={','.join(nodes)} {_PARTITION} PriorityTier=2\n"
         )
 
     def start(self, node: str, command: Sequence[str]) -> None:

@@ -184,6 +184,25 @@ def test_the_time_limit_is_met_with_a_checkpoint(
 
 
 @pytest.mark.full
+def test_a_more_important_job_takes_the_nodes(
+    cluster: Cluster, submit: Submit, clean: Result
+) -> None:
+    """Slurm's own preemption: SIGTERM, a grace, and back into the queue."""
+    job = submit(SLOW)
+    job.until_step(30)
+    urgent = ["--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--parsable"]
+    other = cluster.run("sbatch", *urgent, "--wrap=sleep 5").strip()
+    run = job.wait()
+    assert cluster.job(other)["JobState"] == "COMPLETED"
+    assert job.job["Restarts"] == "1" and not (job.out / "bad_nodes").exists(), run.tail
+    assert [line["kind"] for line in run.journal()][:3] == ["start", "preempted", "start"]
+    asked = run.journal("preempted")[0]
+    assert "SIGTERM" in asked["reason"], asked
+    assert run.journal("start")[1]["step"] == asked["step"] >= 30, "it lost no step"
+    assert_same_run(run, clean)
+
+
+@pytest.mark.full
 def test_a_limit_too_short_for_any_step_is_no_endless_loop(submit: Submit) -> None:
     """Two minutes before its end it stops; it has one."""
     job = submit("checkpoint.every=20", "checkpoint.clean_after=20", "--time=1")
