@@ -65,7 +65,8 @@ class Case:
         looked: loop: the model is evaluated before ``Guard(...)``.
         late_copies: snapshots are copied as late as on a GPU (tests/late_copies.py).
         ring_alone: loop: with :class:`runner.Ring` and no guard.
-        settings: further ones of the runner; ``OUT`` in them is the run's directory.
+        settings: further ones of the runner, or of the guard (numbers); ``OUT`` in them is the
+            run's directory.
     """
 
     where: str = "runner"

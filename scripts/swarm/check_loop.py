@@ -10,7 +10,7 @@ from runner.system.error import EXIT_CONFIG, EXIT_DONE, EXIT_HALTED, EXIT_PREEMP
 from runner.system.json_lines import read_lines
 from scripts.swarm.case import Case
 from scripts.swarm.command import layout_of
-from scripts.swarm.loop import EVERY
+from scripts.swarm.loop import EVERY, numbers
 from scripts.swarm.play import Counter, Played, goes_on, journal, play_loop, positions, tail
 from tests.run import left_behind
 from tests.script_run import ends_of
@@ -144,6 +144,8 @@ def _loop_ledger(
     reach = 2 * case.accumulate
     if case.data in ("own", "windows", "shuffled"):
         reach += (EVERY + 4) * case.accumulate
+    given = numbers(case)
+    reach += sum(given.get(name, 0) for name in ("margin", "ahead", "back")) * case.accumulate
     innocent = gone - (rolled_back if rolled_back & set(bad) else set())
     known = [*bad, *large]
     if far := [n for n in sorted(innocent) if not any(abs(n - b) <= reach for b in known)]:

@@ -31,6 +31,10 @@ _SETTINGS = (
     *("checkpoint.remote=file://OUT-remote", "track.report_minutes=0.02", "track.read=false"),
     *("watchdog.straggler_every=3", "launch.warm=false", "data.cache=OUT-cache"),
 )
+_LOOP_SETTINGS = (
+    *("keep=1", "keep_every=12", "clean_after=1", "write_mib_per_second=1", "memory_slots=4"),
+    *("persist=2", "margin=2", "ahead=3", "back=3", "window=12"),
+)
 _REMIXES = ((3.0, 1.0, 1.0), (1.0, 0.0, 2.0))
 _ZERO = (("zero1", 2), ("zero2", 2), ("zero3", 2))
 
@@ -76,6 +80,10 @@ def _newer_loop(dice: random.Random, case: Case) -> Case:
         return case
     case = replace(case, logs=dice.random() < 0.4, checks_stop=dice.random() < 0.5)
     case = replace(case, waits=random.Random(f"{case.seed} waits").random() < 0.3)
+    of_settings = random.Random(f"{case.seed} settings")
+    if of_settings.random() < 0.4:
+        among = _LOOP_SETTINGS if case.memory else [s for s in _LOOP_SETTINGS if "memory" not in s]
+        case = replace(case, settings=tuple(of_settings.sample(among, of_settings.choice((1, 2)))))
     on_mesh = random.Random(f"{case.seed} mesh").random() < 0.3
     if on_mesh and case.engine == "fsdp" and case.data != "sampler":
         case = replace(case, engine="mesh", ranks=4)

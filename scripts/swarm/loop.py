@@ -307,6 +307,11 @@ def _place() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
+def numbers(case: Case) -> dict[str, int]:
+    """The further settings of a guard."""
+    return {key: int(value) for key, value in (word.split("=") for word in case.settings)}
+
+
 def _share(case: Case) -> int:
     """Which share of each step's data this rank has."""
     return _place()[0] // (TENSOR if case.engine == "mesh" else 1)
@@ -338,6 +343,7 @@ def run(case: Case, out: Path, mode: str) -> None:
         settings |= {"memory_mirror": True} if case.mirror else {}
         settings |= {"background": False} if case.waits else {}
         settings |= {"on_oom": case.out_of_memory} if case.out_of_memory else {}
+        settings |= numbers(case)
         guard = Guard(
             out / "run", model=[model, *average.models], optimizer=optimizer, scheduler=scheduler,
             clip=case.clip or None, **settings,
