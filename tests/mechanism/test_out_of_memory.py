@@ -24,6 +24,10 @@ def crash(step: int, cause: str = "memory") -> Incident:
     )
 
 
+def started(world_size: int) -> Incident:
+    return Incident(kind="start", step=0, decision="", reason="", detail={"world_size": world_size})
+
+
 def plan(choice: str, incidents: list[Incident], others: Sequence[int] = ()) -> MemoryPlan:
     """
     Args:
@@ -65,6 +69,14 @@ def test_parts_of_what_a_loader_gives() -> None:
     assert list(half.split("anything", 0)) == [("anything", 1.0)]
 
 
+@pytest.mark.parametrize(("step", "world_size"), [(2, 1), (1, 3)], ids=["later", "other ranks"])
+def test_a_batch_that_is_smaller_than_the_one_that_did_not_fit(step: int, world_size: int) -> None:
+    """The last one of an epoch, or on more ranks: nothing shows that memory runs out with it."""
+    journal = [started(world_size), crash(1), crash(1)]
+    again = plan("halve", journal)
+    assert [len(part) for part, _ in again.split(torch.ones(1, 3), step)] == [1]
+
+
 def test_ranks_have_equally_many_parts_where_one_has_fewer_samples() -> None:
     journal = [crash(1)]
     plan("halve", journal)
@@ -83,7 +95,7 @@ def test_ranks_have_equally_many_parts_where_one_has_fewer_samples() -> None:
 )
 def test_what_cannot_be_split_is_said(batch: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        list(plan("halve", [crash(1)]).split(batch, 1))
+        list(plan("halve", [started(1), crash(1)]).split(batch, 1))
 
 
 def test_a_loop_of_whole_batches_is_told_of_parts(tmp_path: Path) -> None:

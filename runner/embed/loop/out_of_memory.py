@@ -57,6 +57,7 @@ class MemoryPlan:
         settled = [one.detail for one in incidents if one.kind == _KIND]
         self._from = [(line["from_step"], line["parts"]) for line in settled if "parts" in line]
         self._is_new = len(self._crashes) > max((line["crashes"] for line in settled), default=0)
+        self._is_alike = self._is_new and self._num_ranks(incidents) == ranks.world_size
         self._has_parted = False
         if self._is_new and choice == "halve":
             step = self._crashes[-1].step
@@ -64,6 +65,15 @@ class MemoryPlan:
             self._from.append((step, parts))
             what = f"compute batches in {parts} parts from step {step} on"
             report(self._incident(what, {"from_step": step, "parts": parts, "positions": []}))
+
+    def _num_ranks(self, incidents: Sequence[Incident]) -> int | None:
+        """How many ranks the start had whose memory ran out last."""
+        number = None
+        for one in incidents:
+            if one is self._crashes[-1]:
+                break
+            number = one.detail.get("world_size") if one.kind == "start" else number
+        return number
 
     def _incident(self, decision: str, detail: Mapping[str, Any]) -> Incident:
         crash = self._crashes[-1]
@@ -106,7 +116,8 @@ class MemoryPlan:
         rows = self._ranks.all_or_none("splitting a batch", lambda: _rows(batch))
         # A rank may have a sample less, and each part is a pass in which ranks meet.
         fewest = min(self._ranks.gather(rows))
-        if parts // 2 >= fewest:
+        # Batches of other steps may be smaller, as on more ranks.
+        if parts // 2 >= fewest and self._is_alike and step == self._crashes[-1].step:
             raise ConfigError(
                 f"guard.parts: a batch of {fewest} samples was computed in parts of one, and "
                 "memory ran out even so; free memory (recomputed activations, shorter samples, "
