@@ -43,7 +43,7 @@ from tests.ranked import in_turn, ranked
 
 NUM, DIM, LENGTH = 36, 8, 12
 NUM_EXPERTS = 6
-NAN_AT = 12
+NAN_AT, OVERFLOW_AT = 12, 41
 BAD, THREE_STEPS = (6, 20, 21), (6, 24, 26, 28)
 RULES: dict[str, Any] = {"every": 6, "clean_after": 3, "min_history": 8, "clip": 0.5}
 
@@ -248,12 +248,14 @@ class Trained:
         self.model, self.data, self.line = build_stage(layout)
         self._pipeline = Pipeline(self.model, self.line, 12 // self.data.size())
 
-    def backward(self, batch: torch.Tensor) -> torch.Tensor | None:
+    def backward(
+        self, batch: torch.Tensor, scaler: torch.amp.GradScaler | None = None
+    ) -> torch.Tensor | None:
         """The loss, where this rank has it."""
         if self.line is not None:
             return self._pipeline.step(batch)
         loss: torch.Tensor = self.model(batch).square().mean()
-        loss.backward()
+        (loss if scaler is None else scaler.scale(loss)).backward()
         return loss
 
     @torch.no_grad()
@@ -289,14 +291,19 @@ def train(out: Path, layout: str, name: str, skip: list[Any]) -> Guard:
 
 
 def train_with_all(out: Path, layout: str, *, is_told: bool, skip: list[Any]) -> Guard:
-    """The last rank is asked to stop in the first start's evaluation, and dies in the second."""
+    """The last rank is asked to stop in the first start's evaluation, and dies in the second.
+
+    But for pipelines a scaler scales the loss, and one step overflows: the last rank alone sees it,
+    of the run that is told rank 0, in its part of a gradient.
+    """
     net = Trained(layout)
     by_mesh: dict[Any, list[nn.Parameter]] = {}
     for parameter in net.model.parameters():
         by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     optimizers = [torch.optim.AdamW(own, lr=1e-2, fused=True) for own in by_mesh.values()]
     named: dict[str, Any] = {"model": net.model, "optimizer": optimizers, "pipeline": net.line}
-    guard = Guard(out, **named, accumulate=2, skip=skip, sync=is_told, **RULES)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=net.line is None)
+    guard = Guard(out, **named, scheduler=scaler, accumulate=2, skip=skip, sync=is_told, **RULES)
     number = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     is_last = dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1
     is_ours = is_last and not is_told
@@ -304,22 +311,48 @@ def train_with_all(out: Path, layout: str, *, is_told: bool, skip: list[Any]) ->
     for count, batch in enumerate(guard.over(given)):
         if is_ours and (number, count) == ("1", 17):
             os.kill(os.getpid(), signal.SIGKILL)
-        loss = net.backward(batch)
+        loss = net.backward(batch, scaler)
         guard.log(read=(0, 0) if loss is None else (float(batch.square().sum()), len(batch)))
         if count % 2 == 0:
             guard.note(loss)
             continue
-        if guard.ok(loss):
-            for optimizer in optimizers:
-                optimizer.step()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+        if batch is given[OVERFLOW_AT]:
+            overflow(net, rank=0 if is_told else -1)
+        update(guard, loss, scaler, optimizers)
         if count % 8 == 7:
             if is_ours and (number, count) == ("0", 15):
                 os.kill(os.getpid(), signal.SIGTERM)
             guard.check_stop()
             net.evaluate(given[0])
     return guard
+
+
+def overflow(net: Trained, rank: int) -> None:
+    """Of a gradient that is cut one rank's part, where a scaler scales."""
+    grads: list[Any] = [parameter.grad for parameter in net.model.parameters()]
+    cut = [
+        grad
+        for grad in grads
+        if isinstance(grad, DTensor) and any(p.is_shard() for p in grad.placements)
+    ]
+    if net.line is None and dist.get_rank() == range(dist.get_world_size())[rank]:
+        next(part for grad in cut if (part := grad.to_local()).numel()).view(-1)[0] = float("inf")
+
+
+def update(
+    guard: Guard,
+    loss: torch.Tensor | None,
+    scaler: torch.amp.GradScaler,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> None:
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    if guard.ok(loss):
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
 
 
 def with_ring(out: Path, layout: str) -> dict[str, Any]:

@@ -97,17 +97,24 @@ def test_poisoned_killed_and_resumed_it_is_the_run_told_to_skip(
     ],
 )
 def test_nan_on_any_rank_is_seen_by_all(tmp_path: Path, layout: str, ranks: int) -> None:
+    """The loss is finite, and the rank is named whose part of a gradient is not."""
     names = [f"nan{rank}" for rank in range(ranks)]
     ends = run(tmp_path, layout, *names, "told", ranks=ranks)
     assert {end["digest"] for end in ends.values()} == {ends["told"]["digest"]}
     assert all(end["skipped"] == [[12, 13]] for end in ends.values())
+    for rank, name in enumerate(names):
+        lines = read_lines(tmp_path / name / "journal.jsonl")
+        assert [line["ranks"] for line in lines if line["kind"] == "discard"] == [[rank]]
 
 
-@pytest.mark.parametrize("layout", ["pp", *(full(name) for name in ("columns", "fsdp_tp"))])
+@pytest.mark.parametrize(
+    "layout", ["pp", "sp", *map(full, ("columns", "fsdp_tp", "tp", "ep", "pp_fsdp"))]
+)
 def test_all_at_once_on_a_mesh(tmp_path: Path, layout: str) -> None:
     """Accumulation, numbers read late, evaluations, a rollback, a stop, a kill, two resumes.
 
-    Also what the loop logs, which is that of the steps that were applied.
+    Also what the loop logs, which is that of the steps that were applied; and, but for pipelines,
+    an overflow of FP16 on one rank.
     """
     ends = run(tmp_path, layout, "all", "all_told", restarts=2)
     assert ends["all"]["digest"] == ends["all_told"]["digest"]

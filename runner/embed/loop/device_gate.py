@@ -106,10 +106,11 @@ def _copy(value: Any) -> Any:
 
 def _state_of(scheduler: Scheduler) -> dict[str, Any]:
     """A copy of its state, which a scaler's own ``state_dict`` would wait for the device for."""
-    if not isinstance(scheduler, torch.amp.GradScaler) or scheduler._scale is None:
+    scale = getattr(scheduler, "_scale", None)  # of a scaler that is enabled
+    if not isinstance(scheduler, torch.amp.GradScaler) or scale is None:
         return copy.deepcopy(scheduler.state_dict())
     return {
-        "scale": scheduler._scale.clone(),
+        "scale": scale.clone(),
         "growth_factor": scheduler.get_growth_factor(),
         "backoff_factor": scheduler.get_backoff_factor(),
         "growth_interval": scheduler.get_growth_interval(),
@@ -131,6 +132,20 @@ class Scalers:
             for scaler in schedulers
             if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled()
         ]
+
+    def agree(self, grad_norm: torch.Tensor) -> None:
+        """Let all optimizers on all ranks skip a step that one is to skip. Waits for nothing.
+
+        torch 2.13 shares what a rank finds in its parts of DTensors only along those dimensions of
+        a mesh that cut the first gradient: other ranks would update, and the scales part.
+
+        Args:
+            grad_norm: of all gradients, the same on all ranks.
+        """
+        for scaler in self._scalers:
+            for state in scaler._per_optimizer_states.values():
+                for found in state["found_inf_per_device"].values():
+                    found.copy_(torch.maximum(found, (~grad_norm.isfinite()).to(found)))
 
     def scales(self) -> list[torch.Tensor | float]:
         """The scale of each, as it is now; waits for nothing."""

@@ -224,7 +224,8 @@ class Guard(Holder):
             loss: this rank's, a scalar or a tensor whose mean it is; the guard judges the mean
                 over ranks, and with :meth:`note` over the batches of the step. None where a
                 stage of a pipeline has no loss.
-            tokens: in this rank's batch, for the throughput in the metrics.
+            tokens: in this rank's batch, for the throughput in the metrics; of ranks that compute
+                a sample together one gives them.
 
         Raises:
             Halted: the guard's budget is spent.

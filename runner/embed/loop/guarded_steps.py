@@ -238,6 +238,7 @@ class GuardedSteps:
         if self._unread is not None and not self._confirm(self._unread):
             return False
         agreed = self._launch(loss, tokens, step)
+        self._scalers.agree(agreed.numbers[GRAD_NORM])
         self.num_judged += 1
         if self._gate is not None and self._may_read_late():
             self._measurer.clip(agreed.numbers[GRAD_NORM])

@@ -148,6 +148,7 @@ class Measurer:
         self._logged = logged
         self._names = MetricNames(ranks, "guard.log", are_evaluated=False)
         self._norm: torch.Tensor | None = None
+        self._part = torch.zeros(())  # of the squared norm
         self._sizes: list[int] = []
         self._trained: list[tuple[torch.Tensor, int]] = []
         self._order: LoopOrder | None = LoopOrder(state, ranks)
@@ -204,7 +205,7 @@ class Measurer:
         """
         ranks, device = self._ranks, self._state.compute_device
         value = self._loss_of_step(loss, batches)
-        square = self._square().to(device)
+        self._part = square = self._square().to(device)
         if self._order is not None and self._order.is_compared:
             self._learn_who_gives(is_giving=loss is not None)
             self._order.require_unchanged()
@@ -364,13 +365,22 @@ class Measurer:
         self.forget_gradients()
 
     def suspects(self, plan: BatchPlan) -> list[Suspect]:
-        """The ranks whose last loss was not finite, or else those with the highest. Collective."""
+        """The ranks whose last loss was not finite; else, where these are not all, those whose part
+        of the gradients was not; else those with the highest losses, and with them all that have
+        the same, because they compute a sample together. Collective."""
         is_finite, loss = math.isfinite(self._own), self._own
-        number = self._worst_of(plan)
-        by_rank = self._ranks.gather([is_finite, loss if is_finite else 0.0, number])
+        has_fine_part = bool(self._part.isfinite())
+        by_rank = self._ranks.gather(
+            [is_finite, loss if is_finite else 0.0, self._worst_of(plan), has_fine_part]
+        )
         ranks = [rank for rank, (is_fine, *_) in enumerate(by_rank) if not is_fine]
-        giving = [rank for rank, gives in enumerate(self._giving) if gives]
-        loudest = sorted(giving, key=lambda rank: -by_rank[rank][1])
+        holding = [rank for rank, (*_, is_fine) in enumerate(by_rank) if not is_fine]
+        if not ranks and len(holding) < len(by_rank):
+            ranks = holding
+        if not ranks:
+            giving = [rank for rank, gives in enumerate(self._giving) if gives]
+            highest = sorted({by_rank[rank][1] for rank in giving})[-_NUM_LOUDEST:]
+            ranks = [rank for rank in giving if by_rank[rank][1] in highest]
         return [
             Suspect(
                 rank=rank,
@@ -378,7 +388,7 @@ class Measurer:
                 name=f"batch {by_rank[rank][2]}",
                 is_finite=bool(by_rank[rank][0]),
             )
-            for rank in ranks or loudest[:_NUM_LOUDEST]
+            for rank in ranks
         ]
 
     def _worst_of(self, plan: BatchPlan) -> int:
