@@ -162,6 +162,7 @@ def _told(options: Any) -> list[str]:
     """The command without this machine's folders."""
     if options.trace:
         told = ["--trace", options.trace.name, "--seed", str(options.seed)]
+        told += ["--slurm"] if options.slurm else []
     else:
         told = ["--faults", str(options.faults)]
     return [*told, *(["--record", options.record.name] if options.record else [])]
@@ -196,7 +197,6 @@ def _sitting(options: Any, folder: Path, earlier: list[dict[str, Any]]) -> dict[
             "code": code,
             "seconds": round(time.monotonic() - began),
             "launches": soak.launches,
-            "fork_server_mb": soak.server,
             "processes_left": left,
             "same_digest": False,
             **soak.told(),
@@ -208,11 +208,7 @@ def _sitting(options: Any, folder: Path, earlier: list[dict[str, Any]]) -> dict[
 
 
 class Soak:
-    """The run under fire; its supervisor restarts it, and we restart the supervisor.
-
-    ``server`` is the memory of the last supervisor's fork server at its first step and at its end,
-    in MB.
-    """
+    """The run under fire; its supervisor restarts it, and we restart the supervisor."""
 
     def __init__(
         self, out: Path, log: Path, store: Store, options: Any, kinds: Collection[str], seed: int
@@ -226,14 +222,13 @@ class Soak:
         self._again = [kind for kind in OUTER if kind in kinds]
         self._struck: list[str] = []
         self._later: list[tuple[float, Callable[[Started], bool]]] = []
-        self._ended, self._paired, self.launches, self.server = 0, 0, 0, list[float]()
+        self._ended, self._paired, self.launches = 0, 0, 0
 
     def run(self) -> int:
         """Returns the exit code; 124 of one that did not move."""
         code = None
         while code is None:
             self.launches += 1
-            self.server = []
             process = self._begun()
             if self.launches > 1:
                 self._pair()
@@ -242,12 +237,10 @@ class Soak:
 
     def _watch(self, started: Started) -> int | None:
         """Strike until it ends; None where we killed all of it."""
-        pid, moved, seen, was_ours = started.process.pid, time.monotonic(), (0, 0), False
+        moved, seen, was_ours = time.monotonic(), (0, 0), False
         while started.process.poll() is None:
             time.sleep(0.1)
             step, now = metrics_step(self.out), time.monotonic()
-            if (size := _server_mb(pid)) and step > 0:
-                self.server = [self.server[0] if self.server else size, size]
             if (ended := len(read_lines(self.out / "attempts.jsonl")[0])) > self._ended:
                 self._ended = ended
                 self._pair()
@@ -382,16 +375,6 @@ def _quoted(faults: Sequence[str]) -> str:
     return ",".join(f"'{fault}'" for fault in faults)
 
 
-def _server_mb(supervisor: int) -> float:
-    """Resident memory of its fork server; 0 without one."""
-    with contextlib.suppress(OSError, IndexError):
-        for child in Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split():
-            if b"runner.launch.fork_server" in Path(f"/proc/{child}/cmdline").read_bytes():
-                pages = int(Path(f"/proc/{child}/statm").read_text().split()[1])
-                return round(pages * os.sysconf("SC_PAGE_SIZE") / 1e6, 1)
-    return 0.0
-
-
 def _begun(
     out: Path, options: Any, log: Path, *overrides: str, env: dict[str, str] | None = None
 ) -> subprocess.Popen[str]:
@@ -454,6 +437,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--keep", metavar="DIR", help="leave run and log there")
     parser.add_argument("--record", type=Path, metavar="FILE", help="go on from it, and add to it")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="play it, on nodes")
+    parser.add_argument("--slurm", action="store_true", help="which a real Slurm schedules")
     words = "begin no other sitting after; default 0: one"
     parser.add_argument("--minutes", type=float, default=0, metavar="M", help=words)
     return parser.parse_args()

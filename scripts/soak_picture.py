@@ -10,85 +10,61 @@ from matplotlib import rcParams
 from matplotlib.figure import Figure
 
 DOCS = Path(__file__).parents[1] / "docs"
-GREEN, RED, ORANGE, GREY = "#2f8f5b", "#c0392b", "#e08214", "#8a8a8a"
-NUMBERS = {
-    "nan_grad", "nan_loss", "flip_grad", "misread", "spoil_state", "flip_bit", "poison", "spike",
-    "wrong_product",
-}  # fmt: skip
-STORED = {"corrupt_checkpoint", "corrupt_snapshots", "disk_full", "store_gone"}
-GROUPS = (("processes", RED), ("checkpoints, disks, stores", GREEN), ("numbers", "#1f5fa8"))
+BLUE, GREEN, RED, ORANGE, GREY = "#1f5fa8", "#2f8f5b", "#c0392b", "#e08214", "#8a8a8a"
 
 
 def main() -> None:
     # Text stays text, and the same records give the same file.
     rcParams.update({"svg.hashsalt": "holdfast", "svg.fonttype": "none", "font.size": 9})
     figure = Figure(figsize=(10, 6.2), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.3))
-    soak, trace = (
-        json.loads((DOCS / "records" / name).read_text())
-        for name in ("soak.json", "soak-trace.json")
-    )
-    _faults(left, soak["totals"]["by_kind"])
-    _trace(right, trace["segments"])
-    for axes, words in ((left, told(soak)), (right, told(trace))):
-        axes.set_title("\n".join(words), loc="left", fontsize=10)
-        axes.spines[["top", "right"]].set_visible(False)
+    axes = figure.subplots(1, 2, width_ratios=(1, 1.5))
+    for one, name, draw in zip(axes, ("soak", "soak-trace"), (_faults, _trace), strict=True):
+        record = json.loads((DOCS / "records" / f"{name}.json").read_text())
+        draw(one, record)
+        one.set_title("\n".join(told(record["totals"])), loc="left", fontsize=10)
+        one.spines[["top", "right"]].set_visible(False)
     figure.savefig(DOCS / "soak.svg", metadata={"Date": None, "Creator": None})
 
 
-def told(record: dict[str, Any]) -> list[str]:
+def told(totals: dict[str, Any]) -> list[str]:
     """What a record says, in lines."""
-    totals = record["totals"]
+    runs = totals.get("sittings") or totals["segments"]
+    same = f"{totals['same_digest']} of {runs} runs with the digest of the run in peace"
     if "sittings" in totals:
-        runs = (
-            f"{totals['same_digest']} of {totals['sittings']} runs: the digest of the run in peace"
-        )
-        if more := totals.get("same_with_faults_below_limits"):
-            runs += f",\n{more} more with what stayed below the guard's limits"
-        return [f"{totals['faults']} random faults on one machine", *runs.split("\n")]
+        below = totals.get("same_with_faults_below_limits")
+        more = [f"{below} more with what stayed below the guard's limits"] if below else []
+        return [f"{totals['faults']} random faults on one machine", same, *more]
+    goodput, plan = totals["goodput"], totals["plan"]["goodput_of_these"]
     return [
         f"{totals['faults']} failures of a cluster in {totals['days']:.0f} days; "
-        f"{totals['hit_the_run']} hit the run,",
-        f"{totals['recovered_without_a_hand']} of these without a hand; goodput "
-        f"{totals['goodput']:.0%}, plan says {totals['plan']['goodput_of_these']:.0%}",
-        f"{totals['same_digest']} of {totals['segments']} runs: the digest of the run in peace",
+        f"{totals['hit_the_run']} hit a run,",
+        f"{totals['recovered_without_a_hand']} of these without a hand; goodput {goodput:.0%}, "
+        f"plan says {plan:.0%}",
+        same,
     ]
 
 
-def _faults(axes: Any, by_kind: dict[str, int]) -> None:
+def _faults(axes: Any, record: dict[str, Any]) -> None:
     """How often each kind struck."""
-    kinds = sorted(by_kind, key=lambda kind: by_kind[kind])
-    groups = [2 if kind in NUMBERS else int(kind in STORED) for kind in kinds]
-    for number, (label, colour) in enumerate(GROUPS):
-        mine = [kind for kind, group in zip(kinds, groups, strict=True) if group == number]
-        places = [kinds.index(kind) for kind in mine]
-        bars = axes.barh(places, [by_kind[kind] for kind in mine], color=colour, label=label)
-        axes.bar_label(bars, padding=2)
-    axes.set_yticks(range(len(kinds)), kinds)
-    axes.legend(loc="lower right", frameon=False)
+    kinds = sorted(record["totals"]["by_kind"].items(), key=lambda pair: pair[1])
+    axes.bar_label(axes.barh(*zip(*kinds, strict=True), color=BLUE), padding=2)
 
 
-def _trace(axes: Any, segments: list[dict[str, Any]]) -> None:
+def _trace(axes: Any, record: dict[str, Any]) -> None:
     """Each failure on its node, over the runs that were played."""
-    rows = sorted(
-        {(one["seed"], fault["node"]) for one in segments for fault in one["faults"]}, reverse=True
-    )
-    for one in segments:
-        mine = [place for place, (seed, _) in enumerate(rows) if seed == one["seed"]]
-        axes.fill_between(
-            [one["day"], one["until_day"]], min(mine) - 0.4, max(mine) + 0.4,
-            color=GREEN if one["same_digest"] else RED, alpha=0.13,
-        )  # fmt: skip
-    for hit, colour, label in (
-        (False, GREY, "a node that was idle"),
-        (True, ORANGE, "hit the run"),
-    ):
-        faults = [(f, one["seed"]) for one in segments for f in one["faults"] if f["hit"] is hit]
-        axes.scatter(
-            [fault["day"] for fault, _ in faults],
-            [rows.index((seed, fault["node"])) for fault, seed in faults],
-            color=colour, s=60 if hit else 18, marker="x", label=label,
-        )  # fmt: skip
+    runs = record["segments"]
+    faults = [(run["seed"], fault["node"], fault) for run in runs for fault in run["faults"]]
+    rows = sorted({(seed, node) for seed, node, _ in faults}, reverse=True)
+    for run in runs:
+        mine = [row for row, (seed, _) in enumerate(rows) if seed == run["seed"]]
+        days, colour = run["until_day"] - run["day"], GREEN if run["same_digest"] else RED
+        place = (min(mine) - 0.4, len(mine) - 0.2)
+        axes.broken_barh([(run["day"], days)], place, color=colour, alpha=0.13)
+    for hit, label in ((False, "a node that was idle"), (True, "hit the run")):
+        when = [fault["day"] for *_, fault in faults if fault["hit"] is hit]
+        on = [rows.index((seed, node)) for seed, node, fault in faults if fault["hit"] is hit]
+        style = {"color": ORANGE, "s": 60} if hit else {"color": GREY, "s": 18}
+        axes.scatter(when, on, marker="x", label=label, **style)
     axes.set_yticks(range(len(rows)), [f"seed {seed}, {node}" for seed, node in rows])
     axes.set_ylim(-2, len(rows))
     axes.set_xlabel("day of the trace; each band is a run, green if its digest is the same")

@@ -5,7 +5,8 @@ befalls its node, at its time and until it was repaired, so clusters of failures
 of the nodes train, a supervisor and a rank on each. The harness plays the scheduler of a cluster:
 it sees nodes, never the run, asks the supervisor on a bad node to stop, and starts the same command
 on a healthy one; where too few are healthy, the run waits. Segments of one length play the trace
-one after another: each has to end with the digest of the same run in peace.
+one after another: each has to end with the digest of the same run in peace. With ``--slurm`` a real
+Slurm is the scheduler, of a job with one spare node.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from runner.tools.goodput import (
     ring_goodput,
     trace_goodput,
 )
+from tests.cluster import Cluster, Namespaced
 from tests.namespaces import Network
 from tests.run import environment_of, metrics_step
 
@@ -94,11 +96,16 @@ def drawn(failures: Sequence[Failure], seed: int) -> tuple[list[tuple[Failure, i
 
 @dataclass
 class Slot:
-    """A place in the job: the node that it is on, and the supervisor there."""
+    """A place in the job: the node that it is on, and the supervisor there, if it is ours."""
 
     node: str
-    agent: subprocess.Popen[bytes]
+    agent: subprocess.Popen[bytes] | None = None
     is_hit: bool = False
+
+    @property
+    def code(self) -> int | None:
+        """How the supervisor has ended; None: not yet."""
+        return self.agent and self.agent.poll()
 
 
 @dataclass
@@ -119,7 +126,7 @@ class Segment:
     told: list[dict[str, Any]] = field(default_factory=list)
     given_up: list[str] = field(default_factory=list)
     later: list[tuple[float, Any]] = field(default_factory=list)
-    left: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    left: list[Slot] = field(default_factory=list)
 
     def run(self, broken: dict[str, float]) -> dict[str, Any]:
         """Play until the run is done, or stuck.
@@ -149,22 +156,25 @@ class Segment:
                 break
         return self._result(time.monotonic() - began, waited)
 
+    def _slot_on(self, node: str) -> Slot | None:
+        return next((slot for slot in self.slots if slot and slot.node == node), None)
+
     def _is_done(self) -> bool:
-        return all(slot is None or slot.agent.poll() == 0 for slot in self.slots) and self._ends()
+        return all(slot is None or slot.code == 0 for slot in self.slots) and self._ends()
 
     def _ends(self) -> bool:
         """Whether it is done on a node, so that no other one is needed."""
-        return any(slot and slot.agent.poll() == 0 for slot in self.slots)
+        return any(slot and slot.code == 0 for slot in self.slots)
 
     def _befall(self, day: float, node: str, failure: Failure, broken: dict[str, float]) -> None:
         effect = DESCRIBED.get(failure.text) or EFFECTS.get(failure.kind, "drain")
         if failure.kind == "Unknown Error":
             effect = self.dice.choice(UNKNOWN)
-        slot = next((slot for slot in self.slots if slot and slot.node == node), None)
+        slot = self._slot_on(node)
         is_first = node not in broken
         broken[node] = max(broken.get(node, 0.0), day + failure.end - failure.begin)
         line = {"day": round(day, 2), "node": node, "class": failure.kind, "what": failure.text}
-        hit = slot is not None and slot.agent.poll() is None and is_first
+        hit = slot is not None and slot.code is None and is_first
         self.told.append(line | {"effect": effect, "hit": hit})
         if slot:
             slot.is_hit = True
@@ -174,7 +184,7 @@ class Segment:
             self.network.cut(node)
         if slot and hit and effect == "cut":  # nobody reaches it; it goes on by itself
             self.slots[self.slots.index(slot)] = None
-            self.left.append(slot.agent)
+            self.left.append(slot)
         elif slot and hit and effect != "crash":
             self._harm(node, effect)
             wait = FREEZE_SECONDS if effect == "freeze" else self.dice.uniform(0, 2)
@@ -207,11 +217,11 @@ class Segment:
         for pid, words in self.network.processes(slot.node).items():
             if "runner launch" in words and "nsenter" not in words:
                 send(pid, signal.SIGTERM)
-        self._after(GRACE_SECONDS, partial(self._end, slot.node, slot.agent))
+        self._after(GRACE_SECONDS, partial(self._end, slot.node, slot))
 
-    def _end(self, node: str, agent: subprocess.Popen[bytes] | None = None) -> None:
+    def _end(self, node: str, slot: Slot | None = None) -> None:
         """Nothing of the run is left on the node, unless its agent has ended by itself."""
-        if self.network.is_up(node) and (agent is None or agent.poll() is None):
+        if self.network.is_up(node) and (slot is None or slot.code is None):
             for pid in self.network.processes(node):
                 send(pid, KILL)
 
@@ -226,7 +236,7 @@ class Segment:
             self._after(self.dice.uniform(0, 3), partial(self._free, node, broken))
 
     def _free(self, node: str, broken: dict[str, float]) -> None:
-        if any(slot and slot.node == node for slot in self.slots):  # it is still saving
+        if self._slot_on(node):  # it is still saving
             self._after(1, partial(self._free, node, broken))
         else:
             self._end(node)
@@ -239,12 +249,19 @@ class Segment:
 
     def _schedule(self, broken: dict[str, float]) -> None:
         for place, slot in enumerate(self.slots):
-            if slot and (code := slot.agent.poll()) not in (None, 0):
+            if slot and (code := slot.code) not in (None, 0):
                 if not slot.is_hit:
                     self.given_up.append(f"{slot.node} ended with {code}")
                 self.slots[place] = None
             if self.slots[place] is None and not self._ends():
                 self._place(place, broken)
+
+    def _leave(self) -> None:
+        for node in self.network.nodes:
+            self._end(node)
+        for slot in self.slots + self.left:
+            if slot and slot.agent:
+                slot.agent.wait(20)
 
     def _place(self, place: int, broken: dict[str, float]) -> None:
         taken = {slot.node for slot in self.slots if slot}
@@ -263,10 +280,7 @@ class Segment:
 
     def _result(self, seconds: float, waited: float) -> dict[str, Any]:
         is_done = self._is_done()
-        for node in self.network.nodes:
-            self._end(node)
-        for agent in [slot.agent for slot in self.slots if slot] + self.left:
-            agent.wait(20)
+        self._leave()
         summary = json.loads((self.out / "summary.json").read_text()) if is_done else {}
         journal, _ = read_lines(self.out / "journal.jsonl")
         return {
@@ -281,6 +295,74 @@ class Segment:
             "measured": _measured(self.out, journal),
             "faults": self.told,
         }
+
+
+@dataclass
+class UnderSlurm(Segment):
+    """Slurm gives the job its nodes, and puts it back into the queue; the job has a spare."""
+
+    cluster: Cluster = field(kw_only=True)
+    job: str = ""
+    state: str = ""
+    next_look: float = 0.0
+
+    def _schedule(self, broken: dict[str, float]) -> None:
+        if time.monotonic() < self.next_look:
+            return
+        self.next_look = time.monotonic() + 1
+        with contextlib.suppress(AssertionError):  # the controller is busy
+            if self.job:
+                self._look()
+            else:
+                self.job = self._submit()
+
+    def _submit(self) -> str:
+        words = ["slurm", "--nodes", str(WORLD), "--spares", "1", "--nproc", "1", "--submit"]
+        words += ["--log", str(self.out.with_name("job.log")), f"out={self.out}"]
+        said = self.cluster.run(sys.executable, "-m", "runner", *words, *SETTINGS.split())
+        return said.split()[1]
+
+    def _look(self) -> None:
+        known = self.cluster.job(self.job)
+        self.state = known["JobState"]
+        nodes = list[str]()
+        if self.state == "RUNNING":
+            nodes = self.cluster.run("scontrol", "show", "hostnames", known["NodeList"]).split()
+        self.slots = [Slot(node) for node in nodes] or [None]
+        if self.state in ("FAILED", "CANCELLED", "TIMEOUT"):
+            self.given_up.append(f"job {self.job}: {self.state}")
+            self.job = ""
+
+    def _is_done(self) -> bool:
+        return self.state == "COMPLETED"
+
+    def _harm(self, node: str, effect: str) -> None:
+        super()._harm(node, effect)
+        self._update(node, "DRAIN")
+        if effect == "drain":  # nothing else befalls the job
+            self._run("scontrol", "requeue", self.job)
+
+    def _ask_to_stop(self, slot: Slot) -> None:
+        """It goes on where it can; no other job gets the node."""
+
+    def _free(self, node: str, broken: dict[str, float]) -> None:
+        self._boot(node)
+        self._update(node, "RESUME")
+        del broken[node]
+
+    def _boot(self, node: str) -> None:
+        if not self.network.is_up(node):
+            self.cluster.boot(node)
+
+    def _update(self, node: str, state: str) -> None:
+        self._run("scontrol", "update", f"NodeName={node}", f"State={state}", "Reason=trace")
+
+    def _leave(self) -> None:
+        self._run("scancel", self.job)
+
+    def _run(self, *words: str) -> None:
+        with contextlib.suppress(AssertionError):  # it is so already
+            self.cluster.run(*words)
 
 
 def _measured(out: Path, journal: list[dict[str, Any]]) -> dict[str, float]:
@@ -355,12 +437,19 @@ def segment(options: Any, folder: Path, earlier: list[dict[str, Any]]) -> dict[s
     broken = {node: day + one.end - one.begin for day, node, one in coming if day < clock}
     broken = {node: end for node, end in broken.items() if end > clock}
     coming = [one for one in coming if one[0] >= clock]
-    with Network(f"ht{os.getpid()}", nodes, folder / "net", 81) as network:
-        run = Segment(network, folder / "run", clock, coming, random.Random(len(earlier)))
-        result = run.run(broken)
+    rest = (folder / "run", clock, coming, random.Random(len(earlier)))
+    if options.slurm:
+        with Cluster(nodes) as cluster:
+            assert isinstance(cluster.machines, Namespaced)
+            run: Segment = UnderSlurm(cluster.machines.network, *rest, cluster=cluster)
+            result = run.run(broken)
+    else:
+        with Network(f"ht{os.getpid()}", nodes, folder / "net", 81) as network:
+            run = Segment(network, *rest)
+            result = run.run(broken)
     same = result["digest"] == peace and result["skipped"] == []
     days = {"day": round(clock, 3), "until_day": round(run.clock, 3)}
-    return {"seed": options.seed} | days | {"same_digest": same} | result
+    return {"seed": options.seed, "slurm": options.slurm} | days | {"same_digest": same} | result
 
 
 def totals(segments: list[dict[str, Any]]) -> dict[str, Any]:
