@@ -1,4 +1,4 @@
-"""Runs what only looks: probes, audits, readings, reports. An exception there never ends the run.
+"""Runs observers: probes, audits, readings, reports. An exception in one never ends the run.
 
 It becomes the sentence "not tried: reason", is agreed on by all ranks, and is said once; the
 observer is left out from then on.

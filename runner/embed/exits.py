@@ -78,9 +78,10 @@ def watch_for_uncaught(run: OpenRun) -> None:
 def _tell_uncaught(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """The script's own ``sys.excepthook``, and then the report of this rank.
+    """Call the script's own ``sys.excepthook``, then report this rank's error.
 
-    An error of ours is raised alike on every rank, and in the journal. At a prompt nothing ends.
+    An error of ours is not reported: every rank raises it, and the journal has it. Nor is any error
+    at a prompt, which ends no process.
     """
     _former_hook(kind, error, trace)
     if isinstance(error, Exception) and not isinstance(error, RunnerError | SystemExit):

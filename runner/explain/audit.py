@@ -121,9 +121,9 @@ def _digest(checksums: Mapping[str, int]) -> float:
 class OwnGradients:
     """Checksums of the gradients that this rank computes, before ranks are summed.
 
-    Listens to the backward passes of ``network`` inside of :meth:`over`. A reduced gradient is
-    everybody's: a rank that is a little wrong disappears in it. What autograd hands to a parameter
-    is still this rank's alone, whole, on every engine.
+    Records them in the backward passes of ``network`` inside of :meth:`over`. In a reduced
+    gradient a small error of one rank disappears. The gradient that autograd gives to a parameter
+    is still this rank's own, and whole, on every engine.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -146,7 +146,7 @@ class OwnGradients:
 
     @contextmanager
     def over(self) -> Iterator[None]:
-        """Listen; what was heard before is forgotten."""
+        """Record the gradients computed inside; earlier ones are dropped."""
         self._sums, self._squares = {}, {}
         # A shard is no leaf of the graph: its whole parameter is there from its module's forward
         # pass on. Parents too, for some use the parameters of modules that they never call.
@@ -375,16 +375,17 @@ class Auditor:
         return is_regular or self._is_start(updates) or self._is_for_checkpoint(updates)
 
     def _is_start(self, updates: int) -> bool:
-        """Whether few ranks compute with the weights of this start, because an audit will follow.
+        """Whether two or four ranks are compared after the first update of this start.
 
-        Not before the first step: it settles which micro-batches fit into memory.
+        A later audit needs their numbers to tell which ranks are wrong. Not before that update,
+        which settles which micro-batches fit into memory.
         """
         if self._ranks.world_size not in _TIES or self._agreed.newest_step is not None:
             return False
         return updates == self._begun + 1 and self._begun + self._every <= self._until
 
     def _is_for_checkpoint(self, updates: int) -> bool:
-        """Whether few ranks are compared where audits and checkpoints do not coincide."""
+        """Whether two or four ranks are compared because a checkpoint is saved between audits."""
         newest = self._agreed.newest_step
         if self._ranks.world_size not in _TIES or newest is None:
             return False

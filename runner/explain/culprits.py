@@ -103,8 +103,7 @@ class Culprits:
     def _bad_alone(self, kept: set[int]) -> set[int]:
         """Which of these stand out among known samples, one of each micro-batch.
 
-        Padding would be no company: where samples depend on each other, any sample stands out of
-        it.
+        Not among padding: where samples depend on each other, any sample stands out of padding.
         """
         probes = self._probes
         reading = probes.bench.among_known(probes.batches, kept, self._indices)

@@ -190,7 +190,7 @@ class ExplainingGuard:
         return verdict
 
     def _follow(self, info: StepInfo, state: TrainState) -> None:
-        """Compare a recomputed step; the first that differs is looked into, unless that has ended
+        """Compare a recomputed step; the first that differs is probed, unless its probes have ended
         starts. Collective."""
         compared = self._look(lambda: self._repeated.follow(info, state))
         if callable(compared) and not self._history.has_ended_starts(info.signals.step):
@@ -219,7 +219,7 @@ class ExplainingGuard:
         return self._look_noted(self._later_mark, info.signals, work)
 
     def _explained(self, info: StepInfo, state: TrainState) -> Finding | None:
-        """Find the cause; without computations left, only that of a device proven bad before."""
+        """Find the cause; with no computations left, only a device that was proven bad before."""
         history, step, signals = self._history, self._run.stepper.newest, info.signals
         if info.batch is None:
             return None
@@ -268,7 +268,7 @@ class ExplainingGuard:
         return replace(finding, bundle=self._run.journal.num_lines)
 
     def _still_sticky(self, signals: StepSignals) -> Finding | None:
-        """The device that spoilt the attempt before this one; no computation shows it again."""
+        """The device at fault in the previous attempt at this step, without computing anew."""
         before = self._history.newest_redo()
         if before is None or before.samples is None or cause_of(before) != STICKY:
             return None

@@ -37,10 +37,10 @@ from runner.train.run import EngineRun
 COLUMNS = "layers/"  # prefix of the columns
 LAYERS = "layers"  # the observer
 _POSITIONS_EVERY = 10  # measurements per report of the loss by position
-# Looks between two at g^2 / v and at histograms: no rule is made of them, and they take longer.
+# Measurements per one of g^2 / v and of histograms: these take longer, and no rule uses them.
 _MOMENTS_EVERY = 4
-_NOISE_LOOKS = 20  # over which gradient noise is averaged: of one look it is very rough
-# Where 0 is all tokens to the same experts and 1 all experts alike: less, so often, is a collapse.
+_NOISE_LOOKS = 20  # measurements over which gradient noise is averaged: one is very rough
+# A router whose balance (see _balance) is lower in so many measurements in a row has collapsed.
 _COLLAPSED, _COLLAPSED_LOOKS = 0.25, 3
 _QUARTER = 4
 _TAIL_BYTES = 4 << 20  # of a file's end, enough for the latest measurements
@@ -50,8 +50,8 @@ _LINE_BYTES = 4 << 10  # upper bound on a line of the metrics
 class LayerWatch:
     """Measures at intervals of updates, on one rank; rank 0 inside the forward pass as well.
 
-    The numbers are those of :class:`LayerSums`, :class:`Activations` and :class:`FirstBatch`. What
-    fails in measuring is left out; until all ranks know, it gives NaN.
+    The numbers are those of :class:`LayerSums`, :class:`Activations` and :class:`FirstBatch`. A
+    measurement that fails is left out; until all ranks know, it is NaN.
 
     Args:
         every: steps between measurements.

@@ -1,10 +1,10 @@
-"""Notes on disk for the next start, if this one ends in what only looks. Two kinds.
+"""Notes on disk for the next start, if this one ends within an observer. Two kinds.
 
 A rank that raises alone between two collectives of an engine cannot meet the others, so that start
-ends. The rank has left its last words: the next start leaves that observer out, and lets the ladder
+ends. The rank leaves a note: the next start leaves that observer out, and lets the ladder
 decide on a step that was being explained, without probes.
 
-A rank that dies in the probes of a step leaves no words. One start may end there by chance, as by a
+A rank that dies in the probes of a step gives no reason. One start may end there by chance, as by a
 kill, and must change nothing; after the second in a row that step has no probes any more.
 """
 

@@ -443,8 +443,8 @@ def _where_samples_turn_bad(again: Reading, rotated: Reading, known: Reading) ->
 def _where_all_are_worse(again: Reading, rotated: Reading, limits: Limits) -> tuple[int, ...]:
     """The one rank on which each sample is worse than on any other, and too bad for the gate.
 
-    A device may make all samples a little worse, so that none stands out by itself. Its peers must
-    be good: else the weights may be bad, and a device makes samples better.
+    A device may make all samples a little worse, so that none stands out by itself. The other ranks
+    must be good: else the weights may be bad, and another rank's device may make samples better.
     """
     levels: dict[int, list[float]] = {}
     worse: set[int] = set()

@@ -96,7 +96,7 @@ class FaultInjector:
         return [fault for fault in due if fault.at == point and not fault.observer]
 
     def in_observer(self, name: str, call: int) -> None:
-        """End or freeze this rank in what only looks, when a fault says so before this exchange."""
+        """End or freeze this rank in an observer, when a fault says so before this exchange."""
         for fault in self._due(self._step):
             if (fault.observer, fault.call) == (name, call) and self._fires_first_time(fault):
                 _end(fault)

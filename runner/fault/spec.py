@@ -21,7 +21,7 @@
     stop@step=30,rank=1              SIGSTOP: the whole process freezes
     hang@step=30,rank=1              the training thread stops moving
         each with at=POINT: fetch (default), forward, backward, agree, apply, save, rollback;
-        or with observer=explain,call=2: in what only looks, before its second exchange with other
+        or with observer=explain,call=2: in an observer, before its second exchange with other
         ranks; 0: as it begins
     skip_collective@step=30,rank=1   the rank leaves the step's all-reduce out
     other_collective@step=30,rank=1  it enters a broadcast instead

@@ -126,8 +126,8 @@ class PeerProcesses:
         while left or self._looked_at:
             for descriptor, _ in poll.poll(_LOOK_MILLISECONDS if self._looked_at else None):
                 rank = self._open[descriptor]
-                # The kernel tells by /proc until the parent asks, by pidfd from then on, and the
-                # parent may ask at any moment: between two questions that both came too early.
+                # /proc has the status until the parent reaps the process, the pidfd from then on.
+                # If it is reaped between the two reads, the pidfd, which is read last, has it.
                 status = self._exit_status(rank)
                 self._note(rank, exit_status_by_pidfd(descriptor) if status is None else status)
                 poll.unregister(descriptor)
@@ -185,7 +185,7 @@ class CauseReporter:
         return self.turn.acquire(blocking=False)
 
     def waits_for_turn(self) -> bool:
-        """The same, asked by a thread that must say something; False: another one hangs in it."""
+        """The same for a thread that must report, so it waits; False: another one hangs in it."""
         return self.turn.acquire(timeout=self.settle_seconds + TELL_SECONDS)
 
     def watch_peers(self, peers: Sequence[Facts]) -> None:

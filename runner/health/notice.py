@@ -1,4 +1,4 @@
-"""Notices that this machine will be taken back: of a cloud, a file, or a URL of one's own.
+"""Notices that this machine will be taken back: from a cloud, a file, or a URL of the user's.
 
 One rank of each node asks, in a thread; all ranks learn of it by the step's sum. Nothing here may
 disturb a step: a service that is slow, broken or lies costs this thread's time and one log line.
@@ -56,7 +56,7 @@ class Notice:
 
 
 class Notices:
-    """Asks from a thread, and tells the request to stop of this rank.
+    """Polls in a thread, and passes what it reads to this rank's request to stop.
 
     Args:
         read: returns the notice that stands; None for none. Raises ValueError or OSError where the
@@ -114,7 +114,7 @@ class Notices:
 
 
 def notices(setting: str, stop: StopRequest) -> Notices | None:
-    """The asking that ``preempt.notice`` says; None for none.
+    """The polling that ``preempt.notice`` selects; None for none.
 
     Raises:
         ConfigError: the setting is none of those allowed.

@@ -176,7 +176,8 @@ class StopRequest:
 class StopRequested(BaseException):
     """A rank was asked to stop while something was computed that no step needs.
 
-    Raised alike on all ranks. No Exception: an error of a probe is harmless, and this is none.
+    Raised alike on all ranks. Not an ``Exception``, so that what catches a probe's errors does
+    not catch it.
     """
 
 

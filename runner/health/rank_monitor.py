@@ -252,7 +252,7 @@ class RankMonitor:
             self._notices.end()
         if self._fatal is not None:
             faulthandler.disable()
-            with contextlib.suppress(OSError):  # all is done: no storage may make a failure of it
+            with contextlib.suppress(OSError):  # the run is done: no error of the disk may fail it
                 self._fatal[1].close()
                 self._fatal[0].unlink(missing_ok=True)
         if self.causes.run_lease is not None and self._place.is_first and not self._was_uncaught:

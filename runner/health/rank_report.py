@@ -198,9 +198,9 @@ def _current_frames() -> dict[int, list[Frame]]:
     """The frames of every thread, outermost first, without a garbage collection meanwhile.
 
     Python 3.11 holds a lock of the whole runtime while it makes frame objects. Code that a
-    collection runs lets other threads in, and one that then begins, ends or looks as well waits
-    for the first, and the first for it, for ever: cpython's issue 106883. On the way from a frame
-    to its caller the same code lets the thread looked at return, and what is read is no frame.
+    collection runs may let other threads run; if one of them begins, ends or makes frame objects,
+    too, both wait for each other for ever (cpython's issue 106883). The thread that is read may
+    also return meanwhile, and then its frames no longer exist.
     """
     with _looking, no_collection():
         return {

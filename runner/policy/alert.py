@@ -17,7 +17,7 @@ from runner.policy.decision.history import WARNING
 TRIGGER, RESOLVE, NOTICE = "trigger", "resolve", "notice"
 DONE, HALTED, PREEMPTED, FAILED = "done", "halted", "preempted", "failed"
 RUNNING, STARTING, SILENT = "running", "starting", "silent"
-UNREACHABLE = "unreachable"  # its files cannot be read: how it is, nobody knows
+UNREACHABLE = "unreachable"  # its files cannot be read: its status is unknown
 # Without an end in the journal, bad steps are over after so many steps beyond the last of them.
 FAR_STEPS = 30
 EVERY_SECONDS = 60.0
@@ -108,7 +108,7 @@ class Episodes:
         Args:
             line: with ``kind`` and ``step``; others of its fields are passed on.
             now: seconds since the epoch.
-            is_told: whether anybody is to know; otherwise nobody learns when it is over, either.
+            is_told: whether messages are sent; if not, none is sent when it is over, either.
         """
         kind, step = str(line["kind"])[:40], int(line["step"])
         if is_calm(line):
@@ -147,7 +147,7 @@ class Episodes:
         moved: float | None = None,
         is_told: bool = True,
     ) -> list[dict[str, Any]]:
-        """Take how the run is; returns the messages to send.
+        """Take the status of the run; returns the messages to send.
 
         Args:
             status: done, halted, preempted, failed, running, starting or silent.
@@ -223,7 +223,7 @@ def _group_of(kind: str) -> str | None:
 
 
 def _number_of(line: Mapping[str, Any], now: float) -> int:
-    """The time of a line, which all who tell of it have."""
+    """The time of a line, the same for all that report it."""
     when = line.get("time", now)
     return int(when) if isinstance(when, int | float) and 0 <= when < 1e11 else int(now)
 

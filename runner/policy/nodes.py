@@ -2,7 +2,7 @@
 
 Others are preferred to a host that failed, the more the more often it did, until that is forgotten.
 It is never excluded: where nothing better is left, it takes part. A shorter memory would gain
-nothing, since it leaves no node idle that the run has use for (measured: docs/clusters.md).
+nothing: no node that the run needs is left idle (measured: docs/clusters.md).
 """
 
 from __future__ import annotations

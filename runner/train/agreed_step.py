@@ -59,7 +59,7 @@ class StepInfo:
         known: the discard that a restart repeats from the journal without computing.
         stop_requested: whether any rank received a stop request.
         keeps_lines: whether rank 0 keeps lines in memory because it cannot write a file.
-        observer_failed: whether what only looks has failed on some rank.
+        observer_failed: whether an observer has failed on some rank.
         is_advised: whether a checkpoint is wanted soon.
         is_slow: whether steps are so slow that each micro-batch looks at the request to stop.
         learning_rate: the rate of its plan.

@@ -404,7 +404,7 @@ class BestEvaluation:
 
     @classmethod
     def of(cls, run: EngineRun, settings: EvalConfig, *, is_kept: bool) -> BestEvaluation:
-        """With what the metrics have, where something goes by it. Collective.
+        """With the evaluations in the metrics, if some setting needs the best. Collective.
 
         Args:
             is_kept: the ring keeps the best checkpoint.

@@ -29,7 +29,7 @@ Columns = Callable[[StepInfo | None], Mapping[str, float]]
 
 
 class Outlet(Protocol):
-    """Where lines go that may be lost."""
+    """A background writer, whose lines may be lost."""
 
     @property
     def loss(self) -> output.Loss | None: ...
@@ -43,7 +43,7 @@ class Reporter:
     Args:
         past: seconds by kind before this start.
         records_a_step: samples of a step that are no tokens; 0 for tokens.
-        alone: calls what only looks; see :meth:`runner.distributed.observers.Observers.alone`.
+        alone: calls an observer; see :meth:`runner.distributed.observers.Observers.alone`.
             By default what fails is logged and left out on this rank.
         clock: seconds since the epoch; only rank 0's is used.
     """

@@ -1,4 +1,4 @@
-"""A run on one rank: the parts that the story needs, and the features are made from.
+"""A run on one rank: the parts from which its loop and its features are made.
 
 Opening a run makes its parts in the order in which they stand here; :class:`Run` is what a run of
 ours and a user's loop have alike.

@@ -142,8 +142,8 @@ def source_of(loader: Any) -> Source:
 def _loses_a_buffer(loader: Any) -> bool:
     """Whether it streams a Hugging Face dataset through a shuffle buffer.
 
-    Its ``state_dict`` has not what lies in the buffer: after a load those samples are missing. By
-    private names, which tests/mechanism/test_integrations.py pins.
+    Its ``state_dict`` lacks the samples in the buffer, which are missing after a load. Uses private
+    names, which tests/mechanism/test_integrations.py pins.
     """
     for holder in (loader, getattr(loader, "dataset", None)):
         link = getattr(holder, "_ex_iterable", None)

@@ -1,5 +1,6 @@
-"""The guard around a user's loop: batches out, the question, the verdict, what is undone.
+"""The guard around a user's loop: hands out batches, judges steps, undoes the bad ones.
 
-Owns the order of things in a loop (``guard`` hands batches out, ``guarded_steps`` has a step's
-life). Knows how the state is saved only by its names; must not know the ring without a guard.
+Owns the order of events in a loop: ``guard`` has the batches and passes, ``guarded_steps`` each
+step from its first batch to its save. Must not know how tensors are saved, or
+:mod:`runner.embed.ring`.
 """

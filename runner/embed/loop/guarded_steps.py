@@ -2,8 +2,8 @@
 
 With ``sync=False`` the device gates the update and the host checks the result one step later. If
 the update was withheld, the step computed meanwhile is speculative: it is aborted, which undoes its
-side effects, and its batches are replayed. So the limits, and the bits, are those of a guard that
-waits.
+side effects, and its batches are replayed. So limits and results equal, bit for bit, those of a
+guard that waits.
 """
 
 from __future__ import annotations

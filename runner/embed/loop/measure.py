@@ -141,7 +141,7 @@ class Measurer:
         self._ranks = ranks
         self._clip = clip
         self.reads_draw = False
-        self._own = 0.0  # loss: a gradient that was reduced is everybody's
+        self._own = 0.0  # loss: a reduced gradient shows no single rank
         # Of the step's batches but the last, by number; and those of the step measured last.
         self._noted: dict[int, torch.Tensor] = {}
         self._judged: dict[int, torch.Tensor] = {}

@@ -1,8 +1,8 @@
-"""What a loop does about memory that ran out: smaller parts of its batches, or without the batch.
+"""After a loop ran out of memory: computes its batches in smaller parts, or leaves the batch out.
 
-Not within the step: a rank that runs out of memory leaves the others in a collective that it does
-not enter. So the error ends the processes, the journal has a crash for want of memory, and the next
-start, on all ranks alike, goes on from the newest checkpoint and decides here.
+Not within the step: the other ranks wait in a collective that this rank does not enter. So the
+error ends the processes, the journal has a crash whose cause is memory, and the next start, on all
+ranks alike, resumes from the newest checkpoint and decides here.
 """
 
 from __future__ import annotations

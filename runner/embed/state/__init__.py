@@ -1,4 +1,4 @@
-"""What a user's loop changes: captured before a batch, saved as shards of the ring, put back.
+"""The state that a user's loop changes: captured before a batch, saved as shards, restored.
 
-Must not know when: neither steps nor loaders.
+Must not know steps or loaders.
 """

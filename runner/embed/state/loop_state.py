@@ -414,7 +414,7 @@ def _prefixed(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
 
 
 def _is_placeholder(module: nn.Module) -> bool:
-    """Whether it may stand for a layer of another stage, whose name it has, and keeps nothing."""
+    """Whether it has no state, and so may stand for another stage's layer of the same name."""
     return type(module) is nn.Identity and not module._buffers
 
 

@@ -192,7 +192,7 @@ def _numbers(module: nn.Module) -> dict[str, Any]:
 
 
 def _others(module: nn.Module) -> dict[str, int]:
-    """What may be a cache beside a number that says how far it reaches."""
+    """Identities of attributes that may be caches, whose filled length a counter says."""
     return {
         key: id(value)
         for key, value in vars(module).items()

@@ -87,7 +87,7 @@ class StepDraws:
         drawn: batches of the pass taken before the step.
         before: the generators before the step.
         has_drawn: reading drew.
-        is_entangled: reading drew where computing had drawn, so that :attr:`left` is not known.
+        is_entangled: reading drew after computing had drawn, so that :attr:`left` is unknown.
         left: the generators after all reads, without what was computed.
     """
 

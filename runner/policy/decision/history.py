@@ -283,7 +283,7 @@ MIX = "data mix"  # after this cause a level may settle without a rollback
 
 
 def may_be_data(cause: Mapping[str, Any]) -> bool:
-    """Whether samples may be at fault, as far as replays have shown; so for no cause at all."""
+    """Whether samples may be at fault, as far as replays have shown; True without a cause."""
     return (
         cause.get("cause") not in (STICKY, STATE, RATE, NUMERICS) and cause.get("remedy") != GO_BACK
     )

@@ -114,10 +114,10 @@ class Baseline:
     jump. How far a healthy loss lies from the second (the surprise: its bias where the loss
     falls, its spread) is measured on the window too, so no slope has to be assumed.
 
-    One high loss may be a hard batch, two in a row are less likely so: after a step above the
-    pair limit that limit holds. So a small lasting jump is found by its second step in noise in
-    which a single step of its height is nothing. Tails decide how unlikely: the pair limit lies
-    beyond the window's own.
+    One high loss may be a hard batch, two in a row are less likely so: after a step above the pair
+    limit that limit holds. So a small lasting jump is found by its second step, even in noise in
+    which one step of that height is usual. How unlikely two are depends on the tails: the pair
+    limit lies beyond those of the window.
 
     The limits in force lag one applied step behind the statistics. A host that reads the numbers
     one step late (``guard.sync=false``) then already knows the limits after one more applied step
