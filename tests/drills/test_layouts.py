@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests import any_layout_script
 from tests.drills.compare import logged_by
 from tests.rows import full
 from tests.run import read_lines
@@ -193,3 +194,33 @@ def test_stages_with_the_same_names_load_as_many_only(ran: Ran, tmp_path: Path) 
     assert (found["digest"], found["step"]) == (ends["ring"]["digest"], 4)
     with pytest.raises(AssertionError, match=r"of a pipeline of 2 stages, this ring has 1"):
         run(tmp_path, "tp", "ring")
+
+
+@pytest.mark.parametrize(
+    ("seed", "ranks"), [(0, (4, 3, 0)), *(full(n, (4, 6, 3)) for n in range(1, 9))]
+)
+def test_tensors_that_lie_anyhow_are_those_of_one_process(
+    tmp_path: Path, seed: int, ranks: tuple[int, ...]
+) -> None:
+    """Each start has other meshes and cuts, and the last ones other numbers of ranks.
+
+    The norm of one tensor is BF16. A checkpoint has each byte once, and no rank writes many more
+    than another.
+    """
+    rings = set()
+    for number, count in enumerate((4, *ranks), start=1):
+        words = (str(tmp_path), str(seed * 10 + number), str(8 * number))
+        finished("any_layout_script.py", tmp_path, *words, ranks=count)
+        end = json.loads((tmp_path / "end.json").read_text())
+        digest, norms = any_layout_script.plain(end["skipped"], 8 * number)
+        assert (end["digest"], end["skipped"][:1]) == (digest, [[5, 6]])
+        rings.add(end["ring"])
+        applied = [
+            line for line in read_lines(tmp_path / "run/metrics.jsonl") if line["action"] == "apply"
+        ]
+        assert [line["grad_norm"] for line in applied] == pytest.approx(norms, rel=3e-3)
+        assert len(applied) == 8 * number
+        newest = max((tmp_path / "run/ring").glob("*/manifest.json"))
+        bytes_of = [one.stat().st_size for one in newest.parent.glob("rank-*.bin")]
+        assert sum(bytes_of) == end["bytes"] and max(bytes_of) < 2 * min(bytes_of), bytes_of
+    assert end["skipped"] == [[5, 6], [18, 19]] and len(rings) == 1

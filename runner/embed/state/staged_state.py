@@ -323,7 +323,7 @@ class StagedState:
             else:
                 parts = Regrouped(name, dtype_of(dtype), where, grid or Grid.whole(shape))
                 self._loading[name] = parts
-                self._slices += parts.slices
+                self._slices += parts.slices or [_of_another(name, dtype, shape)]
 
     def _is_own(self, name: str) -> bool:
         """Whether this rank's stage has a part in a tensor of a checkpoint."""
@@ -403,7 +403,7 @@ class StagedState:
 
 
 def _of_another(name: str, dtype: str, shape: Sequence[int]) -> TensorSlice:
-    """Nothing of a tensor that only another stage has."""
+    """Nothing of a tensor, of which only other ranks have a part."""
     kind = dtype_of(dtype)
     return TensorSlice(name, kind, nowhere(shape), lambda: torch.empty(0, dtype=kind))
 
