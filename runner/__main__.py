@@ -86,9 +86,12 @@ def _train_command(given: Sequence[str]) -> int:
             f"{several.pop()}: one command is one run, and a sweep is a loop over commands, each "
             "with an out of its own; `holdfast docs sweeps` has it"
         )
-    options = _parser().parse_args(given)
+    options, dashed = _parser().parse_known_args(given)
     _refuse_unknown_command(given)
-    from runner.config.compose import compose, to_yaml, value_of
+    from runner.config.compose import compose, to_yaml, unknown_option, value_of
+
+    if dashed:
+        raise ConfigError(unknown_option(dashed[0]))
 
     if options.version:
         from runner.system.version import __version__
@@ -126,7 +129,10 @@ def _refuse_unknown_command(given: Sequence[str]) -> None:
     """
     first = given[0] if given else "="
     if re.fullmatch(r"[A-Za-z][\w-]*", first):
-        close = difflib.get_close_matches(first, ["train", *COMMANDS], n=2)
+        # By its first word, too: "prve" is prove-resume, and not supervise.
+        names = {name.partition("-")[0]: name for name in reversed(COMMANDS)}
+        names |= {name: name for name in ("train", *COMMANDS)}
+        close = {names[one]: None for one in difflib.get_close_matches(first, names, n=2)}
         meant = f"; did you mean {' or '.join(close)}?" if close else "."
         raise ConfigError(
             f"{first!r} is neither a command nor a setting{meant} Commands: "

@@ -13,8 +13,9 @@ from typing import Any
 
 from runner.command import COMMANDS
 from runner.command.arguments import Parser
-from runner.config.compose import documented, fields, packaged_configs, suggestion, type_name
+from runner.config.compose import documented, fields, packaged_configs, type_name
 from runner.config.schema import RunConfig
+from runner.config.unknown_key import suggestion
 from runner.system.error import (
     EXIT_CONFIG,
     EXIT_DONE,

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from enum import Enum
 from pathlib import Path
@@ -25,8 +25,9 @@ from hydra.errors import ConfigCompositionException, HydraException, OverridePar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.config.foreign_keys import likely_keys, our_key
+from runner.config.foreign_keys import our_key
 from runner.config.schema import DECODER_KEYS, DataKind, RunConfig, former_key
+from runner.config.unknown_key import answer, suggestion
 from runner.system.environment import redacted
 from runner.system.error import ConfigError
 
@@ -157,7 +158,7 @@ def _gather_arguments(tree: DictConfig, overrides: Sequence[str], config_dir: st
         if not extra:
             continue
         if node._target_ is None:
-            raise ConfigError(_unknown(f"{group}.{extra[0]}"))
+            raise ConfigError(unknown(_as_typed(f"{group}.{extra[0]}", overrides)))
         node.arguments = OmegaConf.merge(
             node.arguments or {}, OmegaConf.masked_copy(OmegaConf.create(dict(node)), extra)
         )
@@ -238,19 +239,6 @@ def _reject_whole_group(text: str) -> None:
     )
 
 
-def suggestion(key: str, known: Collection[str]) -> str:
-    """``; did you mean ...?``, or nothing where nothing is close."""
-    close = _close(key, known)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
-
-
-def _close(key: str, known: Collection[str]) -> list[str]:
-    """Keys that end with the typed one (``lr``: ``optim.lr``), or else look like it."""
-    leaf = key.rpartition(".")[2]
-    same_leaf = [name for name in known if name == leaf or name.endswith(f".{leaf}")]
-    return difflib.get_close_matches(key, same_leaf or known, n=3, cutoff=0 if same_leaf else 0.6)
-
-
 def _explain(error: Exception, overrides: Sequence[str]) -> str:
     text = str(error)
     if isinstance(error, OverrideParseException):
@@ -267,8 +255,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
     full = text if cause is None else f"{text}\n{cause}"
     key = _unknown_key(full)
     if key is not None:
-        # Hydra names the first part of a.b.
-        return _unknown(next((k for k in map(_key_of, overrides) if k.startswith(f"{key}.")), key))
+        return unknown(_as_typed(key, overrides))
     several = re.search(r"Ambiguous value for argument '([^=']+)=(.*?)'\n", full, re.DOTALL)
     if several is not None:
         key, value = several.groups()
@@ -315,22 +302,26 @@ def _plain_reason(text: str) -> str:
     return text
 
 
+def _as_typed(key: str, overrides: Sequence[str]) -> str:
+    """The whole key: Hydra names the first part of a.b."""
+    return next((k for k in map(_key_of, overrides) if k.startswith(f"{key}.")), key)
+
+
 def _key_of(override: str) -> str:
     return override.lstrip("+").partition("=")[0]
 
 
-def _unknown(key: str) -> str:
-    if former := former_key(key):
-        return f"{key}: {former}"
-    if ours := our_key(key):
-        return f"unknown key {key!r}. Here: {ours}. `--help all` lists all keys."
-    known = _specs()
-    names = [*known, *{name.partition(".")[0] for name in known}]
-    alike = difflib.get_close_matches(key, names, n=1, cutoff=0.8)
-    a_leaf = any(name.endswith(f".{key}") for name in known)
-    if not alike and not a_leaf and (likely := likely_keys(key, known)):
-        return f"unknown key {key!r}. Perhaps: {', or '.join(likely)}. `--help all` lists all keys."
-    return f"unknown key {key!r}. {_suggest(key)}"
+def unknown(key: str) -> str:
+    """What a key that does not exist may be, or what became of it."""
+    former = former_key(key)
+    return f"{key}: {former}" if former else answer(key, list(_specs()))
+
+
+def unknown_option(word: str) -> str:
+    """What ``--learning_rate`` or ``--steps=9`` is here: settings have no dashes."""
+    key = word.lstrip("-").partition("=")[0]
+    told = f"{key}=..." if key in _specs() else answer(key, list(_specs()))
+    return f"{word}: settings are written key=value, without dashes; {told}"
 
 
 def _unknown_key(text: str) -> str | None:
@@ -360,19 +351,6 @@ def _whole_of(key: str, value: str) -> int | None:
 def _kind_of(key: str) -> str:
     """The type of a key in the schema; empty for one that does not exist."""
     return str(_specs()[key].type) if key in _specs() else ""
-
-
-def _suggest(key: str) -> str:
-    known = list(_specs())
-    groups = sorted({name.split(".")[0] for name in known})
-    close = difflib.get_close_matches(key, groups, n=1, cutoff=0.7)
-    if close and "." not in key:
-        return f"Did you mean {close[0]}? `--help all` lists all keys."
-    if close := _close(key, known):
-        return f"Did you mean {' or '.join(close)}? `--help all` lists all keys."
-    parent, _, _ = key.rpartition(".")
-    siblings = [name for name in known if name.rpartition(".")[0] == parent]
-    return f"Allowed here: {', '.join(siblings or known[:8])}. `--help all` lists all keys."
 
 
 def _allowed(key: str) -> str:
@@ -442,7 +420,7 @@ def value_of(config: RunConfig, key: str) -> str:
     """
     values = flat(config)
     if key not in values:
-        raise ConfigError(_unknown(key))
+        raise ConfigError(unknown(key))
     return str(values[key])
 
 

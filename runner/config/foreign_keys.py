@@ -1,63 +1,149 @@
-"""Keys of other trainers: ``foreign_keys.yaml`` says what each is here.
+"""Keys of other trainers: ``foreign_keys.yaml`` says what each is here, by its name or its words.
 
 Nothing is renamed silently: a value may have another unit.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
+import difflib
 import re
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import yaml
+
+_MARKS = "~^?"  # of a rule; a name has none
+_HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+
+
+class _Rule(NamedTuple):
+    mark: str
+    words: frozenset[str]
+    ours: str
 
 
 @cache
 def answers() -> dict[str, str]:
-    """What each known key of another trainer is here, those of one answer side by side."""
-    table = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
-    return {name: ours for ours, names in table.items() for name in names.split()}
+    """What each known name of another trainer is here, those of one answer side by side."""
+    return {name: ours for name, ours in _entries() if name[0] not in _MARKS}
 
 
 def our_key(key: str) -> str | None:
-    """What a key of another trainer is here; None for one that is not in the table."""
-    return answers().get(key.lower().replace("-", "_"))
+    """What a key of another trainer is here; None for one whose name is not in the table."""
+    name, leaf = key.lower().replace("-", "_"), key.rpartition(".")[2]
+    if words(leaf) == words(key):  # its group says nothing
+        name = name.rpartition(".")[2]
+    return answers().get(name) or _named().get(words(key))
 
 
-def likely_keys(key: str, ours: Iterable[str]) -> list[str]:
-    """What a key in neither table most probably is here: one answer where it is plain, else two.
-
-    A word counts by how few answers have it (inverse document frequency). An answer's score is the
-    share of the typed words that any of its names has, and the best match with one of its names.
-    """
-    names: dict[str, set[str]] = {}
-    for name, answer in answers().items():
-        names.setdefault(answer, set()).add(name)
-    for name in ours:
-        same = (answer for answer in names if re.match(rf"{re.escape(name)}\b(?!\.)", answer))
-        names.setdefault(next(same, name), set()).add(name)
-    words = {answer: set().union(*map(_words, of)) for answer, of in names.items()}
-    counts = Counter(itertools.chain.from_iterable(words.values()))
-
-    def weight(some: set[str]) -> float:
-        return sum(math.log(len(names) / counts.get(word, 1)) for word in some)
-
-    def score(answer: str) -> float:
-        one = max(weight(typed & _words(n)) / weight(typed | _words(n)) for n in names[answer])
-        leaf = key.lower().rpartition(".")[2] in names[answer]
-        return weight(typed & words[answer]) / weight(typed) + one + leaf / 2
-
-    typed = _words(key)
-    best, second = sorted(names, key=score, reverse=True)[:2]
-    if score(best) < 0.5:
-        return []
-    return [best] if score(best) > 1.4 or score(second) < 0.5 else [best, second]
+def likely_key(key: str) -> str | None:
+    """What a key is here by its words, a misspelt one too; None if none of them tells."""
+    misspelt = one_slip(key, answers()) if len(key) > 5 else []
+    return answers()[misspelt[0]] if misspelt else _by_words(_spelled(key))
 
 
-def _words(key: str) -> set[str]:
-    """Its words, cut so that ``validation`` is ``valid`` and ``gradient`` is ``grad``."""
-    return {word[:4] for word in re.split(r"[._-]", key.lower()) if word}
+@cache
+def words(key: str) -> frozenset[str]:
+    """The words of a key that count, in one form for all that mean the same."""
+    return frozenset(_in_order(key)) or frozenset(_split(key))
+
+
+def one_slip(typed: str, names: Iterable[str]) -> list[str]:
+    """Up to three names from which ``typed`` differs by one slip of the hand: a letter missed,
+    doubled, swapped with the next, or taken for its neighbour."""
+    cutoff = 1 - 1.01 / max(len(typed), 3)
+    alike = [name for name in names if abs(len(name) - len(typed)) < 2]
+    return difflib.get_close_matches(typed, alike, n=3, cutoff=cutoff)
+
+
+@cache
+def _table() -> Any:
+    return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+
+
+def _entries() -> Iterator[tuple[str, str]]:
+    for ours, names in _table()["answers"].items():
+        yield from ((name, ours) for name in names.split())
+
+
+@cache
+def _same() -> dict[str, str]:
+    return {word: one for one, all_of in _table()["same"].items() for word in all_of.split()}
+
+
+@cache
+def _rules() -> list[_Rule]:
+    return [_Rule(n[0], words(n[1:]), ours) for n, ours in _entries() if n[0] in _MARKS]
+
+
+@cache
+def _named() -> dict[frozenset[str], str]:
+    rules = {rule.words: rule.ours for rule in _rules() if rule.mark != "?"}
+    names = {words(name): name for name in reversed(answers())}
+    # One word of several is too little: of ``train_file`` only ``dir`` is left.
+    told = {of for of, name in names.items() if len(of) > 1 or len(_split(name)) == 1}
+    return rules | {of: answers()[name] for of, name in names.items() if of in told}
+
+
+def _by_words(key: str) -> str | None:
+    *groups, name = key.split(".")
+    deciding = _best(key, [rule for rule in _rules() if rule.mark == "^"])
+    named = _named().get(words(name)) if len(_split(name)) > 1 else None
+    if deciding or named:
+        return deciding or named
+    telling = [group for group in groups if {*_in_order(group)} - {"eval"}]
+    nearest = [name, ".".join([*telling[-1:], name]), key]
+    strong = [rule for rule in _rules() if rule.mark != "?"]
+    found = (_best(some, rules) for rules in (strong, _rules()) for some in nearest)
+    return next(filter(None, found), None)
+
+
+def _best(key: str, rules: Iterable[_Rule]) -> str | None:
+    """What the rule that fits best says: of several words, and of those that stand last."""
+    typed = _in_order(key)
+    fit = [rule for rule in rules if rule.words.issubset(typed)]
+    if len(typed) > 3 and "." not in key:  # one of so many words says too little, but the last
+        fit = [r for r in fit if len(r.words) > 1 or r.mark == "^" or typed[-1] in r.words]
+
+    def rank(rule: _Rule) -> tuple[bool, int, list[int]]:
+        places = sorted(map(typed.index, rule.words), reverse=True)
+        return rule.mark != "?", len(places), places
+
+    return max(fit, key=rank).ours if fit else None
+
+
+def _in_order(key: str) -> list[str]:
+    return [one for word in _split(key) if (one := _same().get(word, word))]
+
+
+def _split(key: str) -> list[str]:
+    plain = _HUMP.sub("_", key).lower().replace("learning_rate", "lr").replace("init_args", "")
+    apart = re.split(r"[^a-z0-9]+", plain)
+    return [re.sub(r"(?<=[a-z0-9]{3})(?<!s)s$", "", word) for word in apart if word]
+
+
+@cache
+def _vocabulary() -> list[str]:
+    known = frozenset[str]().union(*(words(name.lstrip(_MARKS)) for name, _ in _entries()))
+    return sorted(word for word in {*known, *_same()} if len(word) > 3)
+
+
+def _spelled(key: str) -> str:
+    """A key with each unknown word replaced by the known one that it contains or misspells."""
+    return ".".join("_".join(map(_right, _split(part))) for part in key.split("."))
+
+
+def _right(word: str) -> str:
+    known = _vocabulary()
+    if word in known or len(word) < 4:
+        return word
+    within = [one for one in known if len(one) > 4 and word.startswith(one)]  # prefetcher
+    within += [one for one in known if len(one) > 5 and word.endswith(one)]  # torchcompile
+    if within:
+        return max(within, key=len)
+    # Of a short word only two swapped letters: any other slip makes one word of another.
+    alike = one_slip(word, known) if len(word) > 5 else known
+    meant = (one for one in alike if one[0] == word[0])
+    return next((one for one in meant if len(word) > 5 or sorted(one) == sorted(word)), word)

@@ -14,8 +14,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
-from runner.config.compose import suggestion
 from runner.config.schema import DECODER_KEYS, DataConfig, ModelConfig, RunConfig
+from runner.config.unknown_key import suggestion
 from runner.system.error import ConfigError
 
 _HF_KEYS: Final = ("path", "init", "lora", "quantize")

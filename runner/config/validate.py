@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from runner.config.compose import fields, suggestion
+from runner.config.compose import fields
 from runner.config.mappings import EMPTY_PATH, is_hf, is_source_name, network_problems, sources_of
 from runner.config.schema import (
     DataConfig,
@@ -24,6 +24,7 @@ from runner.config.schema import (
     RunConfig,
     former_key,
 )
+from runner.config.unknown_key import suggestion
 from runner.system.error import ConfigError, MissingPackage, has_package, is_installed, lacking
 
 _LAST_SAMPLE = 1 << 60  # positions are 64-bit numbers

@@ -25,8 +25,9 @@ from runner.checkpoint.disk.directory import CheckpointDirectory
 from runner.checkpoint.memory.tier import NO_MEMORY, MemoryParts
 from runner.checkpoint.protocol import Identity
 from runner.checkpoint.ring import CheckpointRing
-from runner.config.compose import digest, flat, suggestion, type_name
+from runner.config.compose import digest, flat, type_name
 from runner.config.schema import ParallelKind, Precision, RunConfig, ScheduleKind, former_key
+from runner.config.unknown_key import suggestion
 from runner.config.validate import check
 from runner.distributed.agreement import Ranks
 from runner.distributed.env import RankEnv, launch_from, place_from
