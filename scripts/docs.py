@@ -44,7 +44,7 @@ Lightning, Accelerate or torchtitan. Composer and loops of your own take [`Guard
 To move to `holdfast launch`:
 
 * **Hugging Face Trainer**: `model=hf model.path=FOLDER data=hf data.path=FILES`; [its
-  page](hugging-face.md). Nothing is downloaded. A collator becomes `collate` of [a data
+  page](hugging-face.md). A collator becomes `collate` of [a data
   set](data.md#a-data-set-of-your-own), `compute_metrics` the metrics of
   [`losses(batch)`](models.md#a-model-of-your-own).
 * **Lightning**: the module gets `losses(batch)` in place of `training_step`, and
