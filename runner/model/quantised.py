@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from runner.system.error import ConfigError, imported
+from runner.system.units import counted
 
 NO_BASE: Final = "none"  # the digest of no quantised weight
 _BITSANDBYTES: Final = ("Params4bit", "Int8Params")
@@ -136,8 +137,19 @@ def keep_layout(weights: Iterable[QuantisedWeight]) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
+def said_of(number: int) -> str:
+    """What a start says of its quantised weights."""
+    return (
+        f"the base has {counted(number, 'quantised weight')}: a step is the same bit for bit on "
+        "the same kind of device with the same version of their library alone, elsewhere but for "
+        "rounding"
+    )
+
+
 def inexact(weights: Mapping[str, QuantisedWeight]) -> list[str]:
     """What of these weights cannot be computed exactly, a sentence each."""
+    if not weights:
+        return []
     mixed = [
         name
         for name, weight in weights.items()
@@ -145,12 +157,13 @@ def inexact(weights: Mapping[str, QuantisedWeight]) -> list[str]:
         and weight.tensor.device.type != "cpu"
     ]
     if not mixed:
-        return []
+        return [said_of(len(weights))]
     return [
+        said_of(len(weights)),
         f"{len(mixed)} weights ({mixed[0]}, ...) are 8-bit with llm_int8_threshold > 0: which "
         "columns are computed in FP16 depends on all samples of a micro-batch, so on another "
         "number of ranks, or with another micro-batch size, a step is not the same but for "
-        "rounding; on the same ranks a resume is exact. llm_int8_threshold=0.0 avoids it"
+        "rounding; on the same ranks a resume is exact. llm_int8_threshold=0.0 avoids it",
     ]
 
 

@@ -31,6 +31,7 @@ from runner.fault.spec import parse_faults
 from runner.fault.wrap import wrap_feed, wrap_group, wrap_heart
 from runner.health.rank_checks import PaceInspector, ReplicaInspector, check_devices
 from runner.model.blueprint import GuestBlueprint
+from runner.model.quantised import quantised_layers, said_of
 from runner.observe.page_writer import PageWriter
 from runner.observe.side_lines import RankTimes, SideLines
 from runner.policy.decision.history import Incident
@@ -117,6 +118,8 @@ def build(
         parse_faults(config.faults), rank=group.place.rank, markers=group.run_dir.faults
     )
     base = parts.quantised_base(group.ranks, corpus.network, group.device)
+    if base is not None:
+        group.console.say(said_of(len([*quantised_layers(corpus.network.twin_network)])))
     # Without a checkpoint :func:`resume` initialises the weights.
     engine = parts.engine(
         config, corpus.network, group.place, group.device, faults, has_weights=False

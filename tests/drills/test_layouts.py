@@ -204,8 +204,8 @@ def test_tensors_that_lie_anyhow_are_those_of_one_process(
 ) -> None:
     """Each start has other meshes and cuts, and the last ones other numbers of ranks.
 
-    The norm of one tensor is BF16. A checkpoint has each byte once, and no rank writes many more
-    than another.
+    The norm of one tensor is BF16. A checkpoint has each byte once, and no rank writes less than a
+    third of its share.
     """
     rings = set()
     for number, count in enumerate((4, *ranks), start=1):
@@ -222,5 +222,5 @@ def test_tensors_that_lie_anyhow_are_those_of_one_process(
         assert len(applied) == 8 * number
         newest = max((tmp_path / "run/ring").glob("*/manifest.json"))
         bytes_of = [one.stat().st_size for one in newest.parent.glob("rank-*.bin")]
-        assert sum(bytes_of) == end["bytes"] and max(bytes_of) < 2 * min(bytes_of), bytes_of
+        assert sum(bytes_of) == end["bytes"] < 3 * len(bytes_of) * min(bytes_of), bytes_of
     assert end["skipped"] == [[5, 6], [18, 19]] and len(rings) == 1

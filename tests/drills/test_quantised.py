@@ -127,6 +127,7 @@ def test_the_runner_on_four_bits(
     hurt = finish(tmp_path / "hurt", *settings, ranks=ranks, restarts=1)
     skip = f"data.skip={json.dumps(skipped)}"
     left_out = finish(tmp_path / "left_out", *told(base, skip, *layout), ranks=ranks)
+    assert "quantised weights: a step is the same bit for bit on the same kind" in hurt.text
     assert hurt.summary["skipped"] == skipped and hurt.summary["restarts"] == 1
     assert hurt.summary["state_digest"] == left_out.summary["state_digest"]
     if redone := hurt.journal("redo"):
@@ -151,3 +152,17 @@ def test_the_runner_on_four_bits(
     names = load_file(exported / "adapter_model.safetensors")
     assert names and all(".lora_" in name for name in names)
     assert main(["export", str(hurt.out), str(tmp_path / "m"), "--format", "hf", "--merge"]) == 2
+    require_merged(base, exported)
+
+
+def require_merged(base: Path, adapters: Path) -> None:
+    """As the refusal says."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    before = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapters)
+    merged = model.merge_and_unload().state_dict()
+    assert merged.keys() == before.keys()
+    changed = [name for name, weight in before.items() if not weight.equal(merged[name])]
+    assert changed and all(name.endswith("_proj.weight") for name in changed)

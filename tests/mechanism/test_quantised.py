@@ -6,6 +6,7 @@ torch's own tensor of two tensors stands for those of a library.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from runner import Guard, Ring
-from runner.model.quantised import keep_layout, quantised_weights
+from runner.model.quantised import QuantisedWeight, inexact, keep_layout, quantised_weights
 from runner.system.error import ConfigError
 
 NUM = 8
@@ -128,6 +129,18 @@ def test_digests_are_of_contents() -> None:
         return quantised_weights([("", net)])["weight"].digest("weight")
 
     assert of(Net()) == of(Net()) != of(Net(0.25))
+
+
+def test_a_start_says_what_is_not_exact(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(tmp_path, Net(), 2)
+    assert (
+        "the base has 1 quantised weight:" in caplog.text
+        and "same version of their library" in caplog.text
+    )
+    module: Any = Net()
+    module.state = SimpleNamespace(threshold=6.0)
+    of_gpu = QuantisedWeight(module, "weight", torch.empty(2, device="meta"), 0)
+    assert "llm_int8_threshold=0.0 avoids it" in inexact({"weight": of_gpu})[1]
 
 
 def test_evaluations_do_not_repack_four_bits() -> None:
