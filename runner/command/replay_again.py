@@ -46,7 +46,7 @@ def replay_again(
     """Compute the steps up to an incident again, and explain it.
 
     Args:
-        evidence: what :func:`runner.explain.bundle.read` gives for incident ``number``.
+        evidence: the incident.json of incident ``number``, see :mod:`runner.explain.bundle`.
         settings: of the run, as on its command line; stored ones are never instantiated.
         copy: an empty folder.
 

@@ -74,8 +74,8 @@ class JobEnv:
         """Whether the launcher itself replaced that launch by this one.
 
         torchrun restarts ranks without a number that would show it on every node, and its name
-        (``--rdzv-id``) is the user's choice: a second torchrun may have the same. But its agents
-        live on, at least one of them, whatever nodes come and go.
+        (``--rdzv-id``) is the user's choice: a second torchrun may have the same. But at least
+        one of its agents lives on, whatever nodes come and go.
         """
         if self.job is None or self.job != job:
             return False

@@ -4,9 +4,10 @@ It becomes the sentence "not tried: reason", is agreed on by all ranks, and is s
 observer is left out from then on.
 
 An observer may exchange numbers between ranks. One that fails on a single rank must meet the others
-in their next exchange, so all exchanges of :class:`ObservedRanks` have one form. What an engine
-exchanges cannot be met: :meth:`ObservedRanks.ready` comes before it. A rank that fails alone in
-there ends this start, and by its :class:`LastWords` the next one leaves the observer out.
+in their next exchange, so all exchanges of :class:`ObservedRanks` have one form. An engine's
+own collectives have other forms, so :meth:`ObservedRanks.ready` comes before them. A rank that
+fails alone within them ends this start, and by its :class:`LastWords` the next one leaves the
+observer out.
 """
 
 from __future__ import annotations

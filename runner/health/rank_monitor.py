@@ -1,8 +1,8 @@
 """Ends a run that cannot go on, soon and on all ranks.
 
-Each rank has one. It watches the heartbeat, the other ranks' reports, the launcher, the lease and
-the stop request from a thread of its own. :mod:`runner.health.rank_monitor` watches the start,
-:mod:`runner.health.cause_reporter` reports why the run ends.
+Each rank has a :class:`RankMonitor`. It watches the heartbeat, the other ranks' reports, the
+launcher, the lease and the stop request from a thread of its own. :class:`StartMonitor` watches the
+start, :mod:`runner.health.cause_reporter` reports why the run ends.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from runner.system.process import (
 
 # A thread that runs checks while the training thread may be stuck.
 #
-# It does not know the checks: :mod:`runner.health.rank_monitor` has those of a run, and
+# It does not know the checks: :class:`RankMonitor` has those of a run, and
 # :mod:`runner.health.heartbeat` decides that a rank hangs.
 
 

@@ -46,7 +46,7 @@ class Report:
         seconds: time in the phase.
         stacks: of every thread, outermost frame first.
         collectives: entries of torch's flight recorders, oldest first; see
-            :func:`runner.health.flight_recorder.collectives`.
+            :func:`runner.health.collective_trace.collectives`.
         untold: a sentence that names a recorder which did not answer; "" if all did.
     """
 

@@ -5,7 +5,7 @@ the message of the rank.
 
 With several nodes the rendezvous stays open. torchrun closes it for every node and for good: a node
 that was cut off and comes back would be refused, and so would be the others at their next restart,
-where something else than their torchrun holds the place.
+if another process than their torchrun hosts the store.
 
 A node whose device is at fault leaves a run of a varying number of nodes; torchrun would start its
 ranks again.

@@ -58,7 +58,7 @@ _RUN = ("runner.__main__", *TORCHRUNS)
 _OVERRIDES = ("model=tiny", "data.skip=[[1,2]]", "faults=[nan_grad@step=2,rank=1]", "eval.every=0")
 _READY = b"ready"
 _ANSWER_BYTES = 4096
-# The kernel shows what stood at these places when a process began: room for those it forks.
+# /proc shows the memory where the kernel put arguments and environment: room for those of forks.
 _ARGUMENTS_BYTES, _ENVIRONMENT_BYTES = 1 << 16, (1 << 17) - 64
 _PADDING = "HOLDFAST_PADDING"
 # pyarrow, which DeepSpeed and datasets import, brings an allocator that starts a thread.
@@ -518,5 +518,5 @@ def main(arguments: Sequence[str], kind: type[Server] = Server) -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name, which what it forks imports.
+    # Under its own name, by which a forked process imports it.
     importlib.import_module(__spec__.name).main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Holds the place where the nodes of a run meet, on a head that no longer takes part itself.
+"""Hosts the rendezvous of a run on a head node that no longer takes part in it.
 
 The rendezvous needs nothing of the head but its store. Ends some seconds after the run did.
 """
@@ -15,13 +15,13 @@ from runner.run_dir.paths import RunDir
 _POLL_SECONDS = 1.0
 # A run that has not moved for so long has been given up by its other nodes.
 _SILENT_SECONDS = 3600.0
-# Until the nodes have waited for each other's end, here, once their ranks are done.
+# For the nodes to wait for each other in this store, once their ranks are done.
 _LAST_SECONDS = 15.0
 _ENDS = ("done", "halted", "preempted")
 
 
 def command(out: Path, head: tuple[str, int]) -> list[str]:
-    """The command that holds the place."""
+    """The command that hosts the rendezvous."""
     return [sys.executable, "-m", "runner.launch.meeting_point", str(out), head[0], str(head[1])]
 
 

@@ -63,7 +63,7 @@ def end_all(mark: str, *, timeout_seconds: float = 10.0, stuck_seconds: float = 
 
     Args:
         stuck_seconds: how long to wait for processes that sleep in the kernel (state D), as in a
-            GPU's driver: they die when it lets them, and hold the GPU's memory until then.
+            GPU's driver: they die when it returns, and hold the GPU's memory until then.
     """
     began = time.monotonic()
     while pids := marked(mark):

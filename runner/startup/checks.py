@@ -1,7 +1,7 @@
 """What the checks of a model and its data conclude, each once: its name, its limit, its remedy.
 
 ``start``, ``check-model`` and ``preflight`` choose what to check. They measure through the engine
-(:mod:`runner.startup.checks`) or on copies of the model (:mod:`runner.startup.preflight`).
+(below) or on copies of the model (:mod:`runner.startup.preflight`).
 """
 
 from __future__ import annotations

@@ -439,11 +439,11 @@ def recomputed(run: Run) -> dict[int, Recorded]:
 
 
 def tested_before(run: Run, rows: Mapping[int, Recorded], start: Incident) -> bool | None:
-    """Whether bits repeat here, as the start before this one found; None where that says nothing.
+    """Whether bits repeat here, as the previous start found; None if that does not apply now.
 
-    It does where the same supervisor has started the same again on the same machines, and that
-    start has trained: what it tested of model, settings and machines is as it was, and the steps
-    in ``rows`` are computed again and compared. Collective.
+    It applies if the same supervisor has started the same command again on the same machines, and
+    the previous start has trained: model, settings and machines are as it tested them, and the
+    steps in ``rows`` are computed again and compared. Collective.
 
     Args:
         start: the line of this start, which the journal does not have yet.

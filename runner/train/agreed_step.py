@@ -252,7 +252,7 @@ def is_closed(
     The limits are kernel arguments, so that nothing is copied.
 
     Args:
-        packed: FP64, the sums of :mod:`runner.train.agreed_step`.
+        packed: FP64, the sums over all ranks.
         loss, norm: FP64 scalars on the device: loss per token, gradient norm before clipping.
         bounds: None applies every step whose samples could be read.
         before: the previous step's numbers, if the host has not read them. The gate stays closed if
