@@ -260,7 +260,7 @@ class CheckpointRing:
     # -- saving ---------------------------------------------------------------------------
 
     def before_update(self) -> None:
-        """Call it before the optimizer changes the state; see :class:`runner.checkpoint.memory.snapshot.Memory`."""
+        """Call it before the optimizer changes what is being copied. The host does not wait."""
         if self._memory is not None:
             self._memory.before_update()
 
