@@ -118,7 +118,8 @@ class Bundles:
         self, finding: Finding, suspects: Mapping[int, int], samples: Mapping[int, Sample]
     ) -> str:
         """A paragraph for each suspect."""
-        is_bytes = getattr(self._dataset, "vocab_size", 0) == 1 << 8
+        vocabulary = getattr(self._dataset, "vocab_size", 0)
+        is_bytes = vocabulary == 1 << 8
         rows = finding.numbers.get("first", {}).get("samples", {})
         parts = [""]
         for position, index in suspects.items():
@@ -126,8 +127,11 @@ class Bundles:
             parts.append(f"\nstream position {position}: {_plain(name)}")
             if str(position) in rows:
                 rank, loss, norm, count = rows[str(position)]
+                loss_of = f"{loss / max(count, 1):.4g}"
+                if vocabulary:
+                    loss_of += f" nats per token over {count} tokens"
                 parts.append(
-                    f"  {loss / max(count, 1):.4g} nats per token over {count} tokens, gradient "
+                    f"  {'' if vocabulary else 'loss '}{loss_of}, gradient "
                     f"norm {norm:.4g} at the embedding, on rank {rank}"
                 )
             if position in samples:

@@ -34,8 +34,7 @@ _WARNING = "warning: "
 class Progress:
     """The live line's numbers. Losses are nats per token, if there are tokens.
 
-    ``total`` is 0 if unknown, ``tokens_per_second`` if there are no tokens, and
-    ``samples_per_second`` if there are.
+    ``total`` is 0 if unknown, ``speed`` if nothing is counted: of what ``counted`` says, a second.
     ``goodput`` is the share of wall time, down time included, that counts in the result.
     ``eval_loss`` is the newest held-out loss, ``is_evaluated`` whether it is of this step.
     """
@@ -45,7 +44,7 @@ class Progress:
     loss: float
     grad_norm: float
     lr: float
-    tokens_per_second: float
+    speed: float
     mfu: float | None
     eta_seconds: float
     num_clean: int
@@ -54,7 +53,7 @@ class Progress:
     goodput: float
     eval_loss: float | None
     is_evaluated: bool
-    samples_per_second: float = 0.0
+    counted: str = "tok"
 
     def text(self, most: int | None = None) -> str:
         """The numbers that are not 0.
@@ -62,15 +61,12 @@ class Progress:
         Args:
             most: characters; what a person misses least is left out first.
         """
-        speed = f"{self.tokens_per_second:,.0f} tok/s" if self.tokens_per_second else ""
-        if self.samples_per_second:
-            speed = f"{self.samples_per_second:,.0f} samples/s"
         parts = {
             "step": f"step {self.step}/{self.total}" if self.total else f"step {self.step}",
             "loss": f"loss {self.loss:.4f}",
             "grad": f"grad {self.grad_norm:.3f}",
             "lr": f"lr {self.lr:.2e}",
-            "speed": speed,
+            "speed": f"{self.speed:,.0f} {self.counted}/s" if self.speed else "",
             "mfu": f"MFU {self.mfu:.1%}" if self.mfu is not None else "",
             "eta": f"ETA {duration(self.eta_seconds)}" if self.total else "",
             "clean": f"clean {self.num_clean}" if self.num_clean else "",

@@ -23,7 +23,8 @@ from runner.system.parsing import whole
 class MetricsLine:
     """``cursor`` is the next sample position after the step, ``samples`` what it read.
 
-    ``loss`` and ``eval_loss`` are in nats per token, ``grad_norm`` is before clipping. A value not
+    ``loss`` and ``eval_loss`` are in nats per token, ``grad_norm`` is before clipping,
+    ``tokens_per_second`` are samples where there are no tokens. A value not
     finite is null in the file, and is named there; see :func:`runner.system.parsing.json_text`.
     ``loss_limit`` and ``norm_limit`` are what the gate would have let pass, None without a limit.
     ``time`` is the clock's at the line's writing, in seconds since the epoch. ``stalls`` tells

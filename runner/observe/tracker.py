@@ -76,7 +76,7 @@ def numbers_of(line: MetricsLine) -> dict[str, float]:
         "train/loss": line.loss,
         "train/grad_norm": line.grad_norm,
         "train/lr": line.lr,
-        "train/tokens_per_second": line.tokens_per_second,
+        "train/tokens_per_second": line.tokens_per_second or None,
         "eval/loss": line.eval_loss,
         "guard/discarded": float(line.action != "apply"),
     }

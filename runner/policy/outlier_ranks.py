@@ -229,7 +229,7 @@ class SlowRun:
         share = self.usual / self.seconds if self.seconds else 0.0
         return (
             f"steps take {self.seconds:.4f} s, and usually {self.usual:.4f} s in this run: "
-            f"{share:.2f} of its tokens per second. {self.host_seconds:.4f} s (usually "
+            f"{share:.2f} of its speed. {self.host_seconds:.4f} s (usually "
             f"{self.usual_host_seconds:.4f} s) pass before the first collective, in data loading "
             f"and Python; rank {self.slowest_host} takes longest"
         )

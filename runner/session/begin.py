@@ -300,6 +300,7 @@ def begin(
         reason="command",
         parallel=config.parallel.kind.value,
         unit="nats per token" if run.corpus.has_tokens else "",
+        counted="tokens" if run.corpus.has_tokens else "samples",
     )
     known = tested_before(run, rows, start) if is_to_train else None
     is_to_test = is_to_train and known is None

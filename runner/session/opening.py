@@ -476,7 +476,7 @@ def time_before(group: RankGroup, resumed: Resumed, journal: list[dict[str, Any]
 
 
 def start_incident(
-    run: Run, spent: Past, *, reason: str, parallel: str, unit: str = ""
+    run: Run, spent: Past, *, reason: str, parallel: str, unit: str = "", counted: str = "tokens"
 ) -> Incident:
     """The journal line of this start, alike on all ranks. Collective.
 
@@ -485,6 +485,7 @@ def start_incident(
         reason: what started the run.
         parallel: how the state is laid over the ranks.
         unit: of losses; empty where it is not known.
+        counted: what the speed is of, tokens or samples.
     """
     group, resumed = run.group, run.resumed
     by_rank = group.ranks.gather({"host": host_name(), **device_facts(group.device)})
@@ -509,6 +510,7 @@ def start_incident(
             "hosts": {host: ranks_on(host, hosts) for host in dict.fromkeys(hosts)},
             "parallel": parallel,
             "unit": unit,
+            "counted": counted,
             "command": sys.argv if len(" ".join(sys.argv)) <= _COMMAND_CHARACTERS else [],
             "device": group.device.type,
             **versions(),

@@ -142,7 +142,9 @@ class Reporter:
             grad_norm=signals.grad_norm,
             lr=learning_rate,
             tokens=signals.tokens,
-            tokens_per_second=round(signals.tokens / seconds, 1) if seconds else 0.0,
+            tokens_per_second=round(
+                (self._records_a_step or signals.tokens) / (seconds or math.inf), 1
+            ),
             seconds=round(seconds, 6),
             data_wait_seconds=round(info.wait_seconds, 6),
             verdict=verdict.kind.value,
@@ -169,8 +171,12 @@ class Reporter:
         if self.metrics_file is not None:
             self.metrics_file.append(line.to_json(), durably=False)
         self._account.add(line.to_json())
+        tracked = line
+        if self._records_a_step:  # there are no tokens
+            speed = {"samples_per_second": line.tokens_per_second}
+            tracked = replace(line, tokens_per_second=0.0, columns={**line.columns, **speed})
         for tracker in self._trackers:
-            self._alone("tracker", partial(tracker.write, line), None)
+            self._alone("tracker", partial(tracker.write, tracked), None)
         self._report_losses(line.step)
         if self._ring_lines is not None:
             self._alone("ring lines", partial(self._ring_lines.note, line.step), None)
@@ -239,14 +245,17 @@ class Reporter:
             self._console.progress(self._progress(line, state, pace))
 
     def _progress(self, line: MetricsLine, state: TrainState, pace: Pace) -> Progress:
+        speed = pace.tokens_per_second
+        if self._records_a_step:
+            speed = self._records_a_step / (pace.seconds_per_step or math.inf)
         return Progress(
             step=state.updates,
             total=self._total_steps,
             loss=line.loss,
             grad_norm=line.grad_norm,
             lr=line.lr,
-            tokens_per_second=0.0 if self._records_a_step else pace.tokens_per_second,
-            samples_per_second=self._records_a_step / (pace.seconds_per_step or 1.0),
+            speed=speed,
+            counted="samples" if self._records_a_step else "tok",
             mfu=pace.mfu,
             eta_seconds=(self._total_steps - state.updates) * pace.seconds_per_step,
             num_clean=len({r.serial for r in self._ring.records if r.state is State.clean}),

@@ -498,7 +498,7 @@ def test_several_runs_come_side_by_side(watched: Watched, tmp_path: Path) -> Non
     assert bluish(pixels_of(page, "figure.compare .u-over")).sum() > 200, "its own line is there"
     controls = page.locator("section.compare .controls")
     readings = {}
-    for metric in ("loss", "held-out loss", "gradient norm", "tokens per second"):
+    for metric in ("loss", "held-out loss", "gradient norm", "tokens (or samples) per second"):
         for along in ("steps", "samples", "hours"):
             controls.locator("select").first.select_option(metric)
             controls.locator("select").last.select_option(along)

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from runner.tools.report.metrics_text import metrics_text, samples_of
+from runner.tools.report.page import page
+from runner.tools.report.run_reader import RunReader, RunStatus
 from tests import warm
 from tests.run import finish, metrics_step
 
@@ -75,7 +78,8 @@ def test_the_example_of_an_own_loop(tmp_path: Path) -> None:
 
 def test_the_example_with_pictures(tmp_path: Path) -> None:
     """BatchNorm, random flips, a metric, and epochs; the closing table names the page."""
-    told = ("epochs=1.5", "batch.global_size=32", "eval.every=0", "track.report_minutes=0")
+    told = ("epochs=1.5", "batch.global_size=32", "eval.every=0", "track.report_minutes=0",
+            "track._target_=tests.tracking.Recorder", f"track.path={tmp_path}/told")  # fmt: skip
     command = [sys.executable, str(EXAMPLES / "vision.py"), f"out={tmp_path}/run", *told]
     done = warm.finished(command, timeout=300)
     text = done.stdout + done.stderr
@@ -88,3 +92,11 @@ def test_the_example_with_pictures(tmp_path: Path) -> None:
     assert "report.html" in text
     assert "samples/s" in text and "tok/s" not in text and "nats" not in text
     assert "samples from " in text, "no tokens are spoken of"
+    run = RunReader(tmp_path / "run")
+    run.update()
+    assert dict(RunStatus(run).numbers())["samples/s"]
+    assert "holdfast_samples_per_second{" in metrics_text({"a": samples_of(run)})
+    tracked = (tmp_path / "told").read_text()
+    assert "train/samples_per_second" in tracked and "tokens" not in tracked
+    body = page([run])
+    assert "Samples per second" in body and "Tokens per second" not in body

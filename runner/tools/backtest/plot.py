@@ -76,7 +76,7 @@ def _figure(recording: RecordedRun, replay: GuardReplay) -> Any:
             axes.axvspan(steps[start], steps[last], color="tab:red", alpha=0.12, lw=0)
     upper, lower = all_axes
     lower.set_yscale("log")
-    upper.set_ylabel("loss (nats)")
+    upper.set_ylabel("loss")
     lower.set_ylabel("grad norm")
     lower.set_xlabel("step")
     upper.set_title(f"{recording.path}: what the guard would have done", fontsize=10)

@@ -66,19 +66,24 @@ CURVES = (
     Chart("loss", "Loss"),
     Chart("grad_norm", "Gradient norm", "before clipping, log scale", is_log=True),
     Chart("lr", "Learning rate"),
-    Chart("tokens_per_second", "Tokens per second"),
+    Chart("tokens_per_second", "Tokens per second"),  # or samples
 )
 # Journal kinds drawn over the curves; a discard shows in the row of its step.
 _DRAWN_KINDS = ("start", "crash", "rebaseline", "halt", "rollback", "redo", "replica_mismatch")
 
 
-def shown(rows: Sequence[AttemptRow]) -> list[Chart]:
-    """The curves that have at least one value to draw: positive on a logarithmic scale."""
+def shown(rows: Sequence[AttemptRow], counted: str) -> list[Chart]:
+    """The curves that have at least one value to draw: positive on a logarithmic scale.
+
+    ``counted`` is what the speed is of, tokens or samples.
+    """
     applied = [row for row in rows if row.is_applied]
+    has_speed = any(row.tokens_per_second > 0 for row in applied)
     return [
-        curve
+        curve._replace(title=curve.title.replace("Tokens", counted.capitalize()))
         for curve in CURVES
         if bounds((getattr(row, curve.key) for row in applied), is_log=curve.is_log)
+        and (has_speed or curve.key != "tokens_per_second")
     ]
 
 
@@ -87,6 +92,7 @@ def data_of(run: RunReader, rows: Sequence[AttemptRow] | None = None) -> dict[st
     marks = [mark for mark in run.marks() if mark.line.kind in _DRAWN_KINDS and mark.is_news]
     return {
         "generation": run.generation,
+        "counted": run.counted,
         "attempts": len(run.fold.attempts),
         "rows": _columns(run.fold.thinned.rows() if rows is None else rows),
         "means": [[_short(value, 5) for value in column] for column in run.fold.thinned.means()],

@@ -63,7 +63,7 @@ def samples_of(run: RunReader) -> Iterator[Sample]:
         ("eval_loss", _GAUGE, "held-out loss", now.eval_loss),
         ("grad_norm", _GAUGE, "gradient norm of the last attempt", last and last.grad_norm),
         ("step_seconds", _GAUGE, "of an attempted step", run.step_seconds()),
-        ("tokens_per_second", _GAUGE, "of the last attempt", now.tokens_per_second),
+        (f"{now.counted}_per_second", _GAUGE, "of the last attempt", now.speed),
         ("goodput_ratio", _GAUGE, "share of the wall time that counts", now.goodput),
         ("heartbeat_age_seconds", _GAUGE, "since the owner's last sign", now.silent_seconds),
         ("checkpoint_proven_step", _GAUGE, "of the newest proven checkpoint", now.proven_step),

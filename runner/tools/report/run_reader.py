@@ -276,6 +276,12 @@ class RunReader:
         start = self.last("start")
         return str(start.detail.get("unit", _UNIT)) if start else _UNIT
 
+    @property
+    def counted(self) -> str:
+        """What the speed is of: tokens, or samples where there are none."""
+        start = self.last("start")
+        return str(start.detail.get("counted", "tokens")) if start else "tokens"
+
     def settings(self) -> dict[str, Any]:
         """The settings by dotted key; empty if they cannot be read."""
         return self._vitals.settings()
@@ -363,7 +369,7 @@ class RunStatus:
         self.loss, self.unit = _finite(fold.applied_loss), run.unit
         self.as_of = run.clock()
         self.eval_loss = _finite(fold.eval_loss)
-        self.tokens_per_second = _finite(last.tokens_per_second if last else None)
+        self.counted, self.speed = run.counted, _finite(last.tokens_per_second if last else None)
         spent = run.time_spent()
         self.wall_seconds = sum(spent.values())
         self.goodput = spent.get("productive", 0.0) / (self.wall_seconds or 1.0)
@@ -408,7 +414,7 @@ class RunStatus:
             *([("to go", duration(self.eta_seconds))] if self.eta_seconds is not None else []),
             *([("loss", f"{self.loss:.4f}")] if self.loss is not None else []),
             *([("held-out", f"{self.eval_loss:.4f}")] if self.eval_loss is not None else []),
-            *([("tokens/s", f"{self.tokens_per_second:,.0f}")] if self.tokens_per_second else []),
+            *([(f"{self.counted}/s", f"{self.speed:,.0f}")] if self.speed else []),
             ("goodput", f"{self.goodput:.0%}"),
             ("discarded", f"{self.discards:,}"),
             ("rollbacks", f"{self.rollbacks:,}"),

@@ -208,7 +208,7 @@ def _amount(spent: Mapping[str, float], name: str) -> list[str]:
 
 def curves(run: RunReader, found: Sequence[Episode], number: int) -> Html | None:
     """The charts: static ones, which the script replaces."""
-    drawn_curves = shown(run.fold.thinned.rows())
+    drawn_curves = shown(run.fold.thinned.rows(), run.counted)
     if not drawn_curves:
         return None
     figures = [

@@ -91,10 +91,11 @@ def now_parts(run: RunReader, width: int) -> list[RenderableType]:
 
 def _numbers(now: RunStatus) -> Text:
     numbers = dict(now.numbers())
-    speed = numbers.pop("tokens/s", None)
+    rate = f"{now.counted}/s"
+    speed = numbers.pop(rate, None)
     parts = [f"{name} {value}" for name, value in numbers.items() if name not in _IN_SENTENCE]
     if speed is not None:
-        parts.insert(len(parts) - 4, f"{speed} tok/s")
+        parts.insert(len(parts) - 4, f"{speed} {rate.replace('tokens', 'tok')}")
     return Text("  ".join(parts))
 
 

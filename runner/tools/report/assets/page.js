@@ -182,6 +182,7 @@
       this.step = sum(told.rows.step);
       this.columns = {};
       for (const name of COLUMNS) this.columns[name] = told.rows[name];
+      this.titles = { ...TITLES, tokens_per_second: `${told.counted}/s` };
       this.odd = new Map(told.rows.odd.map(([at, action, verdict]) => [at, [action, verdict]]));
       this.setMarks(told);
     }
@@ -290,7 +291,7 @@
     addChart(figure) {
       const name = figure.dataset.curve;
       this.charts.push(this.make(figure));
-      withKeys(figure, `${TITLES[name]} over attempted steps`, (key) => this.key(key, figure.chart));
+      withKeys(figure, `${this.titles[name]} over attempted steps`, (key) => this.key(key, figure.chart));
     }
 
     // The scale of a chart cannot be exchanged: the loss is drawn anew.
@@ -595,7 +596,7 @@
         const value = this.columns[name][at];
         const told = name === "lr" && value === null && !this.isApplied(at) ? "" : value;
         if (told !== "" && (value !== null || name === "loss" || name === "grad_norm")) {
-          words.push(`${TITLES[name]} ${value === null ? "not finite" : short(value)}`);
+          words.push(`${this.titles[name]} ${value === null ? "not finite" : short(value)}`);
         }
       }
       const limit = this.columns.loss_limit[at];
@@ -659,7 +660,7 @@
 
   // -- several runs --------------------------------------------------------------------------
 
-  const METRICS = { "loss": 2, "held-out loss": 2, "gradient norm": 3, "tokens per second": 4 };
+  const METRICS = { "loss": 2, "held-out loss": 2, "gradient norm": 3, "tokens (or samples) per second": 4 };
 
   // The value at a place between points; null beyond them.
   function between(points, x) {
