@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import itertools
 import re
 from collections.abc import Iterator
 from enum import Enum
@@ -65,10 +64,12 @@ _LISTED = 2  # names of a key: the most usual ones come first
 
 def coming_from() -> str:
     """The page for users of other trainers: their usual keys and what each is here."""
+    names: dict[str, list[str]] = {}
+    for name, ours in answers().items():
+        names.setdefault(ours, []).append(name)
     rows = (
-        f"* {' '.join(f'`{name}`' for name, _ in list(same)[:_LISTED])}: "
-        f"{_cell(ours.replace('docs/', ''))}"
-        for ours, same in itertools.groupby(answers().items(), key=lambda entry: entry[1])
+        f"* {' '.join(f'`{name}`' for name in same[:_LISTED])}: {_cell(ours.replace('docs/', ''))}"
+        for ours, same in names.items()
     )
     return _COMING_FROM + "\n".join(rows) + "\n"
 
