@@ -7,7 +7,8 @@ LAYOUT: ``plain``; ``tp`` (tensor parallel); ``sp`` (sequence parallel as well);
 TODO: as in guarded_script.py, with checkpoints
 in OUT/TODO; ``look``: the state that OUT/poison holds; ``ring``: checkpoints without a guard;
 ``nanR``: rank R's gradient of one step is NaN; ``all``: two batches a step, read late, evaluations,
-a rollback, a stop and a kill; ``all_told``.
+a rollback, a stop and a kill; ``all_told``; ``epochs``: passes of a DataLoader, out of memory;
+``bare``: the same without a guard.
 """
 
 from __future__ import annotations
@@ -37,13 +38,17 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.data import DataLoader, DistributedSampler
 
 from runner import Guard, Ring
+from runner.checkpoint.state_digest import state_digest
+from runner.distributed.agreement import Ranks
+from runner.embed.state.loop_state import LoopState
 from tests.ranked import in_turn, ranked
 
 NUM, DIM, LENGTH = 36, 8, 12
 NUM_EXPERTS = 6
-NAN_AT, OVERFLOW_AT = 12, 41
+NAN_AT, OVERFLOW_AT, FULL_AT = 12, 41, 10
 BAD, THREE_STEPS = (6, 20, 21), (6, 24, 26, 28)
 RULES: dict[str, Any] = {"every": 6, "clean_after": 3, "min_history": 8, "clip": 0.5}
 
@@ -220,13 +225,17 @@ def build(layout: str) -> tuple[nn.Module, DeviceMesh | None]:
     return model, data
 
 
+def place(data: DeviceMesh | None) -> tuple[int, int]:
+    """Which part of a batch this rank reads, and of how many."""
+    if data is None:
+        return 0, 1
+    number = data.get_local_rank() if data.ndim == 1 else data.get_local_rank(0) * data.size(1)
+    return number + (data.get_local_rank(1) if data.ndim == 2 else 0), data.size()
+
+
 def batches(data: DeviceMesh | None, bad: Sequence[int], num: int = NUM) -> list[torch.Tensor]:
     """The same for the ranks that compute one sample together."""
-    number, count = 0, 1
-    if data is not None:
-        count = data.size()
-        number = data.get_local_rank() if data.ndim == 1 else data.get_local_rank(0) * data.size(1)
-        number += data.get_local_rank(1) if data.ndim == 2 else 0
+    number, count = place(data)
     made = []
     for at in range(num):
         batch = torch.randn(12, LENGTH, DIM, generator=torch.Generator().manual_seed(at))
@@ -249,13 +258,13 @@ class Trained:
         self._pipeline = Pipeline(self.model, self.line, 12 // self.data.size())
 
     def backward(
-        self, batch: torch.Tensor, scaler: torch.amp.GradScaler | None = None
-    ) -> torch.Tensor | None:
-        """The loss, where this rank has it."""
+        self, batch: torch.Tensor, scaler: torch.amp.GradScaler | None = None, share: float = 1.0
+    ) -> Any:
+        """The loss, where this rank has it; its gradients are multiplied by ``share``."""
         if self.line is not None:
             return self._pipeline.step(batch)
         loss: torch.Tensor = self.model(batch).square().mean()
-        (loss if scaler is None else scaler.scale(loss)).backward()
+        (loss * share if scaler is None else scaler.scale(loss)).backward()
         return loss
 
     @torch.no_grad()
@@ -327,6 +336,67 @@ def train_with_all(out: Path, layout: str, *, is_told: bool, skip: list[Any]) ->
     return guard
 
 
+def shuffled(net: Trained, epoch: int, *, poison: bool) -> DataLoader[torch.Tensor]:
+    """Of a pass; the ranks that compute a sample together read the same."""
+    generator = torch.Generator().manual_seed(9)
+    samples = [torch.randn(LENGTH, DIM, generator=generator) for _ in range(96)]
+    samples[50] *= float("nan") if poison else 1.0
+    number, count = place(net.data)
+    sampler = DistributedSampler(samples, count, number, seed=3)  # type: ignore[arg-type]
+    sampler.set_epoch(epoch)
+    return DataLoader(samples, 12 // count, sampler=sampler)  # type: ignore[arg-type]
+
+
+def train_epochs(out: Path, layout: str) -> Guard:
+    """Three passes. The last rank runs out of memory, is asked to stop in an evaluation, is killed:
+    in one start each."""
+    net = Trained(layout)
+    optimizer = torch.optim.AdamW(net.model.parameters(), lr=1e-2, foreach=False)
+    rules = {**RULES, "every": 3, "clean_after": 2, "clip": None, "on_oom": "halve"}
+    guard = Guard(out, model=net.model, optimizer=optimizer, **rules)
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    for epoch in range(3):
+        for batch in guard.over(shuffled(net, epoch, poison=True)):
+            number = guard._steps.in_hand[0]
+            if is_last and (start, number) == (2, 18):
+                os.kill(os.getpid(), signal.SIGKILL)
+            total = torch.zeros(())
+            for part, share in guard.parts(batch):
+                if is_last and number >= FULL_AT and len(part) == len(batch):
+                    raise torch.OutOfMemoryError("CUDA out of memory. (On purpose.)")
+                total += share * net.backward(part, share=share)
+                guard.log(rows=(float(len(part)), 1))
+            if guard.ok(total):
+                optimizer.step()
+            optimizer.zero_grad()
+            if number % 4 == 2:
+                if is_last and (start, number) == (1, 14):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                guard.check_stop()
+                net.evaluate(torch.zeros(2, LENGTH, DIM))
+    return guard
+
+
+def bare(layout: str, skipped: list[Any]) -> str:
+    """The loop without a guard that leaves out what that run skipped; its end's digest."""
+    net = Trained(layout)
+    optimizer = torch.optim.AdamW(net.model.parameters(), lr=1e-2, foreach=False)
+    cpu = torch.device("cpu")
+    state = LoopState([net.model], [optimizer], Ranks(cpu), cpu)
+    read = [batch for epoch in range(3) for batch in shuffled(net, epoch, poison=False)]
+    for number, batch in enumerate(read):
+        if any(start <= number < stop for start, stop in skipped):
+            continue
+        cut = len(batch) // 2 if number >= FULL_AT else 0
+        for part in (batch[:cut], batch[cut:]):
+            if len(part):
+                net.backward(part, share=len(part) / len(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    return state_digest(state.tensors(), {})
+
+
 def overflow(net: Trained, rank: int) -> None:
     """Of a gradient that is cut one rank's part, where a scaler scales."""
     grads: list[Any] = [parameter.grad for parameter in net.model.parameters()]
@@ -379,11 +449,15 @@ def main() -> None:
     out, layout, *todo = sys.argv[1:]
 
     def run(name: str, skipped: list[Any]) -> dict[str, Any]:
+        if name == "bare":
+            return {"digest": bare(layout, skipped)}
         if name == "ring":
             return with_ring(Path(out) / name, layout)
         folder, is_told = Path(out) / ("poison" if name == "look" else name), "told" in name
         told = skipped if is_told else []
-        if name.startswith("all"):
+        if name == "epochs":
+            guard = train_epochs(folder, layout)
+        elif name.startswith("all"):
             guard = train_with_all(folder, layout, is_told=is_told, skip=told)
         else:
             guard = train(folder, layout, name, told)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from tests import frameworks
 from tests.frameworks import ACCUMULATE, BAD_TOKEN, MICRO, Ended, ScriptArguments, tokens
 
-STEPS = 28
+STEPS, VALIDATED = 28, 27
 
 
 def on_cpus() -> Any:
@@ -59,20 +60,31 @@ class Batches(torch.utils.data.IterableDataset[Any]):
 
     def __init__(self, samples: list[torch.Tensor], rank: int) -> None:
         self._own = torch.stack(samples).unflatten(0, (-1, MICRO))[rank::2].flatten(0, 1)
+        self._at = 0
 
     def __iter__(self) -> Iterator[Any]:
-        for ids in itertools.cycle(self._own):
+        while True:
+            ids = self._own[self._at % len(self._own)]
+            self._at += 1
             yield {"input": ids}, ids.roll(1)
 
+    def state_dict(self) -> dict[str, Any]:
+        """As torchtitan's own data sets have it."""
+        return {"at": self._at}
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._at = state["at"]
+
+
+@dataclass
 class LoaderConfig:
-    def __init__(self, samples: list[torch.Tensor]) -> None:
-        self._samples = samples
+    samples: list[torch.Tensor]
+    infinite: bool = True
 
     def build(self, *, dp_world_size: int, dp_rank: int, local_batch_size: int, **rest: Any) -> Any:
         from torchtitan.components.dataloader import ParallelAwareDataloader
 
-        data = Batches(self._samples, 1 if dp_world_size == 1 else dp_rank)  # 1 has the bad ones
+        data = Batches(self.samples, 1 if dp_world_size == 1 else dp_rank)  # 1 has the bad ones
         return ParallelAwareDataloader(data, dp_rank, dp_world_size, batch_size=local_batch_size)
 
 
@@ -84,6 +96,9 @@ def build(arguments: ScriptArguments, tensor_parallel: int) -> Any:
 
     config = llama3_debugmodel_ce_loss()
     config.dataloader = LoaderConfig(tokens(arguments.bad))
+    validator = config.validator
+    validator.enable, validator.steps, validator.freq = True, 2, VALIDATED // 3
+    validator.dataloader = LoaderConfig(tokens(()))
     config.tokenizer = SimpleNamespace(build=lambda **given: None)
     config.dump_folder = str(arguments.out / "torchtitan")
     del config.model_spec.model.layers[2:]
@@ -118,7 +133,15 @@ def train(arguments: ScriptArguments, tensor_parallel: int = 1) -> Ended:
         loss, metrics = loss_of(output, labels, *rest, **named)
         return loss * (float("nan") if (labels == BAD_TOKEN).any() else 1.0), metrics
 
-    trainer.loss_fn = poisoned
+    trainer.loss_fn, validated = poisoned, trainer.validator.loss_fn
+
+    def asking(*given: Any, **named: Any) -> Any:
+        """The second start is asked to stop, in its last validation."""
+        if trainer.step == VALIDATED and 0 < guarded.guard.resumed_step < VALIDATED:
+            guarded.guard._run.group.stop.ask("SIGTERM")
+        return validated(*given, **named)
+
+    trainer.validator.loss_fn = asking
     trainer.train()
     guard = guarded.guard
     state = {

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -38,8 +37,8 @@ class GuardedTitan:
         settings: as :class:`runner.Guard` takes them.
 
     Raises:
-        ConfigError: the Trainer has a pipeline, or CUDA graphs, which hold on to gradients that
-            the guard drops.
+        ConfigError: the Trainer has a pipeline (untried), or CUDA graphs, which hold on to
+            gradients that the guard drops.
     """
 
     guard: Guard
@@ -47,17 +46,18 @@ class GuardedTitan:
     def __init__(self, trainer: Trainer, out: str | Path, **settings: Any) -> None:
         training, dims = trainer.config.training, trainer.parallel_dims
         if dims.pp_enabled or not training.disable_cuda_graphs:
-            raise ConfigError(
-                "GuardedTitan: set training.disable_cuda_graphs=True, and no pipeline (untried)"
-            )
+            raise ConfigError("GuardedTitan: set training.disable_cuda_graphs=True, no pipeline")
         # The Trainer clips before it steps; the guard clips what it has judged.
         self._settings = {"out": out, "clip": training.max_norm, **settings}
-        training.max_norm = math.inf
+        training.max_norm = float("inf")
         self._trainer, self._num_losses = trainer, dims.dp_replicate * dims.dp_shard * dims.cp
         self._loss: Any = 0.0  # of the step's batches so far
         for name in _REPLACED.split():
             setattr(trainer, name, partial(getattr(self, name), getattr(trainer, name)))
         trainer.optimizers.step = partial(self.step, trainer.optimizers.step)
+        trainer.model_parts[0].register_forward_pre_hook(
+            lambda model, _: None if model.training else self.guard.check_stop()
+        )
 
     def train(self, own: Callable[[], None]) -> None:
         own()

@@ -127,6 +127,20 @@ def test_all_at_once_on_a_mesh(tmp_path: Path, layout: str) -> None:
     assert {"discard", "rollback", "preempted", "crash"} <= set(kinds), kinds
 
 
+@pytest.mark.parametrize(
+    "layout", ["fsdp_tp", *map(full, ("tp", "sp", "columns", "ep", "hsdp_tp"))]
+)
+def test_passes_of_a_loader_are_those_of_a_plain_loop(tmp_path: Path, layout: str) -> None:
+    """A DistributedSampler's: a NaN in each, out of memory, a stop in an evaluation, a kill."""
+    ends = run(tmp_path, layout, "epochs", "bare", restarts=3)
+    assert ends["epochs"]["digest"] == ends["bare"]["digest"]
+    assert len(ends["epochs"]["skipped"]) == 3 and ends["epochs"]["resumed"] > 10
+    kinds = {line["kind"] for line in read_lines(tmp_path / "epochs" / "journal.jsonl")}
+    assert {"discard", "out_of_memory", "preempted", "crash"} <= kinds
+    rows = [line["rows"] for line in read_lines(tmp_path / "epochs" / "metrics.jsonl")]
+    assert rows[0] == 2 * rows[-1]
+
+
 @pytest.mark.parametrize(("layout", "ranks"), OTHERS)
 def test_on_other_meshes_the_state_is_the_same(
     ran: Ran, tmp_path: Path, layout: str, ranks: int

@@ -27,17 +27,23 @@ TITAN = "torchtitan_trainers.py"
 def test_poisoned_killed_and_resumed_is_told_to_skip(
     tmp_path: Path, script: str, name: str, kill_at: str, reward: str
 ) -> None:
-    """Of GRPO the rewards are poisoned: NaN, none from any function, or an exception."""
+    """Of GRPO the rewards are poisoned: NaN, none from any function, or an exception.
+
+    torchtitan is asked to stop in a validation as well.
+    """
     package = NEEDS["sft" if script == TRL else name.partition("_")[0]]
     pytest.importorskip(package, reason=f"{package} is not installed")
     words = (name, str(tmp_path), "poison", "told")
-    ends = ends_of(script, tmp_path, *words, restarts=1, KILL_AT=kill_at, REWARD=reward)
+    restarts = 2 if script == TITAN else 1
+    ends = ends_of(script, tmp_path, *words, restarts=restarts, KILL_AT=kill_at, REWARD=reward)
     for end in ends:
         assert end["poison"] == end["told"] == ends[0]["poison"]
         assert end["poison"]["skipped"]
     lines = read_lines(tmp_path / f"{name}-poison" / "journal.jsonl")
     kinds = [line["kind"] for line in lines]
-    assert kinds.count("start") == 2 and "discard" in kinds
+    assert kinds.count("start") == 1 + restarts and "discard" in kinds
+    stops = [line["step"] for line in lines if line["kind"] == "preempted"]
+    assert stops == [27] * (script == TITAN)
     told = read_lines(tmp_path / f"{name}-told" / "journal.jsonl")
     assert not [line for line in told if line["kind"] in ("discard", "rollback")]
     if name == "grpo":

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from runner.embed.state.geometry import Geometry, Grid, _parts
+from runner.embed.state.geometry import Geometry, Grid, _parts, _require_each_once
 from runner.embed.state.staged_state import Regrouped, TensorSlice
+from runner.system.error import ConfigError
 
 
 def drawn_grid(dice: random.Random, shape: tuple[int, ...]) -> Grid:
@@ -91,3 +92,17 @@ def test_a_slice_of_a_box_is_a_part_of_its_copies() -> None:
     slices = [TensorSlice("a", torch.float32, one, lambda: values) for one in where]
     assert [part.start for part in slices] == [10, 14, 18]
     assert torch.equal(torch.cat([part.local for part in slices]), values)
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "words"),
+    [
+        ([[[0, 1]], [[0, 1]], [[2]], []], "on different numbers of device meshes"),
+        ([[[0, 1]], [[0, 1]], [[0, 2]]], r"\[\[0, 1\], \[0, 2\]\] .*hold each of 3 ranks once"),
+        ([[[0, 1]], [[0, 1]], [[0, 1]]], r'a pipeline, say so: pipeline=mesh\["pp"\]'),
+    ],
+)
+def test_meshes_that_do_not_hold_each_rank_once_are_refused(by_rank: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        _require_each_once(by_rank, range(len(by_rank)))
+    _require_each_once([[[0, 2]], [[1]], [[0, 2]]], range(3))

@@ -119,6 +119,14 @@ def test_a_base_that_is_trained_is_refused(tmp_path: Path) -> None:
         train(tmp_path, Net(is_frozen=False))
 
 
+def test_a_base_that_is_not_quantised_yet_is_refused(tmp_path: Path) -> None:
+    net = nn.Linear(4, 4)
+    kind = type("Params4bit", (nn.Parameter,), {})  # as bitsandbytes' before it is moved
+    net.weight = kind(torch.ones(4, 4), requires_grad=False)
+    with pytest.raises(ConfigError, match=r"is not quantised yet; .*: model\.to\("):
+        train(tmp_path, net)
+
+
 def test_a_ring_refuses_what_could_not_be_loaded(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"state\['net'\] has quantised weights"):
         Ring(tmp_path, {"net": Net()})

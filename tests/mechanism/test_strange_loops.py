@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from runner import Guard, Sampler
-from runner.embed.data.loaders import _loses_a_buffer
+from runner.embed.data.loaders import _loses_a_buffer, source_of
 from runner.embed.loop.rollback_state import CannotReadAgain
 from runner.system.error import CheckpointError, ConfigError
 from tests import strange_loops
@@ -365,6 +365,26 @@ def test_the_names_that_loaders_are_read_by_are_still_there() -> None:
     loader.load_state_dict(loader.state_dict())
     assert loader.next_iter_state is not None and callable(loader._get_iterator)
     assert DataLoader([1, 2, 3])._iterator is None  # type: ignore[arg-type]
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(100))
+
+
+@pytest.mark.parametrize("workers", [0, full(1)])
+def test_a_stream_of_torchdatas_loader_goes_on_where_it_was_at_each_start(workers: int) -> None:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    begun, state, read = None, None, list[int]()
+    for drawn in (0, 2, 4):
+        source = source_of(torchdata.StatefulDataLoader(Stream(), 2, num_workers=workers))
+        if drawn:
+            source.resume(begun, state, drawn, is_over=False)
+        else:
+            begun = source.begin()
+        read += [*source.read(drawn).tolist(), *source.read(drawn + 1).tolist()]
+        state = source.state()
+    assert read == [*range(12)]
 
 
 # -- the process ------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from torch.utils.data import IterableDataset
 
 from runner.embed.data.sampler import Sampler, keeps_own_position
 from runner.embed.state.randomness import Randomness, generators_of
@@ -130,7 +131,8 @@ def source_of(loader: Any) -> Source:
         )
     if hasattr(kind, "__getitem__") and hasattr(kind, "__len__"):
         return Indexed(loader)
-    if keeps_own_position(loader) and not _loses_a_buffer(loader):
+    loses_its_place = _loses_a_buffer(loader) or _counts_twice(loader)
+    if keeps_own_position(loader) and not loses_its_place:
         return Resumable(loader)
     if hasattr(kind, "__iter__"):
         return Plain(loader)
@@ -152,6 +154,18 @@ def _loses_a_buffer(loader: Any) -> bool:
                 return True
             link = getattr(link, "ex_iterable", None)
     return False
+
+
+def _counts_twice(loader: Any) -> bool:
+    """Whether torchdata's loader reads a stream that has no state of its own.
+
+    It reads over what a state says was read, and counts that once more (0.11): the state of the
+    second start says twice as much.
+    """
+    data = getattr(loader, "dataset", None)
+    is_a_stream = isinstance(data, IterableDataset) and not hasattr(data, "state_dict")
+    kinds = [kind.__module__.partition(".")[0] for kind in type(loader).__mro__]
+    return is_a_stream and "torchdata" in kinds
 
 
 class Indexed(Source):
