@@ -24,7 +24,7 @@ from runner.health.nvml import library
 from runner.health.rank_report import Frame, Report, own_line, thread_frames
 from runner.health.root_cause import RootCause, by_text, find_root_cause
 from runner.launch import process_tree
-from runner.launch.attempt import Ended, Job, run_once
+from runner.launch.attempt import Ended, Job
 from runner.launch.supervisor import Supervisor
 from runner.policy.restart import Attempt, RestartRules
 from runner.system.files import read_bounded
@@ -222,7 +222,7 @@ class ScriptSupervisor(Supervisor):
                 output=writing,
                 late=watchdog.late,
             )
-            ended = run_once(job, self.stop)
+            ended = self.run_once(job)
         finally:
             os.close(writing)
             said.finish()

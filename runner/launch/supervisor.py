@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from abc import ABC, abstractmethod
@@ -27,11 +28,14 @@ from runner.launch.stand_by import StandBy
 from runner.policy.restart import HARDWARE, Attempt, End, RestartRules, after
 from runner.run_dir.lease import is_done
 from runner.run_dir.paths import RunDir
-from runner.system.error import EXIT_CRASH, EXIT_DONE
+from runner.system.error import EXIT_CRASH, EXIT_DONE, Preempted
 from runner.system.json_lines import parse_line
 from runner.system.parsing import json_text
 
 _REASON = 300  # characters of a reason in out/bad_nodes
+# NFS whose server was replaced or is gone, a disk that is lost, FUSE without its process.
+_AWAY = {errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN}
+_AWAY_SECONDS = 2.0
 
 
 class Supervisor(ABC):
@@ -75,6 +79,7 @@ class Supervisor(ABC):
         attempts = self.attempts = self._earlier()
         diagnose = False
         while True:
+            self._await_storage()
             if end := self.wait_for_turn():
                 return end
             number, began = len(attempts) + 1, time.time()
@@ -93,6 +98,26 @@ class Supervisor(ABC):
                 return End(reason="asked to stop", code=attempts[-1].code)
             diagnose = next_.diagnose
 
+    def run_once(self, job: Job) -> Ended:
+        """One attempt's command; what it left on the storage can then be read."""
+        ended = run_once(job, self.stop)
+        self._await_storage()
+        return ended
+
+    def _await_storage(self) -> None:
+        """Wait until the run's storage answers.
+
+        Raises:
+            Preempted: a stop was asked for meanwhile.
+        """
+        has_said = False
+        while error := _away(self._log.parent):
+            if not has_said:
+                self._say(f"{error}: no attempt before it answers again")
+                has_said = True
+            if not self.stop.sleep(_AWAY_SECONDS):
+                raise Preempted(f"asked to stop, and {error}")
+
     def _earlier(self) -> list[Attempt]:
         """The attempts of this launch so far; supervisors on other nodes may append to the list."""
         if not self._log.exists():
@@ -104,6 +129,15 @@ class Supervisor(ABC):
             for line in lines
             if line is not None and line.get("launch_id") == self._id
         ]
+
+
+def _away(folder: Path) -> OSError | None:
+    """How storage that is away for a while answers; None where it is there."""
+    try:
+        os.scandir(folder).close()
+    except OSError as error:
+        return error if error.errno in _AWAY else None
+    return None
 
 
 def _append_line(path: Path, line: Mapping[str, Any]) -> None:
@@ -190,7 +224,7 @@ class JobSupervisor(Supervisor):
             variables[RESTART] = json_text(self._restart | {"started": time.time()})
         if self.stand_by:
             job = replace(job, command=self.stand_by.joining(job.command))
-        ended = run_once(replace(job, environment=dict(job.environment) | variables), self.stop)
+        ended = self.run_once(replace(job, environment=dict(job.environment) | variables))
         ended_at = time.time()
         self._list_bad_nodes(ended)
         if ended.reason:

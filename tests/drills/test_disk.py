@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import threading
 import time
@@ -18,9 +19,11 @@ import pytest
 from tests.drills.compare import assert_every_sample_once, assert_same_end, assert_same_run
 from tests.drills.test_lost_data import forgetful, reached, trouble_of
 from tests.drills.test_lost_data import why_not as why_no_fuse
+from tests.drills.test_supervise import assert_healed, launch, ranks
 from tests.rows import full
 from tests.run import Result, Started, finish, journalled, metrics_step, start, train
 from tests.syscalls import why_not
+from tests.waiting import until
 
 SLOWED = "faults=[slow@step=10-60,seconds=0.1]"
 SEED = 20261121
@@ -246,6 +249,23 @@ def test_storage_that_is_stale_for_a_while(tmp_path: Path, clean: Result, rank: 
         for kind in kinds:
             assert "Stale file handle" in ended.journal(kind)[0]["reason"], ended.tail
         assert_every_sample_once(ended)
+
+
+@fuse
+@pytest.mark.twin
+def test_a_rank_that_dies_while_the_storage_is_stale(tmp_path: Path, clean: Result) -> None:
+    """Its supervisor cannot read what ended it, and waits."""
+    backing = tmp_path / "backing"
+    with forgetful(backing, tmp_path / "disk"):
+        started = launch(tmp_path / "disk" / "run", "faults=[slow@step=14-60,seconds=0.1]")
+        started.until(reached(14))
+        trouble_of(backing).write_text("ESTALE *")
+        os.kill(ranks(started)[0], signal.SIGKILL)
+        until(lambda: not ranks(started), "the end of the attempt")
+        time.sleep(3.0)
+        trouble_of(backing).unlink()
+        ended = assert_healed(started, clean, [1, 0])
+        assert "/run': no attempt before it answers again" in ended.text, ended.tail
 
 
 @fuse
