@@ -1,7 +1,8 @@
 """The subcommands other than training; those that work on one thing share a module.
 
 A command parses its arguments, calls the code that does the work, prints, and returns an exit code.
-No other room imports from here.
+No other room imports from here. A new one takes a row in :data:`COMMANDS`, its line in the usage of
+:mod:`runner.command.help`, and a sentence in some page; tests ask for both.
 """
 
 from __future__ import annotations

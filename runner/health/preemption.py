@@ -2,7 +2,8 @@
 
 The other ranks learn of it at the step's end, and in evaluations and probes at each micro-batch.
 The watchdog looks too, because a Python signal handler does not run while the training thread waits
-inside a collective.
+inside a collective. The loop then saves, and ends with exit code 75:
+:meth:`runner.train.checkpoints.Checkpoints.save_and_leave`.
 """
 
 from __future__ import annotations

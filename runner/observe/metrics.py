@@ -2,7 +2,8 @@
 
 After a crash the file is cut back to where the loaded checkpoint was saved, and the steps
 repeated then write the same lines again. After a rollback nothing is cut: for each step the
-last line with action ``apply`` is the one that counts.
+last line with action ``apply`` is the one that counts. :mod:`runner.policy.columns` says how to
+add a column.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The columns of ``metrics.jsonl``: ours by name, and what further ones are about."""
+"""The columns of ``metrics.jsonl``: ours by name, and what further ones are about.
+
+A new number needs two lines: its name and what it is about in ``_FURTHER``, and its value in the
+columns of :meth:`runner.train.report.Reporter.line`, or by ``add_columns`` where it is computed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The learning rate as a function of applied updates only."""
+"""The learning rate as a function of applied updates only.
+
+A step's is the schedule's times the cuts:
+:meth:`runner.train.step_runner.StepPlanner.learning_rate`.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """A step's numbers: one vector that is packed, summed over all ranks once a step, and read.
 
 A rank packs ``LOSS`` to ``JOBS``, the progress of the ring's jobs, the user's own metrics, and what
-its loop adds. The gate and the judge read the sums, to which the device appends ``LOSS_PER_TOKEN``,
-``GRAD_NORM`` and ``CLOSED``, so that both see the same bits.
+its loop adds: loss and terms of each source of a mixture; in a user's own loop, whether reading a
+batch drew random numbers. The gate and the judge read the sums, to which the device appends
+``LOSS_PER_TOKEN``, ``GRAD_NORM`` and ``CLOSED``, so that both see the same bits.
 
 A name of a user's own metrics has its place in the packed vector from the step after the first
 that has it; that first step costs one more collective, in which the ranks agree on the name. Equal

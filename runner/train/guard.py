@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from runner.policy.decision.decide import StepDecision, rule, rule_again
 from runner.policy.decision.history import (
     GO_BACK,
     MIX,
@@ -18,6 +17,7 @@ from runner.policy.decision.history import (
 )
 from runner.policy.decision.judge import Kind, Verdict
 from runner.policy.decision.ladder import Apply, Discard, Halt, Rebaseline, RemedyRules, Replayed
+from runner.policy.decision.step_decision import StepDecision, decide_again, decide_step
 from runner.system.error import Halted
 from runner.system.units import name_ranks
 from runner.train.agreed_step import StepInfo
@@ -105,7 +105,7 @@ class Guard:
 
     def _rule(self, info: StepInfo, state: TrainState) -> StepDecision:
         """Judge the step and decide. Collective if it waits for a checkpoint."""
-        ruling = rule(
+        ruling = decide_step(
             info.signals,
             baseline=state.baseline,
             trouble=state.trouble,
@@ -120,7 +120,7 @@ class Guard:
         self._heart.enter("roll back")
         with self._reporter.stall("rollback"):
             self._ring.finish_proofs()
-        return rule_again(ruling, baseline=state.baseline, ring=self._ring.records)
+        return decide_again(ruling, baseline=state.baseline, ring=self._ring.records)
 
 
 def _replayed(info: StepInfo, history: History) -> Replayed:

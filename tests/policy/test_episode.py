@@ -8,11 +8,11 @@ import random
 
 import pytest
 
-from runner.policy.decision.decide import rule
 from runner.policy.decision.episode import Diagnosis
 from runner.policy.decision.history import History
 from runner.policy.decision.judge import Baseline, Kind
 from runner.policy.decision.ladder import BadStepTracker, Discard, Rollback
+from runner.policy.decision.step_decision import decide_step
 from runner.policy.retention.records import Record, State
 from tests.policy.steps import attempted, guard_settings, remedy_rules
 
@@ -32,7 +32,7 @@ class Guarded:
     def attempt(self, numbers: Numbers) -> tuple[type, Diagnosis | None]:
         self.tried += 1
         signals = attempted(self.tried, *numbers)
-        ruling = rule(
+        ruling = decide_step(
             signals,
             baseline=self.baseline,
             trouble=self.trouble,

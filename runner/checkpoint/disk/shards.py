@@ -1,6 +1,16 @@
 """Writing one rank's shards, verifying files, reading any range back.
 
-Knows a shard as (name, shape, flat start, 1-D tensor); nothing of engines.
+Knows a shard as (name, shape, flat start, 1-D tensor); nothing of engines. A rank has two files;
+:mod:`.directory` has the folder.
+
+    rank-00000.bin   the bytes: pieces of tensors, one after another
+    rank-00000.idx   which elements of which tensors they are
+
+Index, little endian: a header (``HFINDEX1``, number of pieces, bytes and SHA-256 of the first
+file), then columns: tensor number (u32), flat start (u64), count (u64). A tensor's number is its
+place among the sorted names of the manifest. Where a piece begins follows from the counts and the
+sizes of elements, which the manifest has. The manifest has the digest of each index, and says which
+file holds a piece (:mod:`runner.checkpoint.manifest`).
 """
 
 from __future__ import annotations
@@ -41,17 +51,6 @@ from runner.checkpoint.manifest import (
 )
 from runner.system.error import CorruptCheckpoint
 from runner.system.files import naming, open_regular, read_bounded, write_durably
-
-# One rank's index: a binary file that lists what the rank's shard file holds.
-#
-#     rank-00000.bin   the bytes
-#     rank-00000.idx   which elements of which tensors they are
-#
-# Little endian: a header (``HFINDEX1``, number of pieces, bytes and SHA-256 of the file), then
-# columns: tensor number (u32), flat start (u64), count (u64). A tensor's number is its place among
-# the sorted names of the manifest. Pieces lie one after another: where one begins follows from the
-# counts and the sizes of elements, which the manifest has. The manifest has the digest of each
-# index, and says which file holds a piece (:mod:`.layout`).
 
 _MAGIC = b"HFINDEX1"
 _HEADER = struct.Struct("<8sQQ32s")

@@ -156,7 +156,7 @@ class Guard(Holder):
         generators.restore()
         self._gate = DeviceGate(self._sharded.optimizers) if config.guard.sync is False else None
         self._steps = GuardedSteps(run, self._sharded, self._carried, self._measurer, self._gate)
-        self._steps.read_again = self._read_again
+        self._steps.read_step_again = self._read_step_again
         self._modes = self._sharded.modes.to_json()  # as the last step was computed
         self._memory = MemoryPlan(on_oom, run.history.incidents, run.written.report, ranks)
         self._sharded.before_change = run.drop_memory
@@ -489,7 +489,7 @@ class Guard(Holder):
         place.source = source
 
     def _reposition(self) -> None:
-        """Move the loader to the position of the state."""
+        """Move the loader to the position of the state, after a rollback and at a resume."""
         place = self._position
         source = self._sources[place.epoch]
         if place.begun is None and place.state is None and not place.drawn and source.rereads:
@@ -628,7 +628,7 @@ class Guard(Holder):
         story.must_replay = False
         self._in_hand.clear()
 
-    def _read_again(self) -> None:
+    def _read_step_again(self) -> None:
         """Read the batches of a discarded step again, one after the other. Collective.
 
         Where reading draws from a generator from which the loop has drawn as well since the step
@@ -673,7 +673,7 @@ class Guard(Holder):
         if not source.give_back(stop - start + num_replayed):
             self._steps.skip_batches(start, stop + num_replayed)
             if is_end:
-                self._read_again()
+                self._read_step_again()
         elif is_end and self._draws is not None:
             self._draws.before.restore()  # as the next start finds them
 

@@ -86,7 +86,8 @@ class GuardedSteps:
         discards_first: the first step of this start is aborted and replayed.
         undoes_refused: what the loop does between a refusal and :meth:`settle` is undone; nothing
             but its own body may run in between.
-        read_again: called when a step was refused and the generators are as before it. Collective.
+        read_step_again: called when a step was refused and the generators are as before it.
+            Collective.
 
     Args:
         gate: of the optimizers, where numbers may be read late; None: they are read at once.
@@ -123,7 +124,7 @@ class GuardedSteps:
         )
         self.has_rolled_back = self.must_replay = self.reads_draw = self.undoes_refused = False
         self.discards_first = run.state.updates > 0 and measurer.adds_differently_at_first()
-        self.read_again: Callable[[], None] = lambda: None
+        self.read_step_again: Callable[[], None] = lambda: None
         self.num_judged = 0  # steps of this start that the loop has asked about
         self._is_asked_to_stop = False
         self._own_seconds = 0.0  # of this rank's last step
@@ -259,7 +260,7 @@ class GuardedSteps:
         self._measurer.forget_gradients()
         if not self.has_rolled_back:
             self._undo_reading(step)
-            self.read_again()
+            self.read_step_again()
         self._step = None
         if info.stop_requested:
             self.leave()

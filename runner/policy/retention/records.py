@@ -1,7 +1,8 @@
 """Decides which checkpoints are proven and which may be used. No file access.
 
 A record is one copy of a checkpoint, in memory or on disk; copies of the same state share a
-serial. ``committed``: complete. ``clean``: verified and followed by enough clean steps.
+serial. ``committed``: complete. ``clean``: verified and followed by enough clean steps
+(``checkpoint.clean_after`` in a row).
 ``tainted``: trouble began before it was proven, or the run went back to before it.
 """
 
@@ -133,7 +134,11 @@ def older_targets(targets: Sequence[Record], repeat: int) -> list[Record]:
 
 
 def resume_order(records: Iterable[Record]) -> list[Record]:
-    """Checkpoints that a restart may load, newest first: complete and not tainted."""
+    """Checkpoints that a restart may load, newest first: complete and not tainted.
+
+    :func:`runner.startup.resume.resume_from` leaves out what the journal distrusts; the first that
+    is sound is loaded.
+    """
     usable = [record for record in records if record.state is not State.tainted]
     return sorted(usable, key=_by_use)
 

@@ -15,7 +15,6 @@ from itertools import pairwise
 from typing import Any
 
 from runner.config.schema import CheckpointConfig
-from runner.policy.decision.decide import StepDecision, rule
 from runner.policy.decision.episode import Diagnosis
 from runner.policy.decision.history import History, Incident, discard_incident
 from runner.policy.decision.judge import Baseline, Kind
@@ -31,6 +30,7 @@ from runner.policy.decision.ladder import (
 )
 from runner.policy.decision.signals import Limits, StepSignals
 from runner.policy.decision.skip_ledger import Ledger
+from runner.policy.decision.step_decision import StepDecision, decide_step
 from runner.policy.retention.interval import FIRST_PROBATIONS
 from runner.policy.retention.records import Record, State, due_for_proof, retire, with_state
 
@@ -153,7 +153,7 @@ class GuardReplay:
             )
             if limits is not None:
                 limits[row] = baseline.limits
-            ruling = rule(
+            ruling = decide_step(
                 signals,
                 baseline=baseline,
                 trouble=trouble,

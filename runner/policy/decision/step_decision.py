@@ -52,7 +52,7 @@ class StepDecision:
         return isinstance(self.action, Rollback | Halt) and self.action.lacks_target
 
 
-def rule(
+def decide_step(
     signals: StepSignals,
     *,
     baseline: Baseline,
@@ -89,10 +89,10 @@ def rule(
     return _decided(case, baseline, finding)
 
 
-def rule_again(ruling: StepDecision, *, baseline: Baseline, ring: Sequence[Record]) -> StepDecision:
+def decide_again(last: StepDecision, *, baseline: Baseline, ring: Sequence[Record]) -> StepDecision:
     """Decide the same step again, with the current checkpoints."""
-    assert ruling.case is not None
-    return _decided(replace(ruling.case, ring=ring), baseline, ruling.finding)
+    assert last.case is not None
+    return _decided(replace(last.case, ring=ring), baseline, last.finding)
 
 
 def _decided(case: DecisionInput, baseline: Baseline, finding: Diagnosis | None) -> StepDecision:
