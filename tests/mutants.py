@@ -151,7 +151,7 @@ MUTANTS = (
     ),
     Mutant(
         "the second moment decays like the first",
-        "runner/engine/optimizer.py",
+        "runner/engine/gated.py",
         "betas = (optim.beta1, optim.beta2)",
         "betas = (optim.beta1, optim.beta1)",
         REFERENCE,
@@ -159,7 +159,7 @@ MUTANTS = (
     ),
     Mutant(
         "epsilon of AdamW left out",
-        "runner/engine/optimizer.py",
+        "runner/engine/gated.py",
         "eps=optim.eps",
         "eps=1e-8",
         REFERENCE,

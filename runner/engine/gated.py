@@ -1,7 +1,12 @@
-"""Optimizers of our own, and the gate that they share with torch's fused ones.
+"""The built-in optimizers, torch's fused ones and our own, and the gate that they share.
 
 All read ``found_inf`` and ``grad_scale``, FP32 scalars: the step changes nothing where the former
 is 1.
+
+One more of them: its word in :class:`runner.config.schema.OptimKind`, its state and what makes it
+here, a preset in ``configs/optim``; then ``scripts/docs.py``, and a row in docs/optimizers.md. One
+that a package has, and that the host may gate, is a preset with ``_target_`` alone, as
+``configs/optim/adafactor.yaml`` is.
 """
 
 from __future__ import annotations
@@ -13,6 +18,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from runner.config.schema import OptimConfig, OptimKind
+
+
+def state_kinds(optim: OptimConfig, name: str, num_dims: int) -> tuple[str, ...]:
+    """Kinds of state that ``optim.kind`` keeps for a parameter: FP32 in its shape, in order."""
+    if optim.kind is OptimKind.muon and is_hidden_matrix(name, num_dims):
+        return ("momentum_buffer",)
+    if optim.kind is OptimKind.sgd:
+        return ("momentum_buffer",) if optim.momentum else ()
+    return ("exp_avg",) if optim.kind is OptimKind.lion else ("exp_avg", "exp_avg_sq")
+
+
+def make_optimizer(optim: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """The optimizer that ``optim.kind`` names, but for the matrices that Muon takes."""
+    if optim.kind is OptimKind.sgd:
+        return torch.optim.SGD(groups, momentum=optim.momentum, fused=True)
+    betas = (optim.beta1, optim.beta2)
+    if optim.kind is OptimKind.lion:
+        return Lion(groups, betas=betas)
+    return torch.optim.AdamW(groups, betas=betas, eps=optim.eps, fused=True)
 
 
 def opened(new: Tensor, old: Tensor, skip: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Which optimizer updates which shard, its state, and the gate that all obey.
 
+What is built in, and how to add one, is in :mod:`runner.engine.gated`.
+
 A gated step leaves parameters and state unchanged, bit for bit. Optimizers that honour
 ``found_inf`` (torch's fused ones, ours) are gated on the device without waiting; before the step of
 any other (:mod:`runner.engine.user_optimizer`) this rank reads the gate.
@@ -19,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from runner.config.schema import OptimConfig, OptimKind
-from runner.engine.gated import Lion, Muon, Whole, is_hidden_matrix, opened, restored, set_gate
+from runner.engine.gated import Muon, Whole, make_optimizer, opened, restored, set_gate, state_kinds
 from runner.engine.user_optimizer import Make, UserOptimizer
 from runner.system.error import ConfigError
 from runner.system.user_code import call_target, find_target
@@ -98,13 +100,7 @@ class OptimizerSettings:
 
         For the user's own, only the average: its own state is known once it is built.
         """
-        kinds = {
-            None: (),
-            OptimKind.sgd: ("momentum_buffer",) if self.optim.momentum else (),
-            OptimKind.lion: ("exp_avg",),
-        }.get(self.kind, ("exp_avg", "exp_avg_sq"))
-        if self.kind is OptimKind.muon and is_hidden_matrix(name, num_dims):
-            kinds = ("momentum_buffer",)
+        kinds = () if self.kind is None else state_kinds(self.optim, name, num_dims)
         return kinds if self.optim.ema is None else (*kinds, AVERAGE)
 
     def rule(self, name: str) -> ParameterRule:
@@ -179,12 +175,12 @@ class ShardOptimizer:
                 is_cut=is_cut,
             )
         is_muon = settings.kind is OptimKind.muon
-        matrices = [n for n in shards if is_muon and is_hidden_matrix(n, self._num_dims[n])]
+        matrices = [n for n in shards if is_muon and "momentum_buffer" in self._kinds[n]]
         if matrices:
             self._add(matrices, partial(Muon, momentum=settings.optim.momentum, whole=whole))
         remaining = [name for name in shards if name not in self._of and self._user is None]
         if remaining:
-            self._add(remaining, self._make_rest)
+            self._add(remaining, partial(make_optimizer, settings.optim))
         self._optimizers = list(dict.fromkeys(self._of.values()))
         self._make_state()
 
@@ -288,15 +284,6 @@ class ShardOptimizer:
                 group["weight_decay"] = decay
             groups.append(group)
         return groups
-
-    def _make_rest(self, groups: Groups) -> Optimizer:
-        optim = self._settings.optim
-        if optim.kind is OptimKind.sgd:
-            return torch.optim.SGD(groups, momentum=optim.momentum, fused=True)
-        betas = (optim.beta1, optim.beta2)
-        if optim.kind is OptimKind.lion:
-            return Lion(groups, betas=betas)
-        return torch.optim.AdamW(groups, betas=betas, eps=optim.eps, fused=True)
 
     def _make_state(self) -> None:
         """Create state before the first step: a checkpoint at step 0 and a load need it."""

@@ -14,12 +14,12 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import runner.engine.fsdp as fsdp_module
+import runner.engine.optimizer as optimizer_module
 import runner.model.segments as documents_module
 from runner.config.compose import compose
 from runner.config.schema import RunConfig
 from runner.data.feed import MicroBatch
 from runner.distributed.env import RankEnv
-from runner.engine.optimizer import ShardOptimizer
 from runner.engine.protocol import Engine
 from runner.model.decoder import DecoderShape, default_ffn_dim
 from runner.session import parts
@@ -68,9 +68,9 @@ def _real_mesh(make: Any) -> Any:
 def _rate_set_later(make: Any) -> Any:
     """The optimizer's constructor reads its rate once (0.0 <= lr): a number, the tensor after."""
 
-    def later(self: Any, groups: Any) -> Any:
-        _used.add("_make_rest")
-        optimizer = make(self, [{**group, "lr": 1e-3} for group in groups])
+    def later(optim: Any, groups: Any) -> Any:
+        _used.add("make_optimizer")
+        optimizer = make(optim, [{**group, "lr": 1e-3} for group in groups])
         for group, given in zip(optimizer.param_groups, groups, strict=True):
             group["lr"] = given["lr"]
         return optimizer
@@ -88,7 +88,7 @@ def _nothing_held(check: Any) -> Any:
 # Where it is looked up, its name there, and what makes the stand-in out of it.
 _STAND_INS: tuple[tuple[Any, str, Any], ...] = (
     (parts, "device_mesh", _real_mesh),
-    (ShardOptimizer, "_make_rest", _rate_set_later),
+    (optimizer_module, "make_optimizer", _rate_set_later),
     (fsdp_module.FsdpEngine, "_check_params", _nothing_held),
     (documents_module, "F", lambda functional: _Functional()),
 )
