@@ -14,6 +14,7 @@ batch's tokens. --corpus-entropy: of the corpus' (unigram, nats), a column or on
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,11 +26,11 @@ from runner.command.arguments import Parser
 from runner.command.bar import Bar
 from runner.run_dir.paths import RunDir
 from runner.system.error import ConfigError
-from runner.system.json_lines import iter_lines, step_of
+from runner.system.json_lines import iter_lines
 from runner.system.parsing import json_text
 from runner.system.process import add_options, stay_beside
 from runner.system.units import counted
-from runner.tools.backtest.recording import ALWAYS, option, read_columns
+from runner.tools.backtest.recording import ALWAYS, objects, option, read_columns
 from runner.tools.reading import trouble
 from runner.tools.reading.curve import (
     CORPUS_ENTROPY,
@@ -43,6 +44,7 @@ from runner.tools.reading.curve import (
 )
 from runner.tools.reading.rules import LEAST_ROWS, read
 
+_OF_SET = re.compile(r"eval_([^/]+)_loss$")
 _OWN = ("step", "loss", "grad_norm", "lr", "eval_loss", "entropy")  # columns of our own metrics
 
 
@@ -79,7 +81,8 @@ def read_command(arguments: Sequence[str]) -> int:
     for file in options.files:
         with Bar("reading", 0) as bar:
             columns, notes = read_columns(file, names, moved=bar.at)
-            columns |= _of_sets(Path(file), columns["step"])
+            sets = _of_sets(Path(file), columns["step"])
+            columns = {HELD_OUT: next(iter(sets.values()))} | columns | sets if sets else columns
             curve = curve_of(columns, entropy)
             findings = read(curve)
         text = _json_line(file, curve, findings) if options.json else _report(file, curve, findings)
@@ -122,25 +125,40 @@ def curve_of_run(metrics: Path, stop: int, corpus_entropy: float | None) -> Curv
     further = {LEARNING_RATE: rate, HELD_OUT: held_out, ENTROPY: entropy}
     if corpus_entropy:
         further[CORPUS_ENTROPY] = np.full(len(loss), corpus_entropy)
-    further |= {n: np.array(c, dtype=float) for n, c in _of_sets(metrics, steps, stop).items()}
+    sets = {n: np.array(c, dtype=float) for n, c in _of_sets(metrics, steps, stop).items()}
+    if sets and not np.isfinite(held_out).any():
+        further[HELD_OUT] = next(iter(sets.values()))
+    further |= sets
     return Curve.of(steps, loss, grad_norm, further)
 
 
 def _of_sets(
     path: Path, steps: Iterable[float | None], stop: int | None = None
 ) -> dict[str, list[float | None]]:
-    """Columns with the loss of each held-out set, for rows of these steps; only of our metrics."""
-    run_dir = RunDir(path if path.is_dir() else path.parent)
-    is_ours = path in (run_dir.out, run_dir.metrics) and run_dir.metrics.is_file()
+    """Columns with the loss of each held-out set, for rows of these steps; of JSON files.
+
+    Ours are called ``eval_loss/NAME``, those of Hugging Face's trainer ``eval_NAME_loss``: several
+    of these, without an ``eval_loss``, are sets.
+    """
+    file = RunDir(path).metrics if path.is_dir() else path
+    if not file.is_file() or not file.name.endswith((".jsonl", ".json")):
+        return {}
     losses: dict[str, dict[float, float]] = {}
-    for line in iter_lines(run_dir.metrics, stop=stop) if is_ours else ():
+    for line in objects(file) if stop is None else iter_lines(file, stop=stop):
+        step = (line or {}).get("step")
+        if line is None or not isinstance(step, int):
+            continue
         for name, value in line.items():
-            if name.startswith(f"{HELD_OUT}/") and isinstance(value, int | float):
-                losses.setdefault(name, {})[step_of(line)] = value
+            if name.startswith("eval_") and "loss" in name and isinstance(value, int | float):
+                losses.setdefault(name, {})[step] = value
+    sets = {name: of for name, of in losses.items() if name.startswith(f"{HELD_OUT}/")}
+    theirs = {_OF_SET.sub(rf"{HELD_OUT}/\1", n): of for n, of in losses.items() if _OF_SET.match(n)}
+    if not sets and HELD_OUT not in losses and len(theirs) > 1:
+        sets = theirs
     rows = list(steps)
     return {
         name: [None if step is None else of_set.get(step) for step in rows]
-        for name, of_set in losses.items()
+        for name, of_set in sets.items()
     }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,9 @@ class _Callback(TrainerCallback):  # type: ignore[misc]
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._guarded.check_stop()  # in an evaluation, whose batches are as many on each rank
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._guarded.evaluated(kwargs.get("metrics") or {})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._guarded.batches.guard.close()
@@ -102,6 +105,22 @@ class GuardedTrainer(HasBatches):
             self._optimizer.scaler = scaler if is_allowed else None
             if not is_allowed:
                 scaler.update(scaler.get_scale())  # the next step may unscale its own gradients
+
+    def evaluated(self, metrics: Mapping[str, Any]) -> None:
+        """Write the numbers of an evaluation during training with the next step."""
+        if self._batches is None:
+            return
+        sets = self._trainer.eval_dataset
+        for name, value in metrics.items():
+            is_number = isinstance(value, int | float) and name.startswith("eval_")
+            if not is_number or name.endswith(("_time", "_runtime", "_per_second")):
+                continue
+            of_set = name.removeprefix("eval_").removesuffix("_loss")
+            if isinstance(sets, Mapping) and of_set in sets and name.endswith("_loss"):
+                # The mean over the sets, each of which is evaluated by itself, is the loss.
+                self.guard.log({"eval_loss": value, f"eval_loss/{_column(of_set)}": value})
+            else:
+                self.guard.log({_column(name): value})
 
     def _step(self, model: Any, inputs: Any, *rest: Any, **kwargs: Any) -> torch.Tensor:
         """Replaces ``Trainer.training_step``: forward and backward of one batch."""

@@ -54,6 +54,11 @@ class MetricsLine:
     stalls: Mapping[str, float] = field(default_factory=dict)
     columns: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def held_out(self) -> float | None:
+        """The held-out loss: of an evaluation of ours, or what a loop logged."""
+        return self.columns.get("eval_loss", self.eval_loss)
+
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values. Not by ``asdict``, which copies: this runs every step."""
         return {**{name: getattr(self, name) for name in _NAMES}, **self.columns}

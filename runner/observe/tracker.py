@@ -77,10 +77,12 @@ def numbers_of(line: MetricsLine) -> dict[str, float]:
         "train/grad_norm": line.grad_norm,
         "train/lr": line.lr,
         "train/tokens_per_second": line.tokens_per_second or None,
-        "eval/loss": line.eval_loss,
+        "eval/loss": line.held_out,
         "guard/discarded": float(line.action != "apply"),
     }
     for column, value in line.columns.items():
+        if column == "eval_loss":
+            continue
         kind = kind_of(column)
         own = column.removeprefix(EVALUATED) if kind == "eval" else column
         numbers[own if kind == LAYERS else f"{kind}/{own}"] = value

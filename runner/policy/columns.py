@@ -31,6 +31,11 @@ def is_ours(name: str) -> bool:
     return head in FIELDS or head in _FURTHER
 
 
+def is_held_out(name: str) -> bool:
+    """Whether it is the held-out loss, or that of one set: a loop gives these itself."""
+    return name.partition("/")[0] == "eval_loss"
+
+
 def kind_of(column: str) -> str:
     """What a further column is about: layers, sources, text; train or eval: of the user's."""
     own = "eval" if column.startswith(EVALUATED) else "train"

@@ -24,7 +24,7 @@ from runner.checkpoint.jobs import JobProgress
 from runner.data.cursor import BatchPlan
 from runner.data.feed import MicroBatch
 from runner.distributed.agreement import FINGERPRINT_SIZE, Ranks
-from runner.policy.columns import EVALUATED, is_ours
+from runner.policy.columns import EVALUATED, is_held_out, is_ours
 from runner.policy.decision.history import Incident
 from runner.policy.decision.signals import Bounds, Limits, StepSignals
 from runner.policy.decision.skip_ledger import Unreadable
@@ -296,7 +296,8 @@ def check_name(name: object, where: str, *, is_evaluated: bool) -> None:
             f"{where}: {name!r:.120} is no name of a metric; give up to {_LONGEST} letters, "
             "digits, '_', '.', '-' and '/', a letter first"
         )
-    if is_ours(name) or (is_evaluated and name.startswith(EVALUATED)):
+    is_own = is_ours(name) and (is_evaluated or not is_held_out(name))
+    if is_own or (is_evaluated and name.startswith(EVALUATED)):
         raise ConfigError(
             f"{where}: a metric cannot be called {name!r}: columns of metrics.jsonl are called so "
             f"already; give it another name, such as {'own_' + name.replace('/', '_')!r}"

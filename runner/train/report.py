@@ -238,9 +238,9 @@ class Reporter:
 
     def _show_progress(self, line: MetricsLine, state: TrainState) -> None:
         pace = self._throughput.note(line.seconds, line.tokens)
-        if line.eval_loss is not None:
-            self._eval_loss = line.eval_loss
-        is_evaluated = line.eval_loss is not None
+        if line.held_out is not None:
+            self._eval_loss = line.held_out
+        is_evaluated = line.held_out is not None
         if self._console.shows(state.updates, self._total_steps, is_evaluated=is_evaluated):
             self._console.progress(self._progress(line, state, pace))
 
@@ -263,7 +263,7 @@ class Reporter:
             num_rollbacks=len(self._history.rollbacks),
             goodput=self._account.goodput(self._clock() - self._began),
             eval_loss=self._eval_loss,
-            is_evaluated=line.eval_loss is not None,
+            is_evaluated=line.held_out is not None,
         )
 
     def _report_losses(self, step: int) -> None:

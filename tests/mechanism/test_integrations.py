@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from runner.startup.shared_memory import MEMORY_DIR
 from runner.system.error import ConfigError, Preempted
-from tests.frameworks import BAD, FRAMEWORKS, RULES, SCATTERED, Killed, ScriptArguments
+from tests.frameworks import BAD, FRAMEWORKS, RULES, SCATTERED, Killed, ScriptArguments, tiny_llama
 from tests.mechanism.test_guard_loop import journal, same
 from tests.rows import full, full_but
 
@@ -223,3 +223,36 @@ def test_a_missing_framework_is_told_with_what_installs_it(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ModuleNotFoundError, match=f"needs the package {package}.*pip install"):
         importlib.import_module(f"runner.integrations.{name}")
+
+
+def test_evaluations_of_the_hf_trainer_are_columns_of_ours(tmp_path: Path) -> None:
+    """Of two held-out sets: each its own, and their mean; not how long they took."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    from runner.integrations.hf import guard_trainer
+
+    rows = [{"input_ids": [i % 7] * 8, "labels": [i % 7] * 8} for i in range(24)]
+    arguments = transformers.TrainingArguments(
+        str(tmp_path / "theirs"), max_steps=6, per_device_train_batch_size=2, eval_strategy="steps",
+        eval_steps=2, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    sets = {"old": rows[:4], "new": rows[4:8]}
+    trainer = transformers.Trainer(
+        model=tiny_llama(), args=arguments, train_dataset=rows, eval_dataset=sets
+    )
+    guard_trainer(trainer, tmp_path / "run")
+    trainer.train()
+    told = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    theirs = {
+        (row["step"], name): row[f"eval_{name}_loss"]
+        for row in trainer.state.log_history
+        for name in sets
+        if f"eval_{name}_loss" in row
+    }
+    assert len(theirs) == 6
+    for step in (2, 4):  # an evaluation goes with the next step; that of the last step does not
+        of_sets = [theirs[step, name] for name in sets]
+        assert [told[step][f"eval_loss/{name}"] for name in sets] == pytest.approx(of_sets)
+        assert told[step]["eval_loss"] == pytest.approx(sum(of_sets) / 2)
+    assert [line["step"] for line in told if line["eval_loss"] is not None] == [3, 5]
+    own = {"eval_loss", "eval_loss/old", "eval_loss/new"}
+    assert {name for name in told[2] if name.startswith("eval_")} == own

@@ -201,6 +201,30 @@ def test_our_own_held_out_sets(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert [one.evidence for one in beside] == [finding["evidence"]]
 
 
+@pytest.mark.parametrize("name", ["trainer_state.json", "metrics.jsonl"])
+def test_held_out_sets_as_others_call_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Of Hugging Face's trainer, which has no loss of all sets; and of a loop's own."""
+    made = TROUBLED["forgetting"](np.random.default_rng(3))
+    sets = [one for one in made.further if one.startswith("eval_loss/")]
+    rows = [
+        {"step": step, "loss": loss, "grad_norm": 1.0, "learning_rate": 1e-3}
+        for step, loss in enumerate(made.loss)
+    ]
+    for one in sets:
+        of = made.further[one]
+        named = f"eval_{one.partition('/')[2]}_loss"
+        rows += [{"step": step, named: of[step]} for step in range(len(of)) if of[step] > 0]
+    rows.sort(key=lambda row: row["step"])
+    file = tmp_path / name
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    file.write_text(json.dumps({"log_history": rows}) if name.endswith(".json") else lines)
+    (line,) = _read(capsys, str(file))
+    assert [one["signature"] for one in line["signatures"]] == ["forgetting"]
+    assert "set old was lowest" in line["signatures"][0]["evidence"]
+
+
 def test_columns_as_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = TROUBLED["plateau"](np.random.default_rng(1))
     path = tmp_path / "odd.csv"

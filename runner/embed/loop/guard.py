@@ -313,7 +313,8 @@ class Guard(Holder):
         evaluation, goes with the next step; after the last one it is not written.
 
         Args:
-            values: by name, as ``named``; for names such as ``"dice/liver"``.
+            values: by name, as ``named``; for names such as ``"dice/liver"``. ``eval_loss`` is the
+                held-out loss, and ``"eval_loss/NAME"`` that of one of several sets.
             named: a number, a tensor of one element, or a pair (sum, count) of these.
 
         Raises:

@@ -406,7 +406,7 @@ def read_json(path: Path, names: Names, moved: Moved = nobody) -> Table:
 
     In ours null stands for a value that was not finite; elsewhere null means a missing value.
     """
-    sample = islice(_objects(path), _LINES_FOR_NAMES)
+    sample = islice(objects(path), _LINES_FOR_NAMES)
     fields = list(dict.fromkeys(name for values in sample for name in values or {}))
     if not fields:
         raise ConfigError(
@@ -416,7 +416,7 @@ def read_json(path: Path, names: Names, moved: Moved = nobody) -> Table:
     columns = chosen(fields, names, str(path))
     is_ours = {"verdict", "action", "cursor"} <= set(fields)
     table = Table(rows=[], has_steps=columns[0] is not None)
-    for values in _objects(path, moved):
+    for values in objects(path, moved):
         if is_ours and values is not None and values.get("action") == "redo":
             continue  # the redone step follows: this one never happened
         try:
@@ -438,7 +438,7 @@ def _row(values: dict[str, Any] | None, columns: Sequence[str | None], is_ours: 
     return tuple(numbers)
 
 
-def _objects(path: Path, moved: Moved = nobody) -> Iterator[dict[str, Any] | None]:
+def objects(path: Path, moved: Moved = nobody) -> Iterator[dict[str, Any] | None]:
     """Yield each line's object; None for an invalid line, such as a torn last one."""
     document = _document(path)
     if document is not None:
