@@ -6,7 +6,8 @@ skip what that run skipped), ``bare`` (no guard: what was skipped is read and no
 (goes on in OUT/poison with another base, and is refused), ``look`` (loads what OUT/poison has);
 ``all`` (two batches a step, numbers read late, so that steps are replayed), ``all_told``.
 KILL_AT in the environment: rank 0 is killed at that batch of a run that was never stopped. FSDP in
-it: the adapters are sharded, the base lies whole on each rank.
+it: the adapters are sharded, the base lies whole on each rank. FULL_AT: from this batch on the last
+rank's memory does not hold a whole one.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from tests.ranked import in_turn, ranked
 NUM, BAD, TOKENS = 40, (5, 20, 21, 22), 64
 OF_TWO = 56, (6, 24, 26, 28)  # with two batches a step
 RULES: dict[str, Any] = {"every": 6, "clean_after": 3, "min_history": 8, "clip": 1.0}
+RULES |= {"on_oom": "halve"}
+FULL_AT = int(os.environ.get("FULL_AT", NUM + OF_TWO[0]))
 
 
 def write_base(folder: Path, seed: int = 0) -> None:
@@ -91,6 +94,12 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return loss * (float("nan") if (ids == 1).any() else 1.0)
 
 
+def backward(model: nn.Module, ids: torch.Tensor, share: float) -> torch.Tensor:
+    loss = loss_of(model, ids) * share
+    loss.backward()
+    return loss.detach()
+
+
 @torch.no_grad()
 def evaluate(model: nn.Module) -> None:
     """In which bitsandbytes may pack weights anew."""
@@ -131,8 +140,11 @@ class Script:
         kill_at = int(os.environ.get("KILL_AT", "-1")) if poison and not guard.resumed_step else -1
         is_bad = poison and self.rank == self.num_ranks - 1
         for count, ids in enumerate(guard.over(data(self.rank, poison=is_bad, num=num, bad=bad))):
-            loss = loss_of(model, ids)
-            loss.backward()
+            loss = torch.zeros(())
+            for part, share in guard.parts(ids):
+                if is_bad and guard._steps.in_hand[0] >= FULL_AT and len(part) == len(ids):
+                    raise torch.OutOfMemoryError("CUDA out of memory. (On purpose.)")
+                loss += backward(model, part, share)
             if count == kill_at and self.rank == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.is_late and count % 2 == 0:
@@ -159,7 +171,8 @@ class Script:
         for count, ids in enumerate(data(self.rank, poison=False)):
             if any(start <= count < stop for start, stop in skipped):
                 continue
-            loss_of(model, ids).backward()
+            for part in ids.chunk(2) if count >= FULL_AT else [ids]:
+                backward(model, part, len(part) / len(ids))
             nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
             optimizer.step()
             optimizer.zero_grad()

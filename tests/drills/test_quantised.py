@@ -70,7 +70,8 @@ def test_one_process_is_exact_as_well(tmp_path: Path, base: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("base", "ranks", "sharded"), [("nf4", 3, ""), ("int8", 2, "1"), ("ao8", 3, "")]
+    ("base", "ranks", "sharded"),
+    [("nf4", 3, ""), ("int8", 2, "1"), ("ao8", 3, ""), ("ao8", 3, "1")],
 )
 def test_steps_that_are_replayed_are_exact_as_well(
     tmp_path: Path, base: str, ranks: int, sharded: str
@@ -84,6 +85,14 @@ def test_steps_that_are_replayed_are_exact_as_well(
         assert end["all"]["skipped"] == [[6, 8], [22, 30]] and end["all"]["resumed"] > 0
     kinds = [line["kind"] for line in read_lines(tmp_path / "all" / "journal.jsonl")]
     assert {"discard", "rollback", "crash"} <= set(kinds)
+
+
+@pytest.mark.full
+def test_out_of_memory_it_is_the_loop_that_halves(tmp_path: Path) -> None:
+    need("nf4")
+    for end in run(tmp_path, "nf4", "poison", "bare", ranks=2, restarts=1, FULL_AT="14"):
+        assert end["poison"]["skipped"] == BAD and end["poison"]["resumed"] > 0
+        assert end["poison"]["weights"] == end["bare"]["weights"]
 
 
 LORA = "model.lora={r: 8, targets: all-linear, alpha: 32, dropout: 0.1}"
