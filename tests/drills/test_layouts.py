@@ -128,6 +128,25 @@ def test_all_at_once_on_a_mesh(tmp_path: Path, layout: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "layout", ["fsdp_tp", *map(full, ("tp", "sp", "columns", "hsdp_tp", "pp", "pp_fsdp"))]
+)
+def test_loss_and_norm_are_those_of_one_process(ran: Ran, tmp_path: Path, layout: str) -> None:
+    """Ranks that compute a sample together count as one, and what several hold counts once."""
+    run(tmp_path, "plain", "poison")
+    own, alone = (
+        [
+            (line["samples"], line["loss"], line["grad_norm"])
+            for line in read_lines(folder / "metrics.jsonl")
+            if line["action"] == "apply"
+        ]
+        for folder in (ran(layout)[0] / "told", tmp_path / "poison")
+    )
+    assert len(own) > 30 and [one[0] for one in own] == [one[0] for one in alone]
+    for (_, *numbers), (_, *others) in zip(own, alone, strict=True):
+        assert numbers == pytest.approx(others, rel=1e-3)
+
+
+@pytest.mark.parametrize(
     "layout", ["fsdp_tp", *map(full, ("tp", "sp", "columns", "ep", "hsdp_tp"))]
 )
 def test_passes_of_a_loader_are_those_of_a_plain_loop(tmp_path: Path, layout: str) -> None:
