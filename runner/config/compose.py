@@ -275,7 +275,11 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
     )
     if missing is not None:
         choices = ", ".join(missing[3].split())
-        path = f" Files are data=text data.path={missing[2]}." if missing[1] == "data" else ""
+        path = {
+            "data": f" Files are data=text data.path={missing[2]}.",
+            "model": " One of Hugging Face is model=hf model.path=FOLDER, after "
+            f"`hf download {missing[2]} --local-dir FOLDER`.",
+        }.get(missing[1], "")
         close = difflib.get_close_matches(missing[2].lower(), missing[3].split(), n=1)
         meant = f" Did you mean {missing[1]}={close[0]}?" if close else ""
         return f"{missing[1]}={missing[2]}: no such preset.{meant} Allowed: {choices}.{path}"

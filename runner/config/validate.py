@@ -441,7 +441,7 @@ def _refuse_hub_names(config: RunConfig) -> None:
     if is_hf(config.model):
         paths.insert(0, ("model.path", config.model.path))
     for key, path in paths:
-        is_name = key == "data.tokenizer" or "/" in path
+        is_name = key != "data.path" or "/" in path
         is_here = Path(path).exists() or (Path(path).parts[:-1] and Path(path).parent.exists())
         if is_name and _HUB_NAME.fullmatch(path) and not is_here:
             kind = " --repo-type dataset" if key == "data.path" else ""
