@@ -150,6 +150,27 @@ def plain(skipped: list[Any], updates: int) -> tuple[str, list[float]]:
     ), norms
 
 
+def clipped(out: Path, seed: int | None) -> float:
+    """How far gradients that the guard clips are from those that torch clips in one process."""
+    (net, optimizer), (alone, _) = built(seed), built(None)
+    batch = batches(poison=False)[0]
+    alone.backward(batch)
+    bound = 0.5 * float(nn.utils.get_total_norm([w.grad for w in alone.weights if w.requires_grad]))
+    nn.utils.clip_grad_norm_(alone.weights, bound)
+    guard = Guard(out / "clip", model=net, optimizer=optimizer, clip=bound)
+    for same in guard.over([batch]):
+        assert guard.ok(net.backward(same))
+        far = [
+            (getattr(own.grad, "full_tensor", lambda own=own: own.grad)() - one.grad).norm()
+            / one.grad.norm()
+            for own, one in zip(net.weights, alone.weights, strict=True)
+            if one.grad is not None
+        ]
+        optimizer.step()
+    guard.close()
+    return float(max(far))
+
+
 def main() -> None:
     out, seed, updates = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     with ranked() as rank:
@@ -166,6 +187,7 @@ def main() -> None:
         with Ring(out / "ring", {"net": net, "optimizer": optimizer}) as ring:
             end["ring"] = ring.digest()  # of the first start, which all others load and save
             ring.save(updates)
+        end["clipped"] = clipped(out / str(updates), seed if dist.is_initialized() else None)
         if rank == 0:
             (out / "end.json").write_text(json.dumps(end))
 

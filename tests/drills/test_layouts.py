@@ -247,6 +247,7 @@ def test_tensors_that_lie_anyhow_are_those_of_one_process(
         end = json.loads((tmp_path / "end.json").read_text())
         digest, norms = any_layout_script.plain(end["skipped"], 8 * number)
         assert (end["digest"], end["skipped"][:1]) == (digest, [[5, 6]])
+        assert end["clipped"] < 1e-2  # of the BF16 tensor
         rings.add(end["ring"])
         applied = [
             line for line in read_lines(tmp_path / "run/metrics.jsonl") if line["action"] == "apply"
