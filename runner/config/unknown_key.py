@@ -7,6 +7,8 @@ from collections.abc import Collection, Sequence
 
 from runner.config.foreign_keys import likely_key, one_slip, our_key, words
 
+_IN_ITS_GROUP = 0.85  # likeness of whole keys, of which the group is right
+
 
 def answer(key: str, ours: Sequence[str]) -> str:
     """One of our keys by a slip or in another group, or what another trainer's key is here."""
@@ -56,14 +58,21 @@ def _near(key: str, ours: Sequence[str]) -> list[str]:
     names = {*ours, *_groups(ours), *(() if of_group else _endings(ours))}
     if alike := one_slip(key, sorted(names)):
         return [name for one in alike for name in _of_ending(key, [one], ours) or [one]][:3]
+    plain = {name.replace("_", ""): name for name in ours if key.startswith(f"{_group(name)}.")}
+    if alike := difflib.get_close_matches(key.replace("_", ""), plain, n=1, cutoff=_IN_ITS_GROUP):
+        return [plain[alike[0]]]
     if of_group and (len(words(ending)) == 1 or not of_group <= words(".".join(_groups(ours)))):
         return []  # in a group of theirs it may be anything
     same = [one for one in _endings(ours) if words(one) == words(ending)]
     return _of_ending(key, same or one_slip(ending, _endings(ours)), ours)
 
 
+def _group(key: str) -> str:
+    return key.partition(".")[0]
+
+
 def _groups(ours: Sequence[str]) -> list[str]:
-    return sorted({name.partition(".")[0] for name in ours})
+    return sorted({_group(name) for name in ours})
 
 
 def _endings(ours: Sequence[str]) -> list[str]:
