@@ -727,6 +727,24 @@ def test_a_checkpoint_that_is_retired_while_it_is_read_is_not_called_damaged(
         assert [row[0] for row in columns(output)] == ["2"]
 
 
+def test_the_only_checkpoint_is_replaced_behind_the_listing(
+    ring: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    former = clean(ring, 1)
+    listings = iter([True])
+    listed = Path.iterdir
+
+    def listing(folder: Path) -> Iterator[Path]:
+        names = list(listed(folder))
+        if folder == ring and next(listings, False):
+            clean(ring, 2)
+            CheckpointDirectory(ring).remove(former)
+        return iter(names)
+
+    monkeypatch.setattr(Path, "iterdir", listing)
+    assert [entry.record.serial for entry in CheckpointDirectory(ring).entries()[0]] == [2]
+
+
 def _run_on(ring: Path) -> None:
     """A run that keeps one checkpoint, for ever."""
     former = clean(ring, 1)

@@ -199,9 +199,13 @@ class CheckpointDirectory:
         """:meth:`entries`, and whether none was removed meanwhile."""
         by_serial: dict[int, Entry] = {}
         damaged: list[str] = []
-        is_whole = True
+        is_whole, has_unmarked = True, False
         for folder in sorted(self.folder.iterdir()) if self.folder.is_dir() else []:
-            if parse_name(folder.name) and (folder / COMMITTED).exists():
+            if not parse_name(folder.name):
+                continue
+            if not (folder / COMMITTED).exists():
+                has_unmarked = True
+            else:
                 try:
                     entry = self.read(folder)
                     if entry.record.serial in by_serial:
@@ -211,6 +215,8 @@ class CheckpointDirectory:
                     is_whole = False
                 except CorruptCheckpoint as error:
                     damaged.append(str(error))
+        # The only one that was listed may be gone, and its successor was not there yet.
+        is_whole = is_whole and (bool(by_serial) or not has_unmarked)
         return [by_serial[serial] for serial in sorted(by_serial)], damaged, is_whole
 
     def read(self, folder: Path) -> Entry:
