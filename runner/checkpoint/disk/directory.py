@@ -205,16 +205,16 @@ class CheckpointDirectory:
                 continue
             if not (folder / COMMITTED).exists():
                 has_unmarked = True
-            else:
-                try:
-                    entry = self.read(folder)
-                    if entry.record.serial in by_serial:
-                        raise CorruptCheckpoint(f"{folder}: its number exists twice")
-                    by_serial[entry.record.serial] = entry
-                except RetiredCheckpoint:
-                    is_whole = False
-                except CorruptCheckpoint as error:
-                    damaged.append(str(error))
+                continue
+            try:
+                entry = self.read(folder)
+                if entry.record.serial in by_serial:
+                    raise CorruptCheckpoint(f"{folder}: its number exists twice")
+                by_serial[entry.record.serial] = entry
+            except RetiredCheckpoint:
+                is_whole = False
+            except CorruptCheckpoint as error:
+                damaged.append(str(error))
         # The only one that was listed may be gone, and its successor was not there yet.
         is_whole = is_whole and (bool(by_serial) or not has_unmarked)
         return [by_serial[serial] for serial in sorted(by_serial)], damaged, is_whole
