@@ -44,7 +44,8 @@ class ScriptArguments:
     """The arguments of a script.
 
     ``bad``: samples that are poisoned; ``kill_at``: the step before which ``kill`` is called;
-    ``stop_at``: the step in whose evaluation a stop is asked for.
+    ``stop_at``: the step in whose evaluation a stop is asked for; ``patience``: evaluations without
+    a better one after which the framework ends by itself.
     """
 
     out: Path
@@ -53,6 +54,7 @@ class ScriptArguments:
     fp16: bool = False
     kill_at: int | None = None
     stop_at: int | None = None
+    patience: int | None = None
     kill: Callable[[], None] = _raise
     skip: Sequence[Any] | None = None
     bare: bool = False
@@ -184,7 +186,7 @@ def poisoned(trainer: type) -> type:
 
 def fit_hf(trainer: Any, arguments: ScriptArguments) -> Ended:
     """Train with a guard and with a callback that kills the process, or with neither."""
-    from transformers import TrainerCallback
+    from transformers import EarlyStoppingCallback, TrainerCallback
 
     from runner.integrations.hf import guard_trainer
 
@@ -195,6 +197,9 @@ def fit_hf(trainer: Any, arguments: ScriptArguments) -> Ended:
         def on_prediction_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             arguments.maybe_stop(state.global_step, guarded.guard)
 
+    if arguments.patience:
+        trainer.args.metric_for_best_model, trainer.args.greater_is_better = "loss", False
+        trainer.add_callback(EarlyStoppingCallback(arguments.patience))
     if not arguments.bare:
         trainer.add_callback(Kill())
         guarded = guard_trainer(trainer, arguments.out, **arguments.settings)
@@ -272,6 +277,7 @@ def lightning_module(net: nn.Module | None) -> Any:
 
         def validation_step(self, batch: torch.Tensor, number: int) -> None:
             self.evaluated[self.trainer.global_step] = float(self.net(batch))
+            self.log("eval_loss", self.evaluated[self.trainer.global_step])
 
         def configure_optimizers(self) -> Any:
             optimizer, schedule = optimizer_and_schedule(self)
@@ -286,6 +292,7 @@ def lightning_module(net: nn.Module | None) -> Any:
 def guarded_lightning(arguments: ScriptArguments, **more: Any) -> tuple[Any, Any]:
     """A trainer with a guard, and with a callback that kills the process; and the guard."""
     from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch.callbacks import EarlyStopping
 
     from runner.integrations.lightning import GuardCallback
 
@@ -299,10 +306,13 @@ def guarded_lightning(arguments: ScriptArguments, **more: Any) -> tuple[Any, Any
             arguments.maybe_kill(trainer.global_step, guard.guard)
 
     guard = GuardCallback(arguments.out, **arguments.settings)
+    patience = arguments.patience
+    stopping = [EarlyStopping("eval_loss", patience=patience)] if patience else []
     trainer = Trainer(
         max_epochs=2, accumulate_grad_batches=ACCUMULATE, gradient_clip_val=0.5,
         accelerator="cpu", devices=num_ranks(), logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[Kill(), guard], **more,
+        enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[Kill(), guard, *stopping], **more,
     )  # fmt: skip
     return trainer, guard
 

@@ -75,6 +75,23 @@ def unscale(scaler: torch.amp.GradScaler, optimizer: Any) -> None:
             raise
 
 
+class Callbacks:
+    """The state of a framework's callbacks that compare evaluations, such as early stopping.
+
+    Args:
+        read: its state, by names that a restart finds again.
+        load: takes what ``read`` returned.
+    """
+
+    are_callbacks = True
+
+    def __init__(
+        self, read: Callable[[], dict[str, Any]], load: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self.state_dict = read
+        self.load_state_dict = load
+
+
 def carried(scheduler: Any, scaler: torch.amp.GradScaler | None) -> list[Any]:
     """What the guard saves and rolls back beside the weights and the optimizer."""
     schedulers = scheduler if isinstance(scheduler, list | tuple) else [scheduler]

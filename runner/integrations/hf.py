@@ -19,11 +19,12 @@ import torch
 from torch import nn
 
 from runner.embed.loop.guard import Guard
-from runner.integrations.batches import GuardedBatches, HasBatches, carried
+from runner.integrations.batches import Callbacks, GuardedBatches, HasBatches, carried
 from runner.system.error import ConfigError, lacking
 
 try:
     from transformers import Trainer, TrainerCallback
+    from transformers.trainer_callback import ExportableState
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(lacking("runner.integrations.hf", "hf", "transformers")) from error
 
@@ -43,8 +44,15 @@ class _Callback(TrainerCallback):  # type: ignore[misc]
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._guarded.before_step()
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._guarded.begin_step()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._guarded.batches.guard.settle()
+        self._guarded.pass_over(control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._guarded.pass_over(control)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._guarded.check_stop()  # in an evaluation, whose batches are as many on each rank
@@ -54,6 +62,10 @@ class _Callback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._guarded.batches.guard.close()
+
+
+# Of the Trainer's state; the rest of it counts steps.
+_BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
 
 
 class GuardedTrainer(HasBatches):
@@ -67,6 +79,7 @@ class GuardedTrainer(HasBatches):
         self._rollouts = Rollouts.of(trainer)
         self._training_step = trainer.training_step
         self._clip = float(trainer.args.max_grad_norm or 0.0)
+        self._begins_behind = False
         trainer.args.max_grad_norm = (
             0.0  # the Trainer clips before its callback; the guard clips after it
         )
@@ -87,13 +100,41 @@ class GuardedTrainer(HasBatches):
                 self._out,
                 model=model,
                 optimizer=getattr(optimizer, "optimizer", optimizer),
-                scheduler=carried(scheduler, scaler),
+                scheduler=[*carried(scheduler, scaler), Callbacks(self._callbacks, self._restore)],
                 clip=self._clip or None,
                 accumulate=args.gradient_accumulation_steps,
                 **self._settings,
             ),
             scaler,
         )
+
+    def _callbacks(self) -> dict[str, Any]:
+        """What the Trainer itself would save: the best evaluation, and its callbacks' states."""
+        best = {name: getattr(self._trainer.state, name) for name in _BEST}
+        states = {name: one.state()["attributes"] for name, one in self._exported()}
+        return {"best": best, "callbacks": states}
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        vars(self._trainer.state).update(state["best"])
+        for name, callback in self._exported():
+            vars(callback).update(state["callbacks"].get(name, {}))
+
+    def _exported(self) -> list[tuple[str, Any]]:
+        callbacks = self._trainer.callback_handler.callbacks
+        return [(type(one).__name__, one) for one in callbacks if isinstance(one, ExportableState)]
+
+    def begin_step(self) -> None:
+        self._begins_behind = self.guard.is_catching_up
+
+    def pass_over(self, control: Any) -> None:
+        """After a step, or an epoch, whose batches were used before this start: no evaluation and
+        no checkpoint, which would be of the state resumed, and no loss, but at the last one what
+        comes after it."""
+        if self._begins_behind:
+            control.should_log = False
+            self._trainer._globalstep_last_logged = self._trainer.state.global_step
+        if self.guard.is_catching_up:
+            control.should_evaluate = control.should_save = False
 
     def before_step(self) -> None:
         """Call after the backward passes; a step that is not allowed is one that overflowed, but

@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from runner.embed.loop.device_gate import HostSide
 from runner.embed.loop.guard import Guard
-from runner.integrations.batches import GuardedBatches, HasBatches, carried
+from runner.integrations.batches import Callbacks, GuardedBatches, HasBatches, carried
 from runner.system.error import ConfigError, lacking
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
     from lightning.pytorch.strategies import (
         DDPStrategy,
         ModelParallelStrategy,
@@ -29,6 +30,9 @@ try:
     )
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(lacking("runner.integrations.lightning", "lightning")) from error
+
+
+_COMPARING = (Checkpoint, EarlyStopping)  # callbacks that compare evaluations
 
 
 class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
@@ -78,18 +82,24 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
                 self._out,
                 model=pl_module,
                 optimizer=trainer.optimizers[0],
-                scheduler=self._schedulers(trainer),
+                scheduler=[*self._schedulers(trainer), _callbacks(trainer)],
                 accumulate=trainer.accumulate_grad_batches,
                 **self._settings,
             ),
             self._scaler,
         )
+        callbacks = trainer.callbacks
+        if self.guard.is_catching_up:  # what is evaluated meanwhile is the state resumed
+            trainer.callbacks = [one for one in callbacks if not isinstance(one, _COMPARING)]
         train = pl_module.training_step
         batches = self._batches
 
         def step(*args: Any, **kwargs: Any) -> Any:
             """Replaces ``training_step``; returns None, which is no loss, for a skipped batch."""
-            if not batches.take():
+            is_taken = batches.take()
+            if not self.guard.is_catching_up:
+                trainer.callbacks = callbacks
+            if not is_taken:
                 # On several ranks Lightning refuses None, and DDP waits for every gradient.
                 return None if trainer.world_size == 1 else _no_loss(pl_module)
             result = train(*args, **kwargs)
@@ -105,6 +115,7 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
 
         def restore() -> None:
             pl_module.training_step, validation.run = train, validate
+            trainer.callbacks = callbacks
 
         self._restore = restore
 
@@ -148,6 +159,16 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._restore()
         self.guard.close()
+
+
+def _callbacks(trainer: Trainer) -> Callbacks:
+    comparing = {one.state_key: one for one in trainer.callbacks if isinstance(one, _COMPARING)}
+
+    def load(state: dict[str, Any]) -> None:
+        for key in comparing.keys() & state.keys():
+            comparing[key].load_state_dict(state[key])
+
+    return Callbacks(lambda: {key: one.state_dict() for key, one in comparing.items()}, load)
 
 
 def _no_loss(module: torch.nn.Module) -> torch.Tensor:

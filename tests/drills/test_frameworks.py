@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mechanism.test_integrations import NEEDS
+from tests.mechanism.test_integrations import NEEDS, columns
 from tests.rows import full
 from tests.run import read_lines
 from tests.script_run import ends_of
@@ -40,6 +40,9 @@ def test_poisoned_killed_and_resumed_is_told_to_skip(
         assert [line["ranks"] for line in lines if line["kind"] == "rollback"] == [[1], [1]]
     told = read_lines(tmp_path / f"{name}-told" / "journal.jsonl")
     assert not [line for line in told if line["kind"] in ("discard", "rollback")]
+    if name == "hf":
+        evaluated, other = (columns(tmp_path / f"{name}-{run}") for run in ("poison", "told"))
+        assert evaluated == other and len(evaluated) > 3
 
 
 @pytest.mark.full

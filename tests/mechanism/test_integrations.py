@@ -20,6 +20,7 @@ from runner.system.error import ConfigError, Preempted
 from tests.frameworks import BAD, FRAMEWORKS, RULES, SCATTERED, Killed, ScriptArguments, tiny_llama
 from tests.mechanism.test_guard_loop import journal, same
 from tests.rows import full, full_but
+from tests.run import read_lines
 
 NEEDS = {
     "hf": "transformers",
@@ -102,6 +103,23 @@ def test_a_stop_in_an_evaluation_saves_at_once(tmp_path: Path, name: str) -> Non
     assert len(after) > 1 and resumed.evaluated.items() >= after.items()
 
 
+@pytest.mark.parametrize("name", ["hf", "lightning"])
+def test_the_frameworks_own_early_stop_goes_on_over_a_restart(tmp_path: Path, name: str) -> None:
+    """What is evaluated while used batches are passed over is no evaluation of the run."""
+    pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
+    arguments = ScriptArguments(out=tmp_path / "a", bad=(), patience=1)
+    other = FRAMEWORKS[name](replace(arguments, out=tmp_path / "b"))
+    for kill_at in (22, 40):
+        with pytest.raises(Killed):
+            FRAMEWORKS[name](replace(arguments, kill_at=kill_at))
+    resumed = FRAMEWORKS[name](arguments)
+    same(resumed.state, other.state)
+    after = {step: loss for step, loss in other.evaluated.items() if step >= 40}
+    assert len(after) > 1 and resumed.evaluated.items() >= after.items()
+    if name == "hf":
+        assert columns(tmp_path / "a") == columns(tmp_path / "b") != {}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["fabric", "accelerate"])
 def test_a_restart_in_the_second_pass_finds_its_order(tmp_path: Path, name: str) -> None:
@@ -127,6 +145,12 @@ def test_killed_where_the_newest_checkpoint_is_that_of_a_pass_end(
     resumed = journal(tmp_path / "a", "start")[-1]["step"]
     assert resumed == 32 - sum(stop <= 64 for _, stop in skipped)
     assert skipped == others(tmp_path, name)
+
+
+def columns(out: Path) -> dict[int, float]:
+    """The held-out losses in ``metrics.jsonl``, by step; of a repeated step those of the last."""
+    lines = read_lines(out / "metrics.jsonl")
+    return {line["step"]: line["eval_loss"] for line in lines if line.get("eval_loss") is not None}
 
 
 def others(tmp_path: Path, name: str) -> list[tuple[int, int]]:

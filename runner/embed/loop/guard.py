@@ -459,6 +459,11 @@ class Guard(Holder):
         """The number of updates at which this start resumed; 0 for a new run."""
         return self._run.resumed.step
 
+    @property
+    def is_catching_up(self) -> bool:
+        """Whether the loop still reads what was used before this start."""
+        return self._is_catching_up
+
     def state_digest(self) -> str:
         """SHA-256 over parameters, buffers that change, and optimizer state, by name. Collective.
 
