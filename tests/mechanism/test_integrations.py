@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
+from runner import Guard
 from runner.startup.shared_memory import MEMORY_DIR
 from runner.system.error import ConfigError, Preempted
 from tests.frameworks import BAD, FRAMEWORKS, RULES, SCATTERED, Killed, ScriptArguments, tiny_llama
@@ -118,6 +119,24 @@ def test_the_frameworks_own_early_stop_goes_on_over_a_restart(tmp_path: Path, na
     assert len(after) > 1 and resumed.evaluated.items() >= after.items()
     if name == "hf":
         assert columns(tmp_path / "a") == columns(tmp_path / "b") != {}
+
+
+def test_a_run_of_0_1_0_which_saved_no_callbacks_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lightning")
+    from runner.integrations import lightning
+
+    arguments = ScriptArguments(out=tmp_path / "a", bad=())
+
+    def former(*words: Any, scheduler: list[Any], **settings: Any) -> Guard:
+        return Guard(*words, scheduler=scheduler[:-1], **settings)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(lightning, "Guard", former)
+        FRAMEWORKS["lightning"](replace(arguments, kill_at=22))
+    resumed = FRAMEWORKS["lightning"](replace(arguments, patience=3))
+    same(resumed.state, FRAMEWORKS["lightning"](replace(arguments, out=tmp_path / "b")).state)
 
 
 @pytest.mark.full
