@@ -6,6 +6,7 @@ disturb a step: a service that is slow, broken or lies costs this thread's time 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -18,10 +19,12 @@ from datetime import datetime
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from runner.health.preemption import StopRequest
 from runner.system.error import ConfigError
+
+if TYPE_CHECKING:  # launchers ask as well, and import no torch for it
+    from runner.health.preemption import StopRequest
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +57,14 @@ class Notice:
     seconds: float | None = None
     is_advice: bool = False
 
+    @property
+    def is_far(self) -> bool:
+        """Whether it stops nothing yet."""
+        return self.is_advice or (self.seconds is not None and self.seconds > _SOON_SECONDS)
+
+
+Read = Callable[[], Notice | None]
+
 
 class Notices:
     """Polls in a thread, and passes what it reads to this rank's request to stop.
@@ -63,7 +74,7 @@ class Notices:
             answer cannot be understood.
     """
 
-    def __init__(self, what: str, read: Callable[[], Notice | None], stop: StopRequest) -> None:
+    def __init__(self, what: str, read: Read, stop: StopRequest) -> None:
         self._what = what
         self._read = read
         self._stop = stop
@@ -103,7 +114,7 @@ class Notices:
         if seen != self._seen:
             return _AGAIN_SECONDS
         left = notice.seconds
-        if notice.is_advice or (left is not None and left > _SOON_SECONDS):
+        if notice.is_far:
             if self._advised != notice.reason:
                 self._advised = notice.reason
                 self._stop.advise(notice.reason)
@@ -119,18 +130,32 @@ def notices(setting: str, stop: StopRequest) -> Notices | None:
     Raises:
         ConfigError: the setting is none of those allowed.
     """
+    read = _reader(setting)
+    return None if read is None else Notices(setting, read, stop)
+
+
+def taken_back(setting: str) -> str:
+    """Why this machine will soon be gone, asked now; "" where no notice that is read says so."""
+    with contextlib.suppress(Exception):  # whatever a service answers
+        read = _reader(setting)
+        notice = read and read()
+        return notice.reason if notice and not notice.is_far else ""
+    return ""
+
+
+def _reader(setting: str) -> Read | None:
     kind, _, place = setting.partition(":")
     if setting == "auto":
         kind = _vendor()
     if kind == "none" and not place:
         return None
     if kind in ("http", "https") and place:
-        return Notices(setting, lambda: own(*get(setting, {})), stop)
+        return lambda: own(*get(setting, {}))
     if kind == "file" and place:
-        return Notices(setting, lambda: in_file(Path(place)), stop)
+        return lambda: in_file(Path(place))
     if kind in CLOUDS:
         services: dict[str, type[Aws | Gcp | Azure]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
-        return Notices(setting, services[kind](get, base=place).read, stop)
+        return services[kind](get, base=place).read
     raise ConfigError(
         f"preempt.notice={setting}: must be auto, none, {', '.join(CLOUDS)} (or aws:URL, for "
         "another address of its service), file:PATH, or a URL that begins with http"

@@ -13,6 +13,7 @@ from typing import Any
 
 from runner.config.schema import RunConfig
 from runner.distributed.env import ATTEMPT, LAUNCH_ID, RESTART
+from runner.health.notice import taken_back
 from runner.launch.attempt import Ended, Job, Stop, run_once
 from runner.launch.crash_evidence import (
     BadNodes,
@@ -28,7 +29,7 @@ from runner.launch.stand_by import StandBy
 from runner.policy.restart import HARDWARE, Attempt, End, RestartRules, after
 from runner.run_dir.lease import is_done
 from runner.run_dir.paths import RunDir
-from runner.system.error import EXIT_CRASH, EXIT_DONE, Preempted
+from runner.system.error import EXIT_CRASH, EXIT_DONE, EXIT_PREEMPTED, Preempted
 from runner.system.json_lines import parse_line
 from runner.system.parsing import json_text
 
@@ -214,6 +215,9 @@ class JobSupervisor(Supervisor):
                 f"delete its line in {self._out / 'bad_nodes'} and start this command again",
                 code=EXIT_CRASH,
             )
+        setting = self.config.preempt.notice if self.config else "none"
+        if self.attempts[-1].code == EXIT_PREEMPTED and (notice := taken_back(setting)):
+            return End(reason=f"this machine is taken back ({notice})", code=EXIT_PREEMPTED)
         return None
 
     def attempt(self, number: int, *, diagnose: bool) -> Attempt:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.clouds import served
 from tests.drills.compare import assert_same_run
+from tests.drills.test_supervise import launch
 from tests.rows import full
 from tests.run import Result, finish, left_behind, metrics_step, start
 from tests.waiting import until
@@ -48,16 +49,18 @@ def test_a_scheduler_asks_every_process(tmp_path: Path, clean: Result) -> None:
 
 @pytest.mark.parametrize("late", [False, full(True)])
 def test_a_cloud_takes_the_machine_back(tmp_path: Path, clean: Result, late: bool) -> None:
-    """First it may do so, which saves a checkpoint; then it does."""
+    """First it may do so, which saves a checkpoint; then it does, and nothing starts there."""
     out, rules = tmp_path / "run", ("guard.sync=false",) if late else ()
     with served() as (cloud, address):
-        started = start(out, SLOWED, *rules, f"preempt.notice=aws:{address}")
+        started = launch(out, SLOWED, *rules, f"preempt.notice=aws:{address}")
         started.until(lambda out: metrics_step(out) >= 16)
         cloud.event = "rebalance"
         started.until(lambda out: b'"notice"' in (out / "journal.jsonl").read_bytes())
         cloud.event = "spot"
         asked = started.wait()
-    assert asked.summary["exit_code"] == 75
+    assert asked.code == asked.summary["exit_code"] == 75
+    assert "launcher: this machine is taken back (AWS: spot" in asked.text, asked.tail
+    assert len(asked.journal("start")) == 1
     reason = asked.summary["reason"]  # in some steps also: the next start makes the evaluation
     assert "asked to stop (rank 0: AWS: spot instance, terminate" in reason and "; saved" in reason
     assert "a notice of 30 s (Google, Azure) saves the last step if a step takes" in asked.text

@@ -10,7 +10,7 @@ from types import SimpleNamespace as parts
 import pytest
 
 from runner.health import notice, preemption
-from runner.health.notice import Notice, Notices, notices
+from runner.health.notice import Notice, Notices, notices, taken_back
 from runner.health.preemption import StopRequest
 from runner.policy.decision.signals import StepSignals
 from runner.system.error import ConfigError
@@ -46,6 +46,7 @@ def test_a_notice_is_read_twice_and_its_time_is_the_grace(
     again = made.look()
     assert not stop.is_set and again < 1.0, "soon again"
     made.look()
+    assert taken_back(setting.format(address)) == stop.reason
     assert stop.is_set and stop.reason
     most = 27.0 if setting.startswith("gcp") else 117.0
     assert most - 5 < stop.left_seconds <= most
@@ -67,7 +68,7 @@ def test_what_stops_nothing(
     service.event = event
     for _ in range(3):
         made.look()
-    assert stop.advice == advice and not stop.is_set
+    assert stop.advice == advice and not stop.is_set and not taken_back(setting.format(address))
     assert stop.is_advised() == bool(advice) and not stop.is_advised(), "once"
     made.look()
     assert not stop.is_advised()
