@@ -109,7 +109,7 @@ def command(
 ) -> list[str]:
     """The command; ``program`` is a script that calls the runner after preparations."""
     arguments = [*(["-m", "runner"] if program is None else [str(program)])]
-    arguments += [f"out={out}", *_tiny(overrides), *_bf16_for_zero(overrides), *unbroken(overrides)]
+    arguments += [f"out={out}", *tiny(overrides), *_bf16_for_zero(overrides), *unbroken(overrides)]
     if ranks == 0:  # no launcher at all
         return [sys.executable, *arguments]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -143,10 +143,12 @@ def unbroken(overrides: Sequence[str]) -> list[str]:
     return result
 
 
-def _tiny(overrides: Sequence[str]) -> list[str]:
-    """TINY; another model has its own number of layers."""
+def tiny(overrides: Sequence[str]) -> list[str]:
+    """TINY; another model has its own number of layers, and epochs take the place of steps."""
     is_other = any(word.startswith(("model=", "model._target_=")) for word in overrides)
-    return [word for word in TINY if word != ONE_LAYER or not is_other]
+    in_epochs = any(word.startswith("epochs=") for word in overrides)
+    given = {ONE_LAYER: is_other, "steps=60": in_epochs}
+    return [word for word in TINY if not given.get(word)]
 
 
 def _bf16_for_zero(overrides: Sequence[str]) -> list[str]:

@@ -207,8 +207,10 @@ class RunDir:
     def has_settings(self, config: RunConfig) -> bool:
         """Whether its last start began with just these settings.
 
-        Unknown, and so False, with ``epochs``: what they are in steps the data alone says.
+        What ``epochs`` are in steps the data alone says, and that start counted.
         """
+        if config.epochs is not None:
+            config = replace(config, steps=self.stored_settings().get("steps", config.steps))
         given = config.compute.precision
         settled = Precision if given is Precision.auto else [given]
         computes = (replace(config.compute, precision=precision) for precision in settled)
@@ -217,7 +219,10 @@ class RunDir:
 
 
 def _stored(config: RunConfig) -> str:
-    return f"# settings sha256 {digest(flat(config))}\n{to_yaml(config)}"
+    """``epochs`` as a comment: the file may begin another run, which takes ``steps`` or these."""
+    given = "" if config.epochs is None else f"# epochs={config.epochs!r}\n"
+    config = replace(config, epochs=None)
+    return f"# settings sha256 {digest(flat(config))}\n{given}{to_yaml(config)}"
 
 
 def is_allowed(key: str, resume: ResumeConfig) -> bool:
@@ -256,9 +261,10 @@ def _remedies(refused: dict[str, tuple[Any, Any]], config: RunConfig) -> str:
             if config.steps > was
             else "ends sooner, on the schedule as it was"
         )
+        given = "steps" if config.epochs is None else "epochs"
         lines.append(
-            f"schedule.total follows steps where it is not given: steps={config.steps} "
-            f"schedule.total={was} {then}."
+            f"schedule.total follows {given} where it is not given: "
+            f"{given}={getattr(config, given)} schedule.total={was} {then}."
         )
     return "\n".join([*lines, "Or give the old values, or another out."])
 

@@ -237,7 +237,7 @@ def open_corpus(group: RankGroup, config: RunConfig) -> Corpus:
 
 
 def with_steps(group: RankGroup, config: RunConfig, corpus: Corpus) -> RunConfig:
-    """The settings with ``steps`` in place of ``epochs``, which it prints."""
+    """The settings with the ``steps`` that ``epochs`` take, which it prints."""
     order = corpus.stream.order
     if config.epochs is None or not isinstance(order, OneSource):
         return config
@@ -246,7 +246,7 @@ def with_steps(group: RankGroup, config: RunConfig, corpus: Corpus) -> RunConfig
     group.console.say(
         f"epochs={config.epochs:g} of {trained:,} training samples, {size} a step: steps={steps}"
     )
-    return replace(config, steps=steps, epochs=None)
+    return replace(config, steps=steps)
 
 
 def take_inventory(

@@ -439,6 +439,7 @@ class BestEvaluation:
     def note(self, updates: int, value: float | None) -> None:
         """Record a value; one that is not finite, or None, is no evaluation."""
         self._values = {step: one for step, one in self._values.items() if step < updates}
+        self._best_at = -1
         if value is None or not math.isfinite(value):
             return
         best = self._best()

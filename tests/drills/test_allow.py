@@ -33,6 +33,8 @@ def test_a_longer_run_is_refused_with_two_commands_that_work(short: Result, tmp_
     assert refused.code == 2 and "schedule.total: was 6, now 12" in refused.text, refused.tail
     sooner = train(tmp_path / "a", FP32, "steps=4", ranks=0)
     assert "steps=4 schedule.total=6 ends sooner, on the schedule as it was" in sooner.text
+    passes = train(tmp_path / "a", FP32, "epochs=0.01", ranks=0)
+    assert "epochs=0.01 schedule.total=6 trains on" in passes.text, passes.tail
     [anew] = re.findall(r"'(resume\.allow=\S+)'", refused.text)
     [on] = re.findall(r"steps=12 (schedule\.total=\d+) trains on", refused.text)
     # The old schedule, longer: the same run as if it had been told so from the start.

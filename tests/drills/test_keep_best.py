@@ -57,6 +57,8 @@ def test_what_a_rollback_undid_is_no_best() -> None:
     best.note(15, 2.0)
     assert best.is_new(15)
     assert best.serials([record(1, 15), record(2, 20)]) == {1}
+    best.note(15, 4.0)  # computed again, with other samples
+    assert not best.is_new(15)
 
 
 def test_only_finite_losses_of_applied_steps_count() -> None:

@@ -19,7 +19,16 @@ from runner.system.process import exit_status, parent
 from tests import warm
 from tests.drills.compare import assert_every_sample_once, assert_same_run
 from tests.rows import full
-from tests.run import TINY, Result, Started, environment_of, journalled, metrics_step, unbroken
+from tests.run import (
+    TINY,
+    Result,
+    Started,
+    environment_of,
+    journalled,
+    metrics_step,
+    tiny,
+    unbroken,
+)
 from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -30,7 +39,7 @@ SLOW = "faults=[slow@step=30-52,seconds=0.25]"
 def launch(out: Path, *overrides: str, options: tuple[str, ...] = ()) -> Started:
     """``python -m runner launch``, two ranks, in a session of its own."""
     words = ["launch", "--nproc", "2", "--pause", "0.1", *options]
-    return begun(out, [*words, f"out={out}", *TINY, *overrides])
+    return begun(out, [*words, f"out={out}", *tiny(overrides), *overrides])
 
 
 def begun(out: Path, words: Sequence[str], *, cold: bool = False) -> Started:
@@ -268,19 +277,22 @@ def test_what_is_stopped_while_a_rank_dies_holds_nothing_up(
     assert not any(is_there(pid) for pid in pids)
 
 
-@pytest.mark.parametrize("hosts", ["yes", full("no")])
+@pytest.mark.parametrize(
+    ("hosts", "length", "longer"),
+    [("yes", "epochs=1e-3", "epochs=2e-3"), full("no", "steps=3", "steps=4")],
+)
 def test_a_node_alone_ends_where_the_run_is_done_and_waits_where_it_is_not(
-    tmp_path: Path, hosts: str
+    tmp_path: Path, hosts: str, length: str, longer: str
 ) -> None:
     """Nobody else comes: no rank begins, and torchrun would wait for ten minutes."""
     out = tmp_path / "run"
     with socket.create_server(("127.0.0.1", 0)) as free:
         head = f"127.0.0.1:{free.getsockname()[1]}"
     node = ("--nodes", "2", "--nproc", "1", "--head", head, "--hosts", hosts)
-    assert launch(out, "steps=3").wait().code == 0
-    done = launch(out, "steps=3", options=node).wait()
+    assert launch(out, length).wait().code == 0
+    done = launch(out, length, options=node).wait()
     assert done.code == 0 and "is done; no other node is waited for" in done.text, done.tail
-    started = launch(out, "steps=4", options=node)
+    started = launch(out, longer, options=node)
     started.until(lambda _: running(started, "runner.launch.agent"))
     os.kill(started.process.pid, signal.SIGTERM)
     assert started.wait().code == 75
