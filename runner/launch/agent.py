@@ -7,8 +7,8 @@ With several nodes the rendezvous stays open. torchrun closes it for every node 
 that was cut off and comes back would be refused, and so would be the others at their next restart,
 if another process than their torchrun hosts the store.
 
-A node whose device is at fault leaves a run of a varying number of nodes; torchrun would start its
-ranks again.
+A node whose device is at fault, or that is taken back, leaves a run of a varying number of nodes;
+torchrun would start its ranks again.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.run import main
 
 from runner.health.leave import leave_after_exit_functions
+from runner.health.notice import taken_back
 from runner.launch import torchrun
 from runner.launch.crash_evidence import evidence, has_to_leave, journal_lines
 from runner.system.error import EXIT_CRASH
@@ -37,7 +38,7 @@ _restart = SimpleElasticAgent._restart_workers
 
 
 class LeftOutError(Exception):
-    """This node's device is at fault, and the others go on without it."""
+    """The others go on without this node."""
 
 
 def shutdown(self: DynamicRendezvousHandler) -> bool:
@@ -52,8 +53,9 @@ def run(arguments: Sequence[str]) -> int:
     if nodes.most > 1:
         DynamicRendezvousHandler.shutdown = shutdown  # type: ignore[method-assign]
     if nodes.is_elastic:
-        out = torchrun.out_of(arguments, None)
-        SimpleElasticAgent._restart_workers = restart_or_leave(out, nodes.least)  # type: ignore[method-assign]
+        config = torchrun.settings(torchrun.overrides_of(arguments))
+        restart = restart_or_leave(Path(config.out), nodes.least, config.preempt.notice)
+        SimpleElasticAgent._restart_workers = restart  # type: ignore[method-assign]
     try:
         main(arguments)
     except (ChildFailedError, LeftOutError) as error:
@@ -65,21 +67,25 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def restart_or_leave(out: Path, least: int) -> Callable[[SimpleElasticAgent, WorkerGroup], None]:
+def restart_or_leave(
+    out: Path, least: int, notice: str
+) -> Callable[[SimpleElasticAgent, WorkerGroup], None]:
     """What restarts the ranks of this node, unless the run goes on without it.
 
     Args:
         least: nodes without which there is no run.
+        notice: ``preempt.notice``.
     """
     node, since = os.uname().nodename, journal_lines(out)
 
     def restart(self: SimpleElasticAgent, group: WorkerGroup) -> None:
         nonlocal since
         leaves = has_to_leave(evidence(out, since=since), node=node, least=least)
+        why = "its hardware is at fault" if leaves else taken_back(notice)
         since = journal_lines(out)
-        if leaves:
+        if why:
             self._stop_workers(group)
-            raise LeftOutError(f"{node} leaves the run: its hardware is at fault")
+            raise LeftOutError(f"{node} leaves the run: {why}")
         _restart(self, group)
 
     return restart

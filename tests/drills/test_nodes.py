@@ -112,8 +112,10 @@ class Job:
 
 
 @pytest.fixture
-def network(tmp_path: Path) -> Iterator[Network]:
-    with Network(f"hn{os.getpid()}", ["nodeA", "nodeB", "nodeC"], tmp_path / "net", 77) as up:
+def network(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Network]:
+    """``indirect``: whether each node has a /dev/shm of its own."""
+    names, own = ["nodeA", "nodeB", "nodeC"], getattr(request, "param", False)
+    with Network(f"hn{os.getpid()}", names, tmp_path / "net", 77, own_memory=own) as up:
         yield up
 
 
@@ -282,17 +284,19 @@ def test_pods_start_again_inside_and_keep_their_snapshots(tmp_path: Path, clean:
 
 @pytest.mark.twin
 @pytest.mark.full
+@pytest.mark.parametrize("network", [False, True], ids=["signal", "notice"], indirect=True)
 def test_one_node_is_asked_to_stop_and_the_other_goes_on(
-    network: Network, job: Callable[..., Job], clean: Result
+    network: Network, job: Callable[..., Job], clean: Result, request: pytest.FixtureRequest
 ) -> None:
-    elastic = job(SLOW)
+    """By a signal to its launcher; or a notice on it, which stands until the machine is gone."""
+    elastic = job(SLOW, "preempt.notice=file:/dev/shm/leave")
     elastic.start("nodeA", "nodeB")
     elastic.until_step(15)
-    (supervisor,) = [
-        pid for pid, words in network.processes("nodeB").items() if "runner launch" in words
-        and "nsenter" not in words
-    ]  # fmt: skip
-    os.kill(supervisor, 10)
+    if "notice" in request.node.name:
+        touch = ["touch", "/dev/shm/leave"]
+        network.start("nodeB", touch, log=elastic.log("touch"), env=os.environ).wait()
+    else:
+        elastic.signal("nodeB", signal.SIGUSR1)
     assert elastic.wait("nodeB").code == 75
     elastic.until_world(2, 1)
     assert_follows(elastic.wait("nodeA"), clean)

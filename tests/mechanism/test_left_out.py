@@ -90,15 +90,18 @@ def test_the_agent_of_a_bad_node_stops_its_ranks_and_leaves(
     one: Any = SimpleNamespace(_stop_workers=lambda group: did.append("stopped"))
     group: Any = None
     journal(tmp_path, host=os.uname().nodename)
-    restart = agent.restart_or_leave(tmp_path, least=1)
+    restart = agent.restart_or_leave(tmp_path, 1, f"file:{tmp_path / 'leave'}")
     restart(one, group)
     assert did == ["restarted"], "the crash was there before"
     journal(tmp_path, host="elsewhere")
     restart(one, group)
     journal(tmp_path, host=os.uname().nodename)
-    with pytest.raises(agent.LeftOutError, match="leaves the run"):
+    with pytest.raises(agent.LeftOutError, match="leaves the run: its hardware is at fault"):
         restart(one, group)
     assert did == ["restarted", "restarted", "stopped"]
+    (tmp_path / "leave").touch()
+    with pytest.raises(agent.LeftOutError, match="leaves the run: a notice"):
+        restart(one, group)
 
 
 def test_the_head_keeps_the_meeting_point_until_the_run_ends(tmp_path: Path) -> None:
