@@ -89,3 +89,23 @@ def test_nothing_is_rendered_while_nothing_changes(
     until(lambda: len(looks) > 50)
     live.close()
     assert len(made) <= before + 1, "at most once in ten seconds, for what tells an age"
+
+
+def test_a_page_that_somebody_follows_stays_open(tmp_path: Path) -> None:
+    """With more of them than are kept: each would be read from its beginning again and again."""
+    for number in range(18):
+        Made(steps=2).write(tmp_path / f"{number}")
+    live = live_state.LiveRuns(tmp_path)
+    live.read()
+    followed = []
+    for number in range(17):
+        page = live.find(f"/runs/{number}")
+        assert page is not None
+        followed.append((page, page.follow("")))
+        assert "parts" in next(followed[-1][1])
+    assert [live.find(f"/runs/{number}") for number in range(17)] == [page for page, _ in followed]
+    followed[3][1].close()
+    live.find("/runs/17")
+    pages = [live.find(f"/runs/{number}") for number in range(17)]
+    assert [page is one for (page, _), one in zip(followed, pages, strict=True)].count(False) == 1
+    live.close()

@@ -32,7 +32,7 @@ STILL_SECONDS = 5.0  # a viewer hears at least this often
 _AWAKE_SECONDS = 60.0  # after the last request
 _WAIT_SECONDS = 1.0  # for a page; then there is one that says what it waits for
 _MOST_EVENTS = 64
-_MOST_OPEN = 16  # runs whose curves are kept in memory
+_MOST_OPEN = 16  # runs whose curves are kept in memory, but for those that somebody follows
 _PROGRESS_ROWS = 4096
 
 PAGE, METRICS, _WHOLE = "page", "metrics", "whole"
@@ -63,6 +63,7 @@ class Live:
         self._read_at = clock()
         self._trouble = ""
         self._is_awake = self._is_closed = False
+        self.num_viewers = 0  # who follow it
 
     # -- for viewers ------------------------------------------------------------------------
 
@@ -84,6 +85,15 @@ class Live:
         """Server-sent events after the one with this identity, for ever; empty: all there is."""
         life, _, text = after.partition("-")
         known = int(text) if life == self._life and text.isdigit() and len(text) < 18 else -1
+        with self._changed:
+            self.num_viewers += 1
+        try:
+            yield from self._follow(known)
+        finally:
+            with self._changed:
+                self.num_viewers -= 1
+
+    def _follow(self, known: int) -> Iterator[str]:
         while not self._is_closed:
             with self._changed:
                 self._wake()
@@ -333,7 +343,8 @@ class LiveRuns(Live):
         outs = {one.name: one.run_dir.out for one in list(self._shown)}
         with self._changed:
             if name not in self._pages and name in outs and name != path:
-                for other in list(self._pages)[: len(self._pages) + 1 - _MOST_OPEN]:
+                unseen = [other for other, one in self._pages.items() if not one.num_viewers]
+                for other in unseen[: max(0, len(self._pages) + 1 - _MOST_OPEN)]:
                     self._pages.pop(other).close()
                 run = RunReader(outs[name])
                 self._pages[name] = LiveRun(run, name=name, is_one_of_many=True)
