@@ -134,6 +134,8 @@ def _read(
     entries, damaged = store.entries()
     last = last_line(run_dir.metrics) or {}
     changed = {}
+    if entries and config.epochs is not None:  # steps follow from the data: they are told first
+        _data_changed(config, entries[-1].manifest.data_fingerprint, fingerprint)
     if (
         entries or damaged or last
     ):  # a start that failed before its first step has left its settings

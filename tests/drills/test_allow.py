@@ -111,6 +111,8 @@ def test_another_corpus_may_be_allowed_by_its_key(tmp_path: Path) -> None:
     refused = train(tmp_path / "run", *told, "resume.allow=[optim.lr]", ranks=0)
     assert refused.code == 2 and "corpus is not the one" in refused.text, refused.tail
     assert "resume.allow=[data.path]" in refused.text
+    in_epochs = train(tmp_path / "run", "epochs=9", *text, ranks=0)  # other ones, of other data
+    assert "corpus is not the one" in in_epochs.text, in_epochs.tail
     run = finish(tmp_path / "run", *told, "resume.allow=[data.path]", ranks=0)
     [(key, was, now)] = changes(run)
     assert key == "data" and was != now and len(str(was)) == len(str(now)) == 64

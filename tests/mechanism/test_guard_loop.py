@@ -596,6 +596,7 @@ def test_slots_in_memory_go_where_a_rollback_has_fewer_tensors(tmp_path: Path) -
             {"pipeline": object(), "scheduler": torch.amp.GradScaler("cpu")},
             "sees overflows of its own stage alone",
         ),
+        ({"pipeline": object(), "on_oom": "halve"}, "made for micro-batches of one size"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:

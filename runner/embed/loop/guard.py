@@ -120,17 +120,17 @@ class Guard(Holder):
         pipeline: Pipeline | None = None,
         **settings: Any,
     ) -> None:
-        skip, on_oom = settings.pop("skip", []), check_choice(settings.pop("on_oom", "raise"))
+        skip, is_a_stage = settings.pop("skip", []), pipeline is not None
+        on_oom = check_choice(settings.pop("on_oom", "raise"), is_a_stage=is_a_stage)
         config = run_config(out, every=every, accumulate=accumulate, skip=skip, given=settings)
         models, optimizers, schedulers = map(_as_list, (model, optimizer, scheduler))
         check_clip(clip, optimizers)
         engine = engine_in(models, optimizers)
         if engine is None:
-            is_a_stage = pipeline is not None
             check_arguments(models, optimizers, schedulers, is_a_stage=is_a_stage)
         elif clip is not None:
             raise ConfigError(f"clip={clip}: DeepSpeed clips; set its gradient_clipping")
-        elif pipeline is not None:
+        elif is_a_stage:
             raise ConfigError("pipeline=: a DeepSpeed engine of ZeRO has no stages; leave it out")
         if config.guard.sync is False:
             if engine is not None:

@@ -22,13 +22,18 @@ _KIND = "out_of_memory"  # of journal lines
 CHOICES = ("halve", "skip", "raise")
 
 
-def check_choice(choice: Any) -> str:
+def check_choice(choice: Any, *, is_a_stage: bool) -> str:
     """
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is none, or a pipeline cannot do it.
     """
     if choice not in CHOICES:
         raise ConfigError(f"on_oom={choice!r}: must be one of {', '.join(CHOICES)}")
+    if choice == "halve" and is_a_stage:
+        raise ConfigError(
+            "on_oom='halve': the stages of pipeline= are made for micro-batches of one size; give "
+            "the schedule more of them, or take on_oom='skip'"
+        )
     return str(choice)
 
 
