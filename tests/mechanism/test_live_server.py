@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,7 +105,8 @@ def test_a_page_that_somebody_follows_stays_open(tmp_path: Path) -> None:
         followed.append((page, page.follow("")))
         assert "parts" in next(followed[-1][1])
     assert [live.find(f"/runs/{number}") for number in range(17)] == [page for page, _ in followed]
-    followed[3][1].close()
+    gone: Any = followed[3][1]
+    gone.close()
     live.find("/runs/17")
     pages = [live.find(f"/runs/{number}") for number in range(17)]
     assert [page is one for (page, _), one in zip(followed, pages, strict=True)].count(False) == 1
