@@ -77,6 +77,12 @@ class Supervisor(ABC):
     def run(self) -> End:
         """Run to the end. From here on the supervisor handles this process's signals."""
         self.stop.listen()
+        try:
+            return self._run()
+        except Preempted as asked:
+            return End(reason=str(asked), code=EXIT_PREEMPTED)
+
+    def _run(self) -> End:
         attempts = self.attempts = self._earlier()
         diagnose = False
         while True:

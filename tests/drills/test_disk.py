@@ -253,19 +253,30 @@ def test_storage_that_is_stale_for_a_while(tmp_path: Path, clean: Result, rank: 
 
 @fuse
 @pytest.mark.twin
-def test_a_rank_that_dies_while_the_storage_is_stale(tmp_path: Path, clean: Result) -> None:
-    """Its supervisor cannot read what ended it, and waits."""
-    backing = tmp_path / "backing"
+@pytest.mark.parametrize("asked", [False, full(True)])
+def test_a_rank_that_dies_while_the_storage_is_stale(
+    tmp_path: Path, clean: Result, asked: bool
+) -> None:
+    """Its supervisor cannot read what ended it, and waits; or is asked to stop meanwhile."""
+    backing, slow = tmp_path / "backing", "faults=[slow@step=14-60,seconds=0.1]"
     with forgetful(backing, tmp_path / "disk"):
-        started = launch(tmp_path / "disk" / "run", "faults=[slow@step=14-60,seconds=0.1]")
+        started = launch(tmp_path / "disk" / "run", slow)
         started.until(reached(14))
         trouble_of(backing).write_text("ESTALE *")
         os.kill(ranks(started)[0], signal.SIGKILL)
         until(lambda: not ranks(started), "the end of the attempt")
         time.sleep(3.0)
+        if asked:
+            started.process.terminate()
+            stopped = started.wait()
+            assert stopped.code == 75, stopped.tail
+            assert "launcher: asked to stop, and [Errno 116]" in stopped.text, stopped.tail
         trouble_of(backing).unlink()
-        ended = assert_healed(started, clean, [1, 0])
-        assert "/run': no attempt before it answers again" in ended.text, ended.tail
+        if asked:
+            started = launch(tmp_path / "disk" / "run", slow)
+        ended = assert_healed(started, clean, [0] if asked else [1, 0])
+        text = stopped.text if asked else ended.text
+        assert "/run': no attempt before it answers again" in text, ended.tail
 
 
 @fuse
