@@ -1,14 +1,17 @@
 """``python -m runner`` that signals itself in the midst of a phase, for tests/drills/test_stop.py.
 
 ``STOPPED_IN`` is "MODULE:CLASS.METHOD CALL BATCH": at the start of that micro-batch (from 1 on; 0:
-at once) inside that call of the method, the ranks of ``STOPPED_RANKS`` get ``STOPPED_SIGNAL``.
-``STOPPED_LOG`` then gets a line for each further micro-batch of a rank.
+at once) inside that call of the method, the ranks of ``STOPPED_RANKS`` get ``STOPPED_SIGNAL``; a
+path is a notice: the file is made, and the rank waits until it was read. ``STOPPED_LOG`` then gets
+a line for each further micro-batch of a rank.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,7 +54,13 @@ class Phase:
     def _stop(self) -> None:
         self._is_over = True
         if os.environ["RANK"] in os.environ["STOPPED_RANKS"].split(","):
-            os.kill(os.getpid(), int(os.environ["STOPPED_SIGNAL"]))
+            asked = os.environ["STOPPED_SIGNAL"]
+            if asked.isdecimal():
+                os.kill(os.getpid(), int(asked))
+                return
+            Path(asked).touch()
+            while any(thread.name == "notices" for thread in threading.enumerate()):
+                time.sleep(0.01)
 
 
 place, call, batch = os.environ["STOPPED_IN"].split()

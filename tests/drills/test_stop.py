@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import shutil
 import signal
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.rows import full
+from tests.rows import full_but
 from tests.run import Result, train
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -42,6 +43,7 @@ STEPS = {
     "average": ("optim.ema=0.9", "parallel=ddp"),
     "zero": (BAD_SAMPLES, "parallel=zero2", "optim.ema=0.9"),
     "passing": ("faults=[nan_grad@step=15,rank=1]",),
+    "early": ("eval.stop_after=1", "schedule._target_=tests.drills.test_stop.destroying"),
     "rate": (
         *("schedule._target_=tests.drills.test_redo.jump", "steps=32"),
         *("guard.max_rollbacks=6", "guard.cooldown_steps=1000"),
@@ -85,10 +87,12 @@ PHASES = {
     "first compile": Phase("compiled", "runner.train.step:Stepper.launch 1 1", 0),
     "step before an evaluation": Phase("plain", "runner.train.step:Stepper.launch 12 2", 12, NEXT),
     "evaluation": Phase("best", f"{EVALUATOR}.loss 2 3", 12, NEXT),
+    "evaluation that ends the run": Phase("early", f"{EVALUATOR}.loss 3 3", 18, NEXT),
     "evaluation of an average": Phase("average", f"{EVALUATOR}.loss 2 3", 12, NEXT),
     "evaluation under ZeRO": Phase("zero", f"{EVALUATOR}.loss 2 3", 12, NEXT),
     "A under ZeRO": Phase("zero", f"{BENCH}.compute 1 2", 14, ANEW),
     "audit": Phase("plain", "runner.explain.audit:SameBatch.compute 3 0", 12),
+    "first save": Phase("plain", "runner.train.checkpoints:Checkpoints.begin 1 0", 0),
     "save": Phase("plain", "runner.checkpoint.ring:CheckpointRing.save 2 0", 7),
     "last proof": Phase("plain", "runner.train.checkpoints:LastProof.fault 1 0", 20),
     "A": Phase("samples", f"{BENCH}.compute 1 2", 14, ANEW),
@@ -114,45 +118,50 @@ def never_stopped(known: dict[str, Result], runs: Path, name: str) -> Result:
     return known[name]
 
 
-def rows() -> list[Any]:
-    always = {("evaluation", signal.SIGINT, "1"), ("A", signal.SIGUSR1, "0,1")}
-    # All signals are noted by one handler: each phase has one of them, in turn.
-    in_turn = (
-        (phase, (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)[place % 3], ("1", "0,1")[place % 2])
-        for place, phase in enumerate(PHASES)
-    )
-    return [
-        pytest.param(
-            *row, id=f"{row[0]}-{row[1].name}-{row[2]}",
-            marks=() if row in always else pytest.mark.full,
-        )
-        for row in dict.fromkeys([*sorted(always), *in_turn])
-    ]  # fmt: skip
+NOTICE = "notice"  # the first rank of a node reads it
 
 
-@pytest.mark.parametrize(("name", "number", "ranks"), rows())
+def crossed(phases: Iterable[str], always: Collection[tuple[str, str, str]]) -> list[Any]:
+    """Each phase with each kind of request, and with each choice of ranks; one handler notes all
+    signals, so that not all three are crossed."""
+    rows = []
+    for place, phase in enumerate(phases):
+        for turn, kind in enumerate(("SIGTERM", "SIGUSR1", "SIGINT")):
+            rows.append((phase, kind, ("0", "1", "0,1")[(place + turn) % 3]))
+        rows.append((phase, NOTICE, "0"))
+    return full_but(always, dict.fromkeys([*always, *rows]))
+
+
+def asking(folder: Path, kind: str, ranks: str) -> tuple[dict[str, str], Path]:
+    """What tests/stopped_in.py is told, and the file of the notice."""
+    notice = folder / "notice"
+    number = str(notice) if kind == NOTICE else str(int(signal.Signals[kind]))
+    log = str(folder / "batches")
+    return {"STOPPED_SIGNAL": number, "STOPPED_RANKS": ranks, "STOPPED_LOG": log}, notice
+
+
+def said(kind: str, ranks: str) -> str:
+    what = "a notice" if kind == NOTICE else kind
+    return f"asked to stop ({'; '.join(f'rank {rank}: {what}' for rank in ranks.split(','))}"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "ranks"),
+    crossed(PHASES, [("evaluation", "SIGINT", "1"), ("A", "SIGUSR1", "0,1")]),
+)
 def test_a_stop_in_any_phase_leaves_no_trace(
-    tmp_path: Path,
-    runs: Path,
-    undisturbed: dict[str, Result],
-    name: str,
-    number: signal.Signals,
-    ranks: str,
+    tmp_path: Path, runs: Path, undisturbed: dict[str, Result], name: str, kind: str, ranks: str
 ) -> None:
-    phase = PHASES[name]
-    out, log = tmp_path / "run", tmp_path / "batches"
-    settings = (*SETTINGS, *STEPS[phase.run])
-    env = {
-        "STOPPED_IN": phase.place,
-        "STOPPED_RANKS": ranks,
-        "STOPPED_SIGNAL": str(int(number)),
-        "STOPPED_LOG": str(log),
-    }
-    asked = train(out, *settings, program=PROGRAM, env=env)
+    phase, out = PHASES[name], tmp_path / "run"
+    env, notice = asking(tmp_path, kind, ranks)
+    log = Path(env["STOPPED_LOG"])
+    settings = (*SETTINGS, *STEPS[phase.run], f"preempt.notice=file:{notice}")
+    asked = train(out, *settings, program=PROGRAM, env=env | {"STOPPED_IN": phase.place})
     assert asked.summary["exit_code"] == 75, asked.tail
     reason = asked.summary["reason"]
-    assert number.name in reason and phase.left in reason, reason
+    assert said(kind, ranks) in reason and phase.left in reason, reason
     assert f"saved at step {phase.saved}" in reason, reason
+    notice.unlink(missing_ok=True)
     if not name.startswith(("step", "save")):
         assert not log.exists(), f"computed after the signal:\n{log.read_text()}"
     again = train(out, *settings)
@@ -168,33 +177,36 @@ def test_a_stop_in_any_phase_leaves_no_trace(
         assert decisions(again) == decisions(other)
 
 
-@pytest.mark.parametrize(
-    ("place", "is_lost"),
-    [
-        ("runner.engine.fsdp:FsdpEngine.finish_load 1 0", False),
-        full("runner.startup.restore:Restorer._fetch 1 0", True),
-    ],
-)
-def test_a_stop_in_a_restart_ends_it_before_the_first_step(
-    tmp_path: Path, runs: Path, undisturbed: dict[str, Result], place: str, is_lost: bool
+STARTS = {
+    "first": "runner.engine.fsdp:FsdpEngine.__init__ 1 0",
+    "restart": "runner.engine.fsdp:FsdpEngine.finish_load 1 0",
+    "lost": "runner.startup.restore:Restorer._fetch 1 0",
+}
+
+
+@pytest.mark.parametrize(("start", "kind", "ranks"), crossed(STARTS, [("restart", "SIGTERM", "1")]))
+def test_a_stop_in_a_start_ends_it_before_the_first_step(
+    tmp_path: Path, runs: Path, undisturbed: dict[str, Result], start: str, kind: str, ranks: str
 ) -> None:
-    """While it loads its checkpoint, or takes it back from an object store."""
+    """While it opens, loads its checkpoint, or takes it back from an object store."""
     out = tmp_path / "run"
-    settings = SETTINGS
-    if is_lost:
+    env, notice = asking(tmp_path, kind, ranks)
+    settings = (*SETTINGS, f"preempt.notice=file:{notice}")
+    if start == "lost":
         settings += (f"checkpoint.remote=file://{tmp_path}/store",)
-    asked = {"STOPPED_SIGNAL": "15", "STOPPED_RANKS": "1", "STOPPED_LOG": str(tmp_path / "log")}
-    first = {**asked, "STOPPED_IN": PHASES["step"].place}
-    assert train(out, *settings, program=PROGRAM, env=first).summary["exit_code"] == 75
-    if is_lost:
+    if start != "first":
+        before = env | {"STOPPED_SIGNAL": "15", "STOPPED_IN": PHASES["step"].place}
+        assert train(out, *settings, program=PROGRAM, env=before).summary["exit_code"] == 75
+    if start == "lost":
         shutil.rmtree(out)
-    restart = train(out, *settings, program=PROGRAM, env={**asked, "STOPPED_IN": place})
+    restart = train(out, *settings, program=PROGRAM, env=env | {"STOPPED_IN": STARTS[start]})
     assert "exitcode  : 75" in restart.text, restart.tail
-    said = "asked to stop (rank 1: SIGTERM) before the first step; this start trained nothing"
-    assert said in restart.text, restart.tail
+    words = f"{said(kind, ranks)}) before the first step; this start trained nothing"
+    assert words in restart.text, restart.tail
+    notice.unlink(missing_ok=True)
     again, other = train(out, *settings), never_stopped(undisturbed, runs, "plain")
     starts = [line["step"] for line in again.journal("start")]
-    assert len(starts) == 2 and (starts == [0, 14] or is_lost), "none of the start that was left"
+    assert starts == ([0] if start == "first" else [0, 14]), "none of the start that was left"
     assert again.digest == other.digest and again.counted() == other.counted(), again.tail
     assert again.metrics() == other.metrics()
 
