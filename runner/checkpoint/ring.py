@@ -24,6 +24,7 @@ from runner.checkpoint.jobs import (
     LockstepQueue,
     LockstepQueues,
     Process,
+    QueuedJob,
     start,
     start_alone,
 )
@@ -47,6 +48,7 @@ from runner.policy.retention.records import (
     Tier,
     abandoned_by_rollback,
     due_for_proof,
+    in_memory,
     make_room,
     on_disk,
     retire,
@@ -93,7 +95,7 @@ class CheckpointRing:
         self._also_kept: list[Callable[[], Collection[int]]] = []
         count = 3 if memory.replica is None else 4
         self._queues = LockstepQueues(ranks, count=count)
-        self._snapshot_queue, self._disk_queue, self.upload_queue, *peer_queues = (
+        self._snapshot_queue, self._disk_queue, self.upload_queue, *self._peer_queues = (
             self._queues.queues
         )
         self._pace = RateLimit(settings.write_mib_per_second * (1 << 20))
@@ -106,7 +108,7 @@ class CheckpointRing:
             pace=self._pace,
             before_write=before_write,
         )
-        self._memory = self._memory_tier(memory, peer_queues[0] if peer_queues else None)
+        self._memory = self._memory_tier(memory, next(iter(self._peer_queues), None))
         self.uploads: Uploads | None = None
         # Whether the copy of the state may continue until before_update: not where others than the
         # runner change the state, or forward passes do.
@@ -264,7 +266,9 @@ class CheckpointRing:
         if self._memory is not None:
             self._memory.before_update()
 
-    def save(self, metadata: CheckpointMetadata, *, disk: bool = True) -> None:
+    def save(
+        self, metadata: CheckpointMetadata, *, disk: bool = True, is_last: bool = False
+    ) -> bool:
         """Copy the state now; digest it, and write, sync and commit it, while training goes on.
 
         Waits first for a save to disk that is still under way: a disk slower than the interval
@@ -272,20 +276,46 @@ class CheckpointRing:
 
         Args:
             disk: False keeps a snapshot in memory only, and none if no slot is free.
+            is_last: before the process ends: a snapshot is taken at once, also sent to its peer,
+                and written when the save under way is committed.
+
+        Returns:
+            False where nothing was done: no slot is free, and it needs one.
         """
-        copies = self._copies.values()
-        if disk and any(copy.tier is Tier.disk and copy.is_being_saved for copy in copies):
+        is_behind = disk and bool(self._disk_saves())
+        if is_behind and not is_last:
             self.drain()
         memory = self._memory if self._has_room(must=disk) else None
-        if memory is None and not disk:
-            return
+        if memory is None and (not disk or (is_last and is_behind)):
+            return False
         serial, self.next_serial = self.next_serial, self.next_serial + 1
         pending = PendingCheckpoint(
             serial=serial, metadata=metadata, counts=self._sharded.update_counts(), disk=disk
         )
-        start(self._make(pending, memory))
+        start(self._make(pending, memory, is_last=is_last))
         if not self._settings.background:
             self.drain()
+        return True
+
+    def finish_save(self, is_late: Callable[[], bool]) -> bool:
+        """Wait for a save to disk that is under way; False as in :meth:`drain`. Collective."""
+        return not self._disk_saves() or self.drain(is_late)
+
+    def _disk_saves(self) -> list[Copy]:
+        """Copies that are being written to disk."""
+        copies = self._copies.values()
+        return [copy for copy in copies if copy.tier is Tier.disk and copy.is_being_saved]
+
+    def is_on_its_way(self, step: int) -> bool:
+        """Whether the state of this step is on disk, or is being written there."""
+        return step == self.saved_step or step in [c.record.step for c in self._disk_saves()]
+
+    def held_in_memory(self, step: int) -> tuple[bool, bool]:
+        """Whether a snapshot of this step is whole on all ranks, and so are its copies at peers."""
+        newest = max(in_memory(self.records), key=lambda record: record.serial, default=None)
+        if newest is None or newest.step != step or self._memory is None:
+            return False, False
+        return True, self._memory.is_replicated(newest.serial)
 
     def _has_room(self, *, must: bool) -> bool:
         """Whether a slot is free; drops an old snapshot for it if necessary."""
@@ -306,13 +336,15 @@ class CheckpointRing:
             memory.drop(leaving.serial)
         return memory.has_room
 
-    def _make(self, pending: PendingCheckpoint, memory: MemoryTier | None) -> Process[None]:
+    def _make(
+        self, pending: PendingCheckpoint, memory: MemoryTier | None, *, is_last: bool
+    ) -> Process[None]:
         """Make a checkpoint: copy the state, seal the copy, write it, commit what was written."""
         copy = self._begin(pending, Tier.disk) if pending.disk else None
         if memory is None:
             pieces, check = self._disk.copies(), lambda: None
         else:
-            yield from self._make_snapshot(pending, memory)
+            yield from self._make_snapshot(pending, memory, must_replicate=is_last)
             if copy is None:
                 return
             if copy.is_left_behind:
@@ -321,6 +353,9 @@ class CheckpointRing:
                 return
             pieces, check = memory.to_write(pending.serial)
         assert copy is not None
+        while any(other.serial < copy.serial for other in self._disk_saves()):
+            # It is nearer to its end, and must be committed before this one is written.
+            yield QueuedJob(queue=self._disk_queue, work=lambda: None)
         failures = yield self._disk.write(pending, pieces, check)
         if memory is not None:
             memory.unpin(pending.serial, PinReason.write)
@@ -336,7 +371,9 @@ class CheckpointRing:
         if not is_left_behind:
             self._report_unsaved(pending, failures)
 
-    def _make_snapshot(self, pending: PendingCheckpoint, memory: MemoryTier) -> Process[None]:
+    def _make_snapshot(
+        self, pending: PendingCheckpoint, memory: MemoryTier, *, must_replicate: bool
+    ) -> Process[None]:
         """Copy the state into a slot and seal it there; then it is a checkpoint of its own."""
         copy = self._begin(pending, Tier.memory)
         failures = yield from memory.take(pending, overlap=self.overlap)
@@ -350,7 +387,7 @@ class CheckpointRing:
             self._say("snapshot_failed", "go on without it", reason, pending.metadata.step)
         else:
             self._commit(copy)
-            memory.replicate(pending.serial)
+            memory.replicate(pending.serial, must=must_replicate)
 
     def _begin(self, pending: PendingCheckpoint, tier: Tier) -> Copy:
         """Register a copy that is not a checkpoint yet."""
@@ -513,12 +550,16 @@ class CheckpointRing:
         """Take the summed counts of ``jobs``; records change here, on all ranks alike."""
         self._queues.apply_progress(sums, jobs)
 
-    def drain(self, is_late: Callable[[], bool] = lambda: False) -> bool:
-        """Finish all background work. Collective.
+    def drain(self, is_late: Callable[[], bool] = lambda: False, *, peers: bool = False) -> bool:
+        """Finish all background work but uploads. Collective.
+
+        Args:
+            peers: also what is sent to other nodes' memory.
 
         Returns False, on all ranks alike, if some rank's ``is_late`` returned True.
         """
-        return self._drain([self._snapshot_queue, self._disk_queue], is_late)
+        queues = [self._snapshot_queue, self._disk_queue, *(self._peer_queues if peers else ())]
+        return self._drain(queues, is_late)
 
     def turn(self) -> None:
         """Wait a moment for background work, and apply what is done. Collective."""

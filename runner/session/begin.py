@@ -243,7 +243,7 @@ def _resumed(run: EngineRun, inventory: Inventory) -> Resumed:
             raise
     for incident in restored.incidents:
         run.written.report(incident)
-    only = replace(inventory.found, records=[restored.record], damaged=[])
+    only = replace(inventory.found, records=restored.records[::-1], damaged=[])
     return resume_from(only, run_dir, ring, run.journal, run.state)
 
 

@@ -124,8 +124,8 @@ def open_remote(settings: CheckpointConfig, run_dir: RunDir, ranks: Ranks) -> Re
         "looking at checkpoint.remote", lambda: _look(ring, run_dir, seconds)
     )
     seen["stored"] = [
-        Record(serial=serial, step=step, cursor=0, state=State.clean)
-        for serial, step in seen["stored"]
+        Record(serial=serial, step=step, cursor=0, state=State(state))
+        for serial, step, state in seen["stored"]
     ]
     return RemoteRun(ring, RemoteListing(**seen), silence, run_dir)
 
@@ -146,7 +146,7 @@ def _look(ring: RemoteRing, run_dir: RunDir, seconds: float) -> tuple[dict[str, 
             f"out={run_dir.out} (its name is {listing.run[:12]!r}, this one's {own[:12]!r}); give "
             "each run its own place"
         )
-    stored = [[record.serial, record.step] for record in listing.stored]
+    stored = [[record.serial, record.step, record.state.value] for record in listing.stored]
     return asdict(listing) | {"stored": stored}, silence
 
 
@@ -166,9 +166,9 @@ def run_name(run_dir: RunDir) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoredRun:
-    """What was restored, and the incidents to report."""
+    """What was restored, newest first, and the incidents to report."""
 
-    record: Record
+    records: list[Record]
     incidents: list[Incident]
 
 
@@ -189,8 +189,8 @@ def _abandoned(run_dir: RunDir) -> set[int]:
 
 @dataclass(eq=False, slots=True)
 class Restorer:
-    """Copies the newest clean checkpoint back into ``out``, and the journal, the metrics
-    and the settings as well where ``out`` has lost its journal.
+    """Copies the newest checkpoint back into ``out``, and the newest clean one, to go back to;
+    the journal, the metrics and the settings as well where ``out`` has lost its journal.
 
     Args:
         show: called with the progress of this rank's share, in bytes.
@@ -235,14 +235,18 @@ class Restorer:
             ConfigError: they belong to other settings or other data.
             RankError: the remote does not answer; to be started again.
         """
-        ranks, faults = self.ranks, list[Incident]()
-        for folder in ranks.of_first("choosing a checkpoint", self._candidates):
+        faults, taken = list[Incident](), list[Record]()
+        states = {folder_name(record): record.state for record in self.remote.seen.stored}
+        for folder in self.ranks.of_first("choosing a checkpoint", self._candidates):
             try:
-                record = self._take_back(folder)
+                taken.append(self._take_back(folder, states[folder]))
             except CorruptCheckpoint as error:
                 faults.append(_damaged(str(error)))
                 continue
-            return RestoredRun(record=record, incidents=[*faults, self._incident(record)])
+            if states[folder] is State.clean:
+                break
+        if taken:
+            return RestoredRun(records=taken, incidents=[*faults, self._incident(taken[0])])
         if faults:
             damage = "; ".join(incident.reason for incident in faults)
             raise CheckpointError(
@@ -256,7 +260,7 @@ class Restorer:
         newest_first = sorted(self.remote.seen.stored, key=lambda r: r.serial, reverse=True)
         return [folder_name(r) for r in newest_first if r.serial not in left_behind]
 
-    def _take_back(self, folder: str) -> Record:
+    def _take_back(self, folder: str, state: State) -> Record:
         ranks = self.ranks
         fetched: tuple[Manifest, bytes] = ranks.all_or_none(
             "reading the remote", lambda: _answered(lambda: self.remote.ring.manifest(folder))
@@ -276,10 +280,10 @@ class Restorer:
             raise StopRequested
         ranks.all_or_none(
             "taking the run back",
-            lambda: self.store.take_back(manifest, data) if ranks.rank == 0 else None,
+            lambda: self.store.take_back(manifest, data, state) if ranks.rank == 0 else None,
         )
         return Record(
-            serial=manifest.serial, step=manifest.step, cursor=manifest.cursor, state=State.clean
+            serial=manifest.serial, step=manifest.step, cursor=manifest.cursor, state=state
         )
 
     def _prepare(self, folder: str, manifest: Manifest) -> None:

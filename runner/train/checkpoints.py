@@ -17,7 +17,7 @@ from runner.health.preemption import StopRequested, who_asked
 from runner.observe.metrics import held_out_before
 from runner.policy.decision.history import Incident
 from runner.policy.decision.ladder import RemedyRules
-from runner.policy.retention.records import State
+from runner.policy.retention.records import State, on_disk
 from runner.system.error import Preempted, SaveError
 from runner.system.units import counted
 from runner.train.agreed_step import StepInfo
@@ -27,6 +27,7 @@ from runner.train.run import EngineRun, Run
 from runner.train.save_schedule import SaveSchedule
 from runner.train.state import TrainState, reach_of
 
+_CLOSE_SECONDS = 3.0  # of the grace, after the checkpoint is copied: digest, summary, page
 _LAST_TRIES = 2  # attempts if the end state is damaged when read back
 
 
@@ -61,6 +62,7 @@ class Checkpoints:
         # What a notice saves is said once, when this start's first checkpoint is on disk.
         self._is_unsaid = run.group.monitor.hears_notices
         self._first_save: tuple[int, float] | None = None  # its step, and since when
+        self._first_seconds = 0.0  # that it took
 
     def is_due(self, updates: int) -> bool:
         """Whether the state of exactly so many updates is saved."""
@@ -116,6 +118,9 @@ class Checkpoints:
 
         Args:
             seconds: duration of the update.
+
+        Raises:
+            Preempted: a stop was requested while an earlier save was waited for.
         """
         self._say_what_notices_save()
         disk, memory = self._schedule.disk, self._schedule.memory
@@ -124,7 +129,11 @@ class Checkpoints:
                 times.step(seconds, busy=self._ring.is_busy)
         if self._schedule.is_due_on_disk(state.updates):
             with self._reporter.stall("checkpoint"), disk.save(state.updates):
-                self._save(state)
+                may_save = self._ring.finish_save(lambda: self._group.stop.is_set)
+                if may_save:
+                    self._save(state)
+            if not may_save:
+                self.save_and_leave(state)
         elif memory is not None and memory.is_due(state.updates):
             with self._reporter.stall("checkpoint"), memory.save(state.updates):
                 self._save(state, disk=False)
@@ -132,16 +141,23 @@ class Checkpoints:
     def commit(self, state: TrainState, is_late: Callable[[], bool] = lambda: False) -> bool:
         """Commit the present state to disk, if the disk accepts it and it is not committed yet.
 
+        What is surely done comes first: a snapshot, then its copies on other nodes while a save
+        under way is finished, then the disk. A disk that is too slow costs none of the others.
+
         Collective. False when the grace ran out.
         """
+        ring = self._ring
         self._heart.enter("save")
         with self._reporter.stall("checkpoint"):
-            if not self._ring.drain(is_late):
-                return False
-            if self._is_saved(state):
-                return True
-            self._save(state)
-            return self._ring.drain(is_late)
+            if ring.is_on_its_way(state.updates) or not self._save(state, is_last=True):
+                if not ring.drain(is_late):
+                    return False
+                if not self._is_saved(state):
+                    self._save(state, is_last=True)
+            # Other nodes need it only if the disk has refused it.
+            return ring.drain(is_late) and (
+                self._is_saved(state) or ring.drain(is_late, peers=True)
+            )
 
     def finish(self, state: TrainState, held_out: Callable[[], float | None]) -> str | None:
         """Commit and prove the end state; returns why it is not clean, or None. Collective.
@@ -204,15 +220,28 @@ class Checkpoints:
         """
         reasons = who_asked(self._group.asked_to_stop()) + left
         in_time = self.commit(state, lambda: self._group.stop.is_late)
-        saved = self._ring.saved_step
-        if in_time and saved == state.updates:
-            raise Preempted(f"asked to stop ({reasons}); saved at step {saved}")
-        why = "could not be saved" if in_time else "could not be saved in preempt.grace_seconds"
-        raise Preempted(
-            f"asked to stop ({reasons}); step {state.updates} {why}; the newest checkpoint is "
-            f"of step {saved}",
-            in_time=in_time,
-        )
+        step, saved = state.updates, self._ring.saved_step
+        if saved == step:
+            told = f"saved at step {saved}{self._copied() if in_time else ''}"
+        else:
+            why = "could not be saved" if in_time else "could not be saved in preempt.grace_seconds"
+            told = f"step {step} {why}; the newest checkpoint is of step {saved}"
+            is_held, is_replicated = self._ring.held_in_memory(step)
+            if is_held:
+                where = "also" if is_replicated else "not"
+                told += f"; a snapshot of step {step} is in memory, {where} on other nodes"
+        raise Preempted(f"asked to stop ({reasons}); {told}", in_time=in_time)
+
+    def _copied(self) -> str:
+        """Send the checkpoint to the remote, if that is done in time; what came of it."""
+        uploads, stop = self._ring.uploads, self._group.stop
+        if uploads is None:
+            return ""
+        with self._reporter.stall("checkpoint"):
+            told = uploads.finish_at_a_stop(
+                on_disk(self._ring.records), lambda: stop.left_seconds - _CLOSE_SECONDS
+            )
+        return f", {told}"
 
     def _settle_corpus(self, state: TrainState) -> None:
         """Wait for the corpus comparison that holds proofs back, then complete the proofs.
@@ -231,17 +260,20 @@ class Checkpoints:
         return self._ring.saved_step == state.updates
 
     def _say_what_notices_save(self) -> None:
-        if self._first_save is None or self._ring.saved_step < self._first_save[0]:
+        saved, uploads = self._first_save, self._ring.uploads
+        if saved is None or not self._is_unsaid or self._ring.saved_step < saved[0]:
             return
-        if self._is_unsaid:
-            self._group.console.say(what_notices_save(time.monotonic() - self._first_save[1]))
+        self._first_seconds = self._first_seconds or time.monotonic() - saved[1]
+        if uploads is None or uploads.has_tried:
+            remote = uploads.seconds if uploads else 0.0
+            self._group.console.say(what_notices_save(self._first_seconds, remote))
             self._is_unsaid = False
 
-    def _save(self, state: TrainState, *, disk: bool = True) -> None:
+    def _save(self, state: TrainState, *, disk: bool = True, is_last: bool = False) -> bool:
         self._heart.enter("save")
         if disk and self._first_save is None:
             self._first_save = state.updates, time.monotonic()
-        self._ring.save(
+        return self._ring.save(
             CheckpointMetadata(
                 step=state.updates,
                 cursor=state.cursor,
@@ -250,21 +282,31 @@ class Checkpoints:
                 journal_lines=self._journal.num_lines,
             ),
             disk=disk,
+            is_last=is_last,
         )
 
 
-def what_notices_save(seconds: float) -> str:
-    """What is saved when a machine is taken back, for a save that takes this long."""
+def what_notices_save(seconds: float, remote: float = 0.0) -> str:
+    """What is saved when a machine is taken back, for a save that takes this long.
+
+    Args:
+        remote: seconds of its copy to checkpoint.remote; 0: none was made.
+    """
     said = []
     for notice, clouds in ((30.0, "Google, Azure"), (120.0, "AWS")):
         left = notice - SPARE_SECONDS - seconds
-        what = (
-            f"saves the last step if a step takes less than {left:.0f} s"
-            if left > 1
-            else ("is too short for it: the newest checkpoint remains")
-        )
+        further = left - remote - _CLOSE_SECONDS
+        if left <= 1:
+            what = "is too short for it: the newest checkpoint remains"
+        else:
+            what = f"saves the last step if a step takes less than {left:.0f} s"
+            if remote and further > 1:
+                what += f", and its copy if less than {further:.0f} s"
+            elif remote:
+                what += ", not its copy"
         said.append(f"a notice of {notice:.0f} s ({clouds}) {what}")
-    return f"a checkpoint takes {seconds:.1f} s; {'; '.join(said)}"
+    copy = f" and its copy at checkpoint.remote {remote:.1f} s" if remote else ""
+    return f"a checkpoint takes {seconds:.1f} s{copy}; {'; '.join(said)}"
 
 
 def _left_to_next_start(state: TrainState, attempted: StepInfo | None) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 
 from tests.clouds import served
 from tests.drills.compare import assert_same_run
+from tests.drills.test_memory import NODES_APART, empty, started_at
 from tests.drills.test_supervise import launch
 from tests.rows import full
 from tests.run import Result, finish, left_behind, metrics_step, start
@@ -71,6 +74,90 @@ def test_a_cloud_takes_the_machine_back(tmp_path: Path, clean: Result, late: boo
         ended = finish(out, f"preempt.notice=aws:{address}")
     assert ended.text.count("a notice of 30 s (Google, Azure)") == 1, "said by each start, once"
     assert_same_run(ended, clean)
+
+
+# Two nodes of one rank each, as far as memory goes; the disk or the bucket can become slow.
+SLOW_TIERS = (
+    """
+import os, time
+from pathlib import Path
+from runner.checkpoint.disk import tier
+from runner.checkpoint.remote.retrying_files import RemoteFiles
+def slowly(what, work):
+    def slow(*arguments):
+        if (Path(os.environ["SLOW"]) / what).exists():
+            time.sleep(60)
+        return work(*arguments)
+    return slow
+tier.write_rank_file = slowly("disk", tier.write_rank_file)
+RemoteFiles.put = slowly("bucket", RemoteFiles.put)
+"""
+    + NODES_APART
+)
+
+
+@pytest.mark.parametrize(
+    ("slow", "lost", "step", "tier"),
+    [
+        ("disk", "one node", 30, "memory"),
+        full("disk", "all nodes", 10, "disk"),
+        ("nothing", "out", 30, "disk"),
+        full("bucket", "out", 10, "disk"),
+        full("bucket", "all nodes", 30, "disk"),
+    ],
+)
+def test_what_fits_into_a_notice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean: Result, slow: str, lost: str,
+    step: int, tier: str,
+) -> None:  # fmt: skip
+    """Memory, another node's memory, disk and bucket; what the reason says is there afterwards."""
+    out, nodes, slowness = tmp_path / "run", tmp_path / "nodes", tmp_path / "slow"
+    program, notice, url = tmp_path / "program.py", tmp_path / "notice", f"file://{tmp_path}/copy"
+    program.write_text(SLOW_TIERS)
+    slowness.mkdir()
+    for rank in "01":
+        (nodes / rank).mkdir(parents=True)
+    monkeypatch.setenv("NODES", str(nodes))
+    monkeypatch.setenv("SLOW", str(slowness))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    settings = (
+        *("checkpoint.memory_mirror=true", f"checkpoint.remote={url}", "checkpoint.clean_after=2"),
+        *(
+            f"preempt.notice=file:{notice}",
+            "faults=[slow@step=13-19,seconds=0.8,slow@step=20-40,seconds=0.3]",
+        ),
+    )
+    started = start(out, *settings, program=program)
+    is_disk = slow == "disk"
+    there = (out if is_disk else tmp_path / "copy") / "ring"
+    started.until(lambda _: any(there.glob("*-step-00000010/COMMITTED")))
+    (slowness / slow).touch()
+    # The save of step 30 waits for that of step 20, and sees the request while it does.
+    started.until(lambda out: metrics_step(out) >= (30 if is_disk else 20))
+    notice.write_text(json.dumps({"seconds": 60 if slow == "nothing" else 15}))
+    asked = started.wait()
+    reason = asked.summary["reason"]
+    assert asked.summary["exit_code"] == 75, asked.tail
+    assert "a checkpoint takes" in asked.text and "and its copy if less than" in asked.text
+    stopped = asked.summary["steps"]
+    if is_disk:
+        assert "step 30 could not be saved in preempt.grace_seconds" in reason
+        assert "is of step 10; a snapshot of step 30 is in memory, also on other nodes" in reason
+    else:
+        was = "" if slow == "nothing" else "not "
+        assert f"saved at step {stopped}, {was}copied to {url}" in reason, reason
+    assert reason in asked.journal("preempted")[-1]["reason"]
+    notice.unlink()
+    shutil.rmtree(slowness)
+    if lost == "out":
+        shutil.rmtree(out)
+    else:
+        for rank in "1" if lost == "one node" else "01":
+            empty(nodes / rank)
+    run = finish(out, *settings, program=program)
+    first = stopped if step == 30 else step
+    assert started_at(run) == (first, tier), run.tail
+    assert_same_run(run, clean)
 
 
 @pytest.mark.twin

@@ -200,7 +200,17 @@ class MemoryRing:
     def saved_step(self) -> int:
         return self.records[-1].step if self.records else -1
 
-    def save(self, metadata: CheckpointMetadata, *, disk: bool = True) -> None:
+    uploads = None
+
+    def is_on_its_way(self, step: int) -> bool:
+        return step == self.saved_step
+
+    def finish_save(self, is_late: Any) -> bool:
+        return True
+
+    def save(
+        self, metadata: CheckpointMetadata, *, disk: bool = True, is_last: bool = False
+    ) -> bool:
         serial, self.next_serial = self.next_serial, self.next_serial + 1
         self.records.append(
             Record(serial=serial, step=metadata.step, cursor=metadata.cursor, state=State.committed)
@@ -213,6 +223,7 @@ class MemoryRing:
             weight=self._engine.weight,
             count=self._engine.count,
         )
+        return True
 
     def after_step(self, step: int, clean_streak: int, *, reach: Reach, may_prove: bool) -> None:
         for record in due_for_proof(

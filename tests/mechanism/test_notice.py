@@ -145,6 +145,12 @@ def test_what_a_notice_saves_follows_from_the_measured_save() -> None:
         "newest checkpoint remains; a notice of 120 s (AWS) saves the last step if a step takes "
         "less than 77 s"
     )
+    assert what_notices_save(20.0, 15.0) == (
+        "a checkpoint takes 20.0 s and its copy at checkpoint.remote 15.0 s; a notice of 30 s "
+        "(Google, Azure) saves the last step if a step takes less than 7 s, not its copy; a notice "
+        "of 120 s (AWS) saves the last step if a step takes less than 97 s, and its copy if less "
+        "than 79 s"
+    )
 
 
 def test_advice_that_a_discarded_step_carried_is_given_again() -> None:

@@ -477,6 +477,30 @@ def test_another_run_is_not_written_over(out: Path, url: str) -> None:
     assert sorted(Path(url.removeprefix("file://")).rglob("*")) == before
 
 
+def test_a_stop_sends_what_is_unproven_if_there_is_time(
+    out: Path, url: str, tmp_path: Path
+) -> None:
+    """A lost run goes on from it, and has the newest clean one to go back to."""
+    last = out / "ring" / folder_name(local(out)[-1])
+    (last / "CLEAN").unlink()
+    made, _ = uploads(out, url)
+    made.finish(local(out))
+    assert folders(url)[-1].endswith("-step-00000030") and made.seconds > 0
+    made.seconds = 5.0
+    told = made.finish_at_a_stop(local(out), lambda: 4.0)
+    assert told == f"not copied to {url}: the last copy took 5.0 s, and 4.0 s are left"
+    assert made.finish_at_a_stop(local(out), lambda: 6.0) == f"copied to {url}"
+    made.close()
+    restored = restorer(tmp_path / "new", url).restore_if_lost()
+    wanted = [(40, State.committed), (30, State.clean)]
+    assert restored is not None and [(r.step, r.state) for r in restored.records] == wanted
+    assert [(r.step, r.state) for r in local(tmp_path / "new")] == wanted[::-1]
+    (last / "CLEAN").touch()  # proven by the next start, which sends the mark
+    stored = RemoteRing(url).list_checkpoints().stored
+    send(out, url, number=2, stored=stored)
+    assert RemoteRing(url).list_checkpoints().stored[-1].state is State.clean
+
+
 # -- taking a run back --------------------------------------------------------------------
 
 
@@ -496,9 +520,9 @@ def test_a_lost_directory_comes_back(out: Path, url: str, tmp_path: Path) -> Non
     shown: list[tuple[str, int, int]] = []
     made.show = lambda *far: shown.append(far)
     restored = made.restore_if_lost()
-    assert restored is not None and restored.record.step == 40
+    assert restored is not None and [one.step for one in restored.records] == [40]
     store = CheckpointDirectory(tmp_path / "new" / "ring")
-    files = store.read(store.folder_of(restored.record)).manifest.files.values()
+    files = store.read(store.folder_of(restored.records[0])).manifest.files.values()
     size = sum(file.num_bytes for file in files)
     assert shown[-1] == ("taking back", size, size), "how far it is, in bytes"
     (entry,), damaged = CheckpointDirectory(tmp_path / "new" / "ring").entries()
@@ -577,7 +601,7 @@ def test_damage_is_refused_and_an_older_one_used(
     folder = Path(url.removeprefix("file://")) / "ring" / folders(url)[-1]
     damage(folder)
     restored = restorer(tmp_path / "new", url).restore_if_lost()
-    assert restored is not None and restored.record.step == 30
+    assert restored is not None and restored.records[0].step == 30
     assert [incident.kind for incident in restored.incidents] == ["checkpoint_damaged", "restored"]
     assert folder.name in restored.incidents[0].reason
     entries, damaged = CheckpointDirectory(tmp_path / "new" / "ring").entries()

@@ -333,6 +333,17 @@ def test_what_is_sent_next(ring: str, stored: str, tried: int, chosen: int | Non
     assert (found and found.serial) == chosen
 
 
+def test_the_last_before_a_stop_is_sent_unproven_and_once_more_when_it_is_clean() -> None:
+    for ring, stored, unproven, chosen in (
+        ("cco", "cc", True, 3), ("cco", "cco", True, None), ("cct", "cc", True, None),
+        ("ccc", "cco", False, 3), ("cco", "cco", False, None),
+    ):  # fmt: skip
+        found = next_upload(of_letters(ring), of_letters(stored), tried=0, unproven=unproven)
+        assert (found and found.serial) == chosen, (ring, stored)
+    assert [r.serial for r in kept_there(of_letters("coc"), keep=2, keep_every=0)] == [1, 3]
+    assert [r.serial for r in kept_there(of_letters("cco"), keep=1, keep_every=0)] == [2, 3]
+
+
 def test_the_newest_stay_and_every_so_manyth_for_good() -> None:
     kept = kept_there(of_letters("cccccc"), keep=2, keep_every=30)
     assert [record.step for record in kept] == [30, 50, 60]

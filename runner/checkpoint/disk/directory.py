@@ -104,19 +104,21 @@ class CheckpointDirectory:
             ) from None
         self._publish(manifest.record(manifest.serial))
 
-    def take_back(self, manifest: Manifest, data: bytes) -> Record:
-        """Publish as clean a checkpoint whose files were restored and verified.
+    def take_back(self, manifest: Manifest, data: bytes, state: State = State.clean) -> Record:
+        """Publish a checkpoint whose files were restored and verified.
 
         Args:
             data: the manifest as it was written.
+            state: clean or committed.
         """
         record = manifest.record(manifest.serial)
         self.remove(record)  # a damaged one of this name
         writing = self.writing_folder(manifest.serial)
         write_durably(writing / MANIFEST, data)
-        write_durably(writing / CLEAN, b"")
+        if state is State.clean:
+            write_durably(writing / CLEAN, b"")
         self._publish(record)
-        return replace(record, state=State.clean)
+        return replace(record, state=state)
 
     def _publish(self, record: Record) -> None:
         writing, final = self.writing_folder(record.serial), self.folder_of(record)

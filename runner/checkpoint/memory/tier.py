@@ -47,6 +47,7 @@ class SlotEntry:
     metadata: CheckpointMetadata
     counts: Mapping[str, int]
     pins: set[PinReason] = field(default_factory=set)
+    is_replicated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,17 +186,25 @@ class MemoryTier:
         self.unpin(serial, PinReason.prove)
         return failures
 
-    def replicate(self, serial: int) -> None:
-        """Replicate the snapshot to its peer; skipped while a transfer is in flight."""
-        if self.peer is not None and not self.peer[1].num_jobs:
+    def replicate(self, serial: int, *, must: bool = False) -> None:
+        """Replicate the snapshot to its peer; skipped while a transfer is in flight, or after it
+        if it ``must``."""
+        if self.peer is not None and (must or not self.peer[1].num_jobs):
             start(self._replicate(*self.peer, serial))
+
+    def is_replicated(self, serial: int) -> bool:
+        """Whether every rank's peer has it."""
+        return serial in self._entries and self._entries[serial].is_replicated
 
     def _replicate(
         self, replica: PeerReplica, peer_queue: LockstepQueue, serial: int
     ) -> Process[None]:
         entry = self._entries[serial]
         entry.pins.add(PinReason.replica)
-        yield QueuedJob(queue=peer_queue, work=lambda: replica.exchange(entry.slot, serial))
+        failures = yield QueuedJob(
+            queue=peer_queue, work=lambda: replica.exchange(entry.slot, serial)
+        )
+        entry.is_replicated = not failures
         self.unpin(serial, PinReason.replica)
 
     def drop(self, serial: int) -> None:

@@ -83,7 +83,7 @@ class _Standing:
 class RemoteListing:
     """The contents of a remote.
 
-    Whole clean checkpoints by serial, the highest serial of any folder, and the newest claim's
+    Whole checkpoints by serial, the highest serial of any folder, and the newest claim's
     number and run (0 and empty without one).
     """
 
@@ -118,11 +118,12 @@ class RemoteRing:
         """
         folders = {name: parse_name(name) for name in self.files.names("ring")}
         known = {name: manifest for name, manifest in folders.items() if manifest is not None}
-        stored = [
-            Record(serial=serial, step=step, cursor=0, state=State.clean)
-            for name, (serial, step) in sorted(known.items())
-            if {COMMITTED, CLEAN} <= set(self.files.names(f"ring/{name}"))
-        ]
+        stored = []
+        for name, (serial, step) in sorted(known.items()):
+            marks = set(self.files.names(f"ring/{name}"))
+            state = State.clean if CLEAN in marks else State.committed
+            if COMMITTED in marks:
+                stored.append(Record(serial=serial, step=step, cursor=0, state=state))
         claim = self._newest_claim()
         return RemoteListing(
             stored=stored,
@@ -132,7 +133,7 @@ class RemoteRing:
         )
 
     def entries(self, *, verify: bool) -> tuple[list[Entry], list[str]]:
-        """Whole clean checkpoints by serial, and a sentence for each that is damaged.
+        """Whole checkpoints by serial, and a sentence for each that is damaged.
 
         Args:
             verify: read every byte of them.

@@ -3,7 +3,8 @@
 Every rank uploads its own files, rank 0 the rest. Each job is agreed among the ranks like the
 ring's own (:mod:`runner.checkpoint.jobs`), in a queue of its own: a save or a proof never waits
 for the network. A failure is reported and tried again with the next clean checkpoint; files that
-are already there, and equal, are not sent twice.
+are already there, and equal, are not sent twice. The last checkpoint before a stop is sent
+unproven: a run whose disk is lost goes on from it, as it would from the disk.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from runner.checkpoint.protocol import RingRanks
 from runner.checkpoint.remote.store import RemoteRing, WriterClaim
 from runner.config.schema import CheckpointConfig
 from runner.policy.decision.history import Incident
-from runner.policy.retention.records import Record, kept_there, next_upload
+from runner.policy.retention.records import Record, State, kept_there, next_upload
 
 _PATIENCE_SECONDS = 0.2  # between checks of the time at the end of a run
 
@@ -54,6 +55,8 @@ class Uploads:
     ranks: RingRanks
     report: Callable[[Incident], None]
     show: Callable[[str, int, int], None] = lambda what, done, total: None
+    seconds: float = 0.0  # of this rank's share of the last upload; 0: unknown
+    _takes_unproven: bool = False
     _has_claimed: bool = False
     _tried: int = 0
     _withdrawn: set[int] = field(default_factory=set)  # tried; again after the next upload
@@ -68,6 +71,11 @@ class Uploads:
         """Serials that must not be retired from the ring now."""
         return {self._sending.serial} if self._sending else set()
 
+    @property
+    def has_tried(self) -> bool:
+        """Whether an upload was begun, and none is under way."""
+        return self._tried > 0 and not self.queue.num_jobs
+
     def after_step(self, records: Sequence[Record], step: int) -> None:
         """Begin the upload that is due; ``records`` are the ring's on disk."""
         self._step = step
@@ -76,7 +84,7 @@ class Uploads:
         for stored in self.stored:
             if stored.serial in self.tainted - self._withdrawn:
                 start(self._withdraw(stored))
-        record = next_upload(records, self.stored, tried=self._tried)
+        record = next_upload(records, self.stored, tried=self._tried, unproven=self._takes_unproven)
         if record is not None:
             start(self._upload(record))
 
@@ -92,17 +100,40 @@ class Uploads:
         """At the end of a run, wait for the upload that is due, but not for ever. Collective."""
         seconds = self.settings.remote_wait_seconds
         limit = time.monotonic() + seconds
+        if not self._wait(records, lambda: time.monotonic() > limit):
+            self._say(f"not finished within {seconds:g} s of the end of the run")
+
+    def finish_at_a_stop(self, records: Sequence[Record], left_seconds: Callable[[], float]) -> str:
+        """Send the newest checkpoint, proven or not, if it is there in time. Collective.
+
+        Returns:
+            What came of it, for a person.
+        """
+        left = left_seconds()
+        if self.ranks.sum([float(left < self.seconds)])[0]:
+            return (
+                f"not copied to {self.remote.url}: the last copy took {self.seconds:.1f} s, "
+                f"and {max(0.0, left):.1f} s are left"
+            )
+        self._takes_unproven = True
+        self._wait(records, lambda: left_seconds() < 0)
+        newest = max(record.serial for record in records)
+        is_there = newest in [record.serial for record in self.stored]
+        return f"{'' if is_there else 'not '}copied to {self.remote.url}"
+
+    def _wait(self, records: Sequence[Record], is_late: Callable[[], bool]) -> bool:
+        """Wait for the upload that is due; False, on all ranks alike, when it is too late."""
         self.after_step(records, self._step)
         while self.queue.num_jobs:
             self.queue.wait(_PATIENCE_SECONDS)
             self.show("uploading", min(self._moved, self._due), self._due)
-            late = float(time.monotonic() > limit)
+            late = float(is_late())
             num_done, num_failed, num_late = self.ranks.sum([*self.queue.progress(), late])
             self.queue.apply_progress(num_done, num_failed, self.ranks.world_size)
             if num_late and self.queue.num_jobs:
-                self._say(f"not finished within {seconds:g} s of the end of the run")
-                return
+                return False
             self.after_step(records, self._step)
+        return True
 
     def close(self) -> None:
         """Stop; the next start continues an unfinished upload."""
@@ -123,7 +154,7 @@ class Uploads:
         failures = yield self._on_first(record, self._publish)
         self._sending = None
         if not failures:
-            self.stored.append(record)
+            self.stored = [*(r for r in self.stored if r.serial != record.serial), record]
             self._withdrawn.clear()
             self._told = ""
         if self._goes_on(record, failures):
@@ -176,7 +207,7 @@ class Uploads:
 
     def _send(self, record: Record) -> None:
         """Upload this rank's files, or its share of them after a change of the world size."""
-        entry = self.directory.read(self.directory.folder_of(record))
+        began, entry = time.monotonic(), self.directory.read(self.directory.folder_of(record))
         names = by_kind(entry.manifest.files)[self.ranks.rank :: self.ranks.world_size]
         self._moved, self._due = 0, 2 * sum(entry.manifest.files[name].num_bytes for name in names)
 
@@ -189,6 +220,7 @@ class Uploads:
             facts = entry.manifest.files[name]
             files.put(entry.folder / name, f"ring/{entry.folder.name}/{name}", facts)
         files.moved = lambda count: None
+        self.seconds = time.monotonic() - began
 
     def _publish(self, record: Record) -> None:
         folder, files = self.directory.folder_of(record), self.remote.files
@@ -197,7 +229,7 @@ class Uploads:
             prefix="writing-run-", dir=self.directory.folder
         ) as scratch:
             self.remote.put_run_files(folder.name, self.directory.folder.parent, Path(scratch))
-        for name in (MANIFEST, CLEAN):
+        for name in (MANIFEST, *([CLEAN] if record.state is State.clean else [])):
             files.put_bytes(f"ring/{folder.name}/{name}", (folder / name).read_bytes())
         committed = (folder / COMMITTED).read_bytes()
         self._own()

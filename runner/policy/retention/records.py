@@ -149,19 +149,22 @@ def abandoned_by_rollback(records: Iterable[Record], target: int) -> list[Record
 
 
 def next_upload(
-    records: Iterable[Record], stored: Iterable[Record], *, tried: int
+    records: Iterable[Record], stored: Iterable[Record], *, tried: int, unproven: bool = False
 ) -> Record | None:
     """The newest clean checkpoint, unless it was uploaded or its upload failed (``tried``).
 
     Older ones are not uploaded after it: if the store is slower than the ring, a restart needs the
-    newest.
+    newest. One that was uploaded unproven is uploaded once more, for its mark, when it is clean.
+
+    Args:
+        unproven: the newest that a restart may load instead.
     """
-    clean = [record for record in records if record.state is State.clean]
-    if not clean:
+    usable = resume_order(records)
+    newest = next((r for r in usable if unproven or r.state is State.clean), None)
+    if newest is None:
         return None
-    newest = max(clean, key=lambda record: record.serial)
-    newest_stored = max((record.serial for record in stored), default=0)
-    return newest if newest.serial > max(newest_stored, tried) else None
+    alike = [r.serial for r in stored if r.state in (newest.state, State.clean)]
+    return newest if newest.serial > max([*alike, tried]) else None
 
 
 # Decides which checkpoints are deleted, in each tier and in the object store, and how many
@@ -220,8 +223,13 @@ def make_room(records: Iterable[Record], *, busy: Collection[int], must: bool) -
 
 
 def kept_there(stored: Sequence[Record], *, keep: int, keep_every: int) -> list[Record]:
-    """The checkpoints to keep in the object store, by the same rule as in the ring."""
+    """The checkpoints to keep in the object store, by the same rule as in the ring.
+
+    An unproven one is of use only until a later one is clean.
+    """
+    clean = max((record.serial for record in stored if record.state is State.clean), default=0)
     leaving = {record.serial for record in retire(stored, keep=keep, keep_every=keep_every)}
+    leaving |= {r.serial for r in stored if r.state is not State.clean and r.serial < clean}
     return [record for record in stored if record.serial not in leaving]
 
 
