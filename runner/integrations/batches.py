@@ -22,14 +22,17 @@ class GuardedBatches:
     Args:
         make: makes the guard, which restores the run's random generators. They are set back to
             their states before, because the framework still has to shuffle its data.
+        callbacks: what is saved of them.
         scaler: of the framework, in FP16; None: there is none.
     """
 
-    def __init__(self, make: Any, scaler: torch.amp.GradScaler | None = None) -> None:
+    def __init__(
+        self, make: Any, callbacks: Callbacks, scaler: torch.amp.GradScaler | None = None
+    ) -> None:
         generators = Randomness()
         self.guard: Guard = make()
         generators.restore()
-        self._scaler = scaler
+        self._callbacks, self._scaler = callbacks, scaler
         self._number = 0
         self._epoch = -1
         self._loss: torch.Tensor | None = None
@@ -46,7 +49,7 @@ class GuardedBatches:
 
     def note(self, loss: torch.Tensor) -> None:
         """Record the loss of the current batch; of a step's losses the guard judges the mean."""
-        self._loss = loss.detach()
+        self._loss = loss.detach() * self._callbacks.share
         self.guard.note(self._loss)  # at once, or it would count as the next batch's
 
     def may_step(self, optimizer: Any) -> bool:
@@ -81,15 +84,32 @@ class Callbacks:
     Args:
         read: its state, by names that a restart finds again.
         load: takes what ``read`` returned.
+        accumulate: batches of a step.
+
+    Attributes:
+        share: of the loss, in what the guard is told. Runs of 0.1.0 divided it by ``accumulate``;
+            they go on so, for their loss would seem to rise.
     """
 
     are_callbacks = True
 
     def __init__(
-        self, read: Callable[[], dict[str, Any]], load: Callable[[dict[str, Any]], None]
+        self,
+        read: Callable[[], dict[str, Any]],
+        load: Callable[[dict[str, Any]], None],
+        accumulate: int,
     ) -> None:
-        self.state_dict = read
-        self.load_state_dict = load
+        self._read, self._load, self._accumulate = read, load, accumulate
+        self.share = 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"share": self.share, "callbacks": self._read()}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """``None``: of a run of 0.1.0, which saved none."""
+        self.share = state["share"] if state else 1.0 / self._accumulate
+        if state:
+            self._load(state["callbacks"])
 
 
 def carried(scheduler: Any, scaler: torch.amp.GradScaler | None) -> list[Any]:

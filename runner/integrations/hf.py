@@ -95,16 +95,18 @@ class GuardedTrainer(HasBatches):
         if scaler is not None:
             # A start may begin with steps that are passed over: they unscale what nobody scaled.
             scaler.scale(torch.zeros((), device=args.device))
+        callbacks = Callbacks(self._callbacks, self._restore, args.gradient_accumulation_steps)
         self._batches = GuardedBatches(
             lambda: Guard(
                 self._out,
                 model=model,
                 optimizer=getattr(optimizer, "optimizer", optimizer),
-                scheduler=[*carried(scheduler, scaler), Callbacks(self._callbacks, self._restore)],
+                scheduler=[*carried(scheduler, scaler), callbacks],
                 clip=self._clip or None,
                 accumulate=args.gradient_accumulation_steps,
                 **self._settings,
             ),
+            callbacks,
             scaler,
         )
 
@@ -168,9 +170,10 @@ class GuardedTrainer(HasBatches):
         if not self.batches.take():
             return torch.zeros((), device=self._trainer.args.device)
         loss: torch.Tensor = self._training_step(model, inputs, *rest, **kwargs)
-        judged = loss
+        # It is divided by the batches of the step, of which an epoch's last one may have fewer.
+        judged = loss * self._trainer.current_gradient_accumulation_steps
         if self._rollouts is not None:
-            judged = loss * math.nan if self._rollouts.have_failed else loss
+            judged = judged * math.nan if self._rollouts.have_failed else judged
             self.guard.log(self._rollouts.numbers())
         self.batches.note(judged)
         return loss

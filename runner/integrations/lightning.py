@@ -77,15 +77,17 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Create the guard, which resumes the run in ``out``."""
         self._scaler = getattr(trainer.precision_plugin, "scaler", None)
+        comparing = _callbacks(trainer)
         self._batches = GuardedBatches(
             lambda: Guard(
                 self._out,
                 model=pl_module,
                 optimizer=trainer.optimizers[0],
-                scheduler=[*self._schedulers(trainer), _callbacks(trainer)],
+                scheduler=[*self._schedulers(trainer), comparing],
                 accumulate=trainer.accumulate_grad_batches,
                 **self._settings,
             ),
+            comparing,
             self._scaler,
         )
         callbacks = trainer.callbacks
@@ -105,8 +107,8 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
             result = train(*args, **kwargs)
             loss = result["loss"] if isinstance(result, Mapping) else result
             if loss is not None:
-                # As Lightning divides it; before backward it is multiplied by the loss scale.
-                batches.note(loss / trainer.accumulate_grad_batches)
+                # Before backward it is divided by the batches of a step, and multiplied by a scale.
+                batches.note(loss)
             return result
 
         pl_module.training_step = step
@@ -168,7 +170,10 @@ def _callbacks(trainer: Trainer) -> Callbacks:
         for key in comparing.keys() & state.keys():
             comparing[key].load_state_dict(state[key])
 
-    return Callbacks(lambda: {key: one.state_dict() for key, one in comparing.items()}, load)
+    def read() -> dict[str, Any]:
+        return {key: one.state_dict() for key, one in comparing.items()}
+
+    return Callbacks(read, load, trainer.accumulate_grad_batches)
 
 
 def _no_loss(module: torch.nn.Module) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import math
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader
 from runner import Guard
 from runner.startup.shared_memory import MEMORY_DIR
 from runner.system.error import ConfigError, Preempted
+from tests import frameworks
 from tests.frameworks import BAD, FRAMEWORKS, RULES, SCATTERED, Killed, ScriptArguments, tiny_llama
 from tests.mechanism.test_guard_loop import journal, same
 from tests.rows import full, full_but
@@ -121,6 +123,18 @@ def test_the_frameworks_own_early_stop_goes_on_over_a_restart(tmp_path: Path, na
         assert columns(tmp_path / "a") == columns(tmp_path / "b") != {}
 
 
+@pytest.mark.parametrize("name", ["hf", "lightning"])
+def test_an_epochs_last_step_may_have_fewer_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The loss of a step is the mean over its tokens, however many batches it has."""
+    pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
+    monkeypatch.setattr(frameworks, "NUM", 130)  # 65 batches, two a step
+    assert FRAMEWORKS[name](ScriptArguments(out=tmp_path / "a", bad=())).skipped == []
+    first = read_lines(tmp_path / "a" / "metrics.jsonl")[0]
+    assert first["loss"] == pytest.approx(math.log(32), abs=0.3)  # of 32 tokens, untrained
+
+
 def test_a_run_of_0_1_0_which_saved_no_callbacks_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,13 +144,18 @@ def test_a_run_of_0_1_0_which_saved_no_callbacks_is_resumed(
     arguments = ScriptArguments(out=tmp_path / "a", bad=())
 
     def former(*words: Any, scheduler: list[Any], **settings: Any) -> Guard:
+        scheduler[-1].share = 1 / 2
         return Guard(*words, scheduler=scheduler[:-1], **settings)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(lightning, "Guard", former)
         FRAMEWORKS["lightning"](replace(arguments, kill_at=22))
+    with pytest.raises(Killed):
+        FRAMEWORKS["lightning"](replace(arguments, kill_at=42))
     resumed = FRAMEWORKS["lightning"](replace(arguments, patience=3))
     same(resumed.state, FRAMEWORKS["lightning"](replace(arguments, out=tmp_path / "b")).state)
+    told, others = (read_lines(tmp_path / run / "metrics.jsonl")[-1]["loss"] for run in "ab")
+    assert resumed.skipped == [] and told == others / 2  # as it was told before
 
 
 @pytest.mark.full

@@ -173,11 +173,11 @@ class RollbackState:
         if self._last is None:
             return
         self._state.apply_options(self._last)
-        states, schedulers = self._last["schedulers"], self.schedulers
-        if len(states) < len(schedulers):  # written by 0.1.0, which saved no callbacks
-            schedulers = [one for one in schedulers if not getattr(one, "are_callbacks", False)]
+        states = list(self._last["schedulers"])
+        if len(states) < len(self.schedulers) and hasattr(self.schedulers[-1], "are_callbacks"):
+            states.append(None)  # written by 0.1.0, which saved no callbacks
         try:
-            for scheduler, state in zip(schedulers, states, strict=True):
+            for scheduler, state in zip(self.schedulers, states, strict=True):
                 scheduler.load_state_dict(unpack(state))
         except (LookupError, TypeError, ValueError) as error:
             raise CheckpointError(
