@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,9 @@ from runner.system.parsing import json_text
 
 _REASON = 300  # characters of a reason in out/bad_nodes
 # NFS whose server was replaced or is gone, a disk that is lost, FUSE without its process.
+# How storage answers that is away, or full, for a while.
 _AWAY = {errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN}
+_AWAY |= {errno.ENOSPC, errno.EDQUOT}
 _AWAY_SECONDS = 2.0
 
 
@@ -92,7 +96,8 @@ class Supervisor(ABC):
             number, began = len(attempts) + 1, time.time()
             attempts.append(self.attempt(number, diagnose=diagnose))
             times = {"began": round(began, 3), "ended": round(time.time(), 3)}
-            _append_line(self._log, {"launch_id": self._id} | times | asdict(attempts[-1]))
+            line = {"launch_id": self._id} | times | asdict(attempts[-1])
+            self._until_it_answers(partial(_append_line, self._log, line))
             if end := self.end_for_good():
                 return end
             next_ = after(attempts, self._rules, asked_to_stop=self.stop.is_set)
@@ -112,18 +117,29 @@ class Supervisor(ABC):
         return ended
 
     def _await_storage(self) -> None:
-        """Wait until the run's storage answers.
+        """Wait until the run's storage answers."""
+        with contextlib.suppress(OSError):  # there may be no such folder yet
+            self._until_it_answers(lambda: os.scandir(self._log.parent).close())
+
+    def _until_it_answers(self, ask: Callable[[], None]) -> None:
+        """Ask until the storage is there and has room.
 
         Raises:
+            OSError: from ``ask``, another one.
             Preempted: a stop was asked for meanwhile.
         """
         has_said = False
-        while error := _away(self._log.parent):
-            if not has_said:
-                self._say(f"{error}: no attempt before it answers again")
-                has_said = True
-            if not self.stop.sleep(_AWAY_SECONDS):
-                raise Preempted(f"asked to stop, and {error}")
+        while True:
+            try:
+                return ask()
+            except OSError as error:
+                if error.errno not in _AWAY:
+                    raise
+                if not has_said:
+                    self._say(f"{error}: no attempt before it answers again")
+                    has_said = True
+                if not self.stop.sleep(_AWAY_SECONDS):
+                    raise Preempted(f"asked to stop, and {error}") from None
 
     def _earlier(self) -> list[Attempt]:
         """The attempts of this launch so far; supervisors on other nodes may append to the list."""
@@ -136,15 +152,6 @@ class Supervisor(ABC):
             for line in lines
             if line is not None and line.get("launch_id") == self._id
         ]
-
-
-def _away(folder: Path) -> OSError | None:
-    """How storage that is away for a while answers; None where it is there."""
-    try:
-        os.scandir(folder).close()
-    except OSError as error:
-        return error if error.errno in _AWAY else None
-    return None
 
 
 def _append_line(path: Path, line: Mapping[str, Any]) -> None:

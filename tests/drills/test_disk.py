@@ -279,6 +279,22 @@ def test_a_rank_that_dies_while_the_storage_is_stale(
         assert "/run': no attempt before it answers again" in text, ended.tail
 
 
+@pytest.mark.twin
+def test_a_rank_that_dies_while_the_disk_is_full(tmp_path: Path, clean: Result) -> None:
+    """Its supervisor cannot note the attempt, and no other one could begin; it waits."""
+    with small_disk(tmp_path / "disk", "16m") as disk:
+        started = launch(disk / "run", SLOWLY)
+        started.until(reached(14))
+        with filled(disk):
+            os.kill(ranks(started)[0], signal.SIGKILL)
+            until(lambda: not ranks(started), "the end of the attempt")
+            time.sleep(3.0)
+            assert started.process.poll() is None, started.wait().tail
+        ended = assert_healed(started, clean, [1, 0])
+        assert "No space left on device" in ended.text
+        assert "no attempt before it answers again" in ended.text, ended.tail
+
+
 @fuse
 def test_a_quota_reached_while_a_checkpoint_is_written(tmp_path: Path, clean: Result) -> None:
     """No room is left behind in it, and the older checkpoints stay."""
