@@ -219,6 +219,7 @@ class Soak:
             options.faults, self._dice, ranks=options.ranks, kinds=kinds
         )
         self._notice = log.with_name("notice")
+        self._remote = f"checkpoint.remote=s3://{BUCKET}/{seed}"  # the bucket outlives a sitting
         self._again = [kind for kind in OUTER if kind in kinds]
         self._struck: list[str] = []
         self._later: list[tuple[float, Callable[[Started], bool]]] = []
@@ -256,8 +257,7 @@ class Soak:
         return None if was_ours else started.process.returncode
 
     def _begun(self) -> subprocess.Popen[str]:
-        remote = f"checkpoint.remote=s3://{BUCKET}/soak"
-        told = (remote, f"preempt.notice=file:{self._notice}", f"faults=[{_quoted(self._inner)}]")
+        told = (self._remote, f"preempt.notice=file:{self._notice}", f"faults=[{_quoted(self._inner)}]")
         return _begun(self.out, self._options, self._log, *told, env=self._store.env)
 
     def _pair(self) -> None:
