@@ -257,7 +257,11 @@ class Soak:
         return None if was_ours else started.process.returncode
 
     def _begun(self) -> subprocess.Popen[str]:
-        told = (self._remote, f"preempt.notice=file:{self._notice}", f"faults=[{_quoted(self._inner)}]")
+        told = (
+            self._remote,
+            f"preempt.notice=file:{self._notice}",
+            f"faults=[{_quoted(self._inner)}]",
+        )
         return _begun(self.out, self._options, self._log, *told, env=self._store.env)
 
     def _pair(self) -> None:
