@@ -21,6 +21,7 @@ COMMANDS = {
     "launch": "runner.command.supervise:launch_command",
     "supervise": "runner.command.supervise:supervise_command",
     "run": "runner.command.supervise:run_command",
+    "bisect": "runner.command.bisect:bisect_command",
     "prove-resume": "runner.command.prove_resume:prove_resume_command",
     "slurm": "runner.command.cluster:slurm_command",
     "slurm-job": "runner.command.cluster:slurm_job_command",

@@ -37,8 +37,8 @@ Holdfast: a training runner that survives NaNs, loss spikes, bad data and crashe
   holdfast check-model key=value ... what exactness asks of your model and data; preflight: more
   holdfast ring DIR|URL [--verify]   list and verify checkpoints
   holdfast export OUT DIR            weights as safetensors; import: begin a run from others'
-  holdfast replay OUT                why steps were bad; read FILE...: what a curve shows
-  holdfast report OUT                the page of a run; live, top: while it runs
+  holdfast replay OUT                why steps were bad; bisect: which commit or data file did it
+  holdfast report OUT                the page of a run; live, top: while it runs; read: of any curve
   holdfast watch OUT...              tells you when a run dies, halts or recovers
   holdfast backtest FILE...          what the guard would have done to recorded runs
   holdfast plan ...                  memory of a rank, goodput of a large run; profile: a step

@@ -246,6 +246,10 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
             given = error.override.partition("=")[2]
             return f"{error.override}: faults are a list, in quotes: 'faults=[{given.strip('[]')}]'"
         name, equals, value = error.override.partition("=")
+        name = re.sub(r"\[\d+\]", "", name)
+        first = name.partition(".")[0]
+        if equals and first.isidentifier() and first not in {k.partition(".")[0] for k in _specs()}:
+            return unknown(name)
         is_plain = equals and not set(value) & set("'\"[]{}")
         usual = "key=value; quote values with spaces or '=' as key='\"...\"'"
         return f"cannot read the override {error.override!r}. Write " + (

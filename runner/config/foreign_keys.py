@@ -119,7 +119,7 @@ def _in_order(key: str) -> list[str]:
 
 
 def _split(key: str) -> list[str]:
-    plain = _HUMP.sub("_", key).lower().replace("learning_rate", "lr").replace("init_args", "")
+    plain = re.sub("learning_?rate", "lr", _HUMP.sub("_", key).lower()).replace("init_args", "")
     apart = re.split(r"[^a-z0-9]+", plain)
     return [re.sub(r"(?<=[a-z0-9]{3})(?<!s)s$", "", word) for word in apart if word]
 

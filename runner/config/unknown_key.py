@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Sequence
 
 from runner.config.foreign_keys import likely_key, one_slip, our_key, words
@@ -14,18 +15,19 @@ def answer(key: str, ours: Sequence[str]) -> str:
     """One of our keys by a slip or in another group, or what another trainer's key is here."""
     group, _, ending = key.rpartition(".")
     same, theirs = _of_ending(key, [ending], ours), our_key(key)
-    alike = [name for name in ours if words(name) == words(key)]
+    # In a group of ours that lacks it: ``schedule.lr`` may be meant for ``optim.lr``.
+    other = [name for name in same if group in _groups(ours)]
+    alike = [name for name in ours if words(name) == words(key) or _bare(name) == _bare(key)]
     if words(ending) == words(key):  # its group, if any, says nothing
         alike = alike or same
     if alike and not any(name in (theirs or "") for name in alike):
         said = did_you_mean(alike)
     elif theirs:
-        said = _here("here", [theirs])
+        said = _here("here", theirs, [name for name in other if "." in name])
     elif near := _near(key, ours):
         said = did_you_mean(near)
     elif theirs := likely_key(key):
-        also = [name for name in same if group in _groups(ours) and name not in theirs]
-        said = _here("perhaps", [theirs, *also])
+        said = _here("perhaps", theirs, other)
     elif same := same or _of_ending(key, one_slip(ending, _endings(ours)), ours):
         said = did_you_mean(same)
     else:
@@ -47,8 +49,9 @@ def did_you_mean(names: Collection[str]) -> str:
     return f"did you mean {' or '.join(names)}?"
 
 
-def _here(how: str, said: Sequence[str]) -> str:
-    return f"{said[0]}." if said[0].startswith("none ") else f"{how}: {'; or '.join(said)}."
+def _here(how: str, theirs: str, other: Sequence[str]) -> str:
+    said = [*(name for name in other if name not in theirs), theirs]
+    return f"{theirs}." if theirs.startswith("none ") else f"{how}: {'; or '.join(said)}."
 
 
 def _near(key: str, ours: Sequence[str]) -> list[str]:
@@ -56,15 +59,23 @@ def _near(key: str, ours: Sequence[str]) -> list[str]:
     ending = key.rpartition(".")[2]
     of_group = words(key) - words(ending)
     names = {*ours, *_groups(ours), *(() if of_group else _endings(ours))}
+    last = re.compile(rf"{_group(key)}\.\w+_{ending}" if "." in key else "(?!)")
+    # Its first or its last word is missing.
+    if begun := [name for name in names if name.startswith(f"{key}_") or last.fullmatch(name)]:
+        return _of_ending(key, {name.rpartition(".")[2] for name in begun}, ours)
     if alike := one_slip(key, sorted(names)):
         return [name for one in alike for name in _of_ending(key, [one], ours) or [one]][:3]
-    plain = {name.replace("_", ""): name for name in ours if key.startswith(f"{_group(name)}.")}
-    if alike := difflib.get_close_matches(key.replace("_", ""), plain, n=1, cutoff=_IN_ITS_GROUP):
+    plain = {_bare(name): name for name in ours if key.startswith(f"{_group(name)}.")}
+    if alike := difflib.get_close_matches(_bare(key), plain, n=1, cutoff=_IN_ITS_GROUP):
         return [plain[alike[0]]]
     if of_group and (len(words(ending)) == 1 or not of_group <= words(".".join(_groups(ours)))):
         return []  # in a group of theirs it may be anything
     same = [one for one in _endings(ours) if words(one) == words(ending)]
     return _of_ending(key, same or one_slip(ending, _endings(ours)), ours)
+
+
+def _bare(key: str) -> str:
+    return key.replace("_", "").lower()
 
 
 def _group(key: str) -> str:
