@@ -29,10 +29,8 @@ def bisect_command(arguments: Sequence[str]) -> int:
     options, command = parser.of_command(arguments)
     if not command or (options.files is None) == ("{files}" in " ".join(command)):
         raise ConfigError("bisect: write -- COMMAND; with {files} in it for --files, else without")
-    if options.commits:
-        return _by_git(*options.commits, command)
     if options.files is None:
-        return _try(command)
+        return _by_git(*options.commits, command) if options.commits else _try(command)
     found = first_bad(options.files, lambda files: _is_bad(command, files))
     sys.stdout.write(f"{found} is the first bad file\n" if found else "none of the files is bad\n")
     return EXIT_DONE if found else EXIT_CRASH

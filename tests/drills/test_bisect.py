@@ -29,10 +29,10 @@ class Net(nn.Module):
         return self.head(self.embedding(input_ids)) * scale[..., None]
 """
 _TRAIN = (
-    *(sys.executable, "-m", "runner", "model._target_=net.Net", "data.seq_len=16", "data.workers=0"),
+    *(sys.executable, "-m", "runner", "model._target_=net.Net", "data.seq_len=16"),
     *("batch.global_size=8", "batch.micro_size=8", "parallel=single", "eval.every=0", "steps=20"),
     *("checkpoint.every=10", "guard.max_rollbacks=0", "explain=off", "debug.preflight=false"),
-    "track.report_minutes=null",
+    *("track.report_minutes=null", "data.workers=0"),
 )
 
 
