@@ -30,7 +30,7 @@ def bisect_command(arguments: Sequence[str]) -> int:
     if not command or (options.files is None) == ("{files}" in " ".join(command)):
         raise ConfigError("bisect: write -- COMMAND; with {files} in it for --files, else without")
     if options.files is None:
-        return _by_git(*options.commits, command) if options.commits else _try(command)
+        return _by_git(options.commits, command) if options.commits else _try(command)
     found = first_bad(options.files, lambda files: _is_bad(command, files))
     sys.stdout.write(f"{found} is the first bad file\n" if found else "none of the files is bad\n")
     return EXIT_DONE if found else EXIT_CRASH
@@ -67,7 +67,8 @@ def _try(command: Sequence[str]) -> int:
     return {EXIT_DONE: _GOOD, EXIT_HALTED: _BAD}.get(code, _UNKNOWN)
 
 
-def _by_git(good: str, bad: str, command: Sequence[str]) -> int:
+def _by_git(commits: Sequence[str], command: Sequence[str]) -> int:
+    good, bad = commits
     if subprocess.run(["git", "bisect", "log"], capture_output=True, check=False).returncode == 0:
         raise ConfigError("bisect: git bisects here already; `git bisect reset` ends that")
     if subprocess.run(["git", "bisect", "start", bad, good, "--"], check=False).returncode:
