@@ -189,7 +189,8 @@ def test_of_several_hosts_with_clocks_of_their_own_each_episode_is_one_message(
     assert trains() == ["recovered"]
     run.ends("preempted")
     assert [watcher.looks(), watcher.looks(after=130)] == [[], ["preempted"]]
-    run.begins(watcher.now)
+    run.begins(watcher.now)  # requeued
+    assert watcher.looks() == [], "the heartbeat is of the start before"
     assert trains() == ["recovered"], "the summary is of the start before"
     run.ends("preempted")  # a node joins: all are asked to stop, and started again
     assert watcher.looks() == []

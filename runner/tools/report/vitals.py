@@ -73,11 +73,14 @@ class Vitals:
             return {}
         return self._settings[1] if version and self._settings else {}
 
-    def silent_seconds(self) -> float | None:
+    def silent_seconds(self, incarnation: object = None) -> float | None:
         """Seconds since the last heartbeat of the run's owner; None without an owner.
 
         A beat that this reader has seen to move counts by the reader's own clock: that of a file
         server may be wrong. Until then the file's time has to do.
+
+        Args:
+            incarnation: of the newest start, whose first heartbeat may be still to come: then None.
         """
         path = self._run_dir.incarnation / "beat"
         try:
@@ -91,7 +94,9 @@ class Vitals:
         if self._beat is None or text != self._beat[0]:
             is_seen_moving = self._beat is not None or self._is_patient
             self._beat = text, now if is_seen_moving else None
-        moved = self._beat[1]
+        moved, owner = self._beat[1], text.partition(" ")[0]
+        if isinstance(incarnation, int) and owner.isdecimal() and int(owner) < incarnation:
+            return None
         return max(0.0, now - (written if moved is None else moved))
 
     def status(self, incarnation: object, *, has_steps: bool) -> str:
@@ -99,7 +104,7 @@ class Vitals:
         summary = self.summary(incarnation)
         if summary is not None:
             return str(summary.get("status", "ended"))[:40]
-        silent = self.silent_seconds()
+        silent = self.silent_seconds(incarnation)
         if silent is not None and silent < self._alive_seconds:
             return RUNNING if has_steps else STARTING
         return SILENT
@@ -170,7 +175,7 @@ class Glance:
 
     def silent_seconds(self) -> float:
         """Seconds since the last sign of the run: its heartbeat, or else its newest line."""
-        silent = self.vitals.silent_seconds()
+        silent = self.vitals.silent_seconds(self.incarnation)
         if silent is not None:
             return silent
         return max(0.0, self._clock() - max(self.moved, self._line_time, self._seen))
@@ -225,6 +230,7 @@ class Glance:
                 detail = line.get("detail")
                 self.incarnation = detail.get("incarnation") if isinstance(detail, dict) else None
                 self._start_step = whole(line.get("step"))
+                self._seen = self._clock() if place > self.num_lines > 0 else self._seen
             if place > self.num_lines and type(line.get("step")) is int and "kind" in line:
                 fresh.append(line)
         self.num_lines = max(place, self.num_lines)
