@@ -97,12 +97,17 @@ class Supervisor(ABC):
             attempts.append(self.attempt(number, diagnose=diagnose))
             times = {"began": round(began, 3), "ended": round(time.time(), 3)}
             line = {"launch_id": self._id} | times | asdict(attempts[-1])
-            self._until_it_answers(partial(_append_line, self._log, line))
-            if end := self.end_for_good():
-                return end
-            next_ = after(attempts, self._rules, asked_to_stop=self.stop.is_set)
+            note = partial(_append_line, self._log, line)
+            next_ = self.end_for_good() or after(
+                attempts, self._rules, asked_to_stop=self.stop.is_set
+            )
             if isinstance(next_, End):
+                try:
+                    note()
+                except OSError as error:
+                    self._say(f"the last attempt is not noted: {error}")
                 return next_
+            self._until_it_answers(note)
             pause = f" in {next_.pause_seconds:g} s" if next_.pause_seconds else ""
             how = ", with collectives checked (debug.diagnose_on_crash)" if next_.diagnose else ""
             self._say(f"{next_.reason}; attempt {number + 1}{pause}{how}")
