@@ -211,7 +211,7 @@ class ScriptSupervisor(Supervisor):
     def attempt(self, number: int, *, diagnose: bool) -> Attempt:
         best = max((earlier.clean_after for earlier in self.attempts), default=-1)
         folder = self._watched.folder / f"attempt-{number:04d}"
-        folder.mkdir(parents=True, exist_ok=True)
+        self.until_it_answers(lambda: folder.mkdir(parents=True, exist_ok=True))
         reading, writing = os.pipe()
         said = Said(reading, self._watched.progress)
         watchdog = _Watchdog(said, self._watched, folder, self._gpus_work)
@@ -228,7 +228,8 @@ class ScriptSupervisor(Supervisor):
             said.finish()
         cause = None if ended.code == 0 else _cause(said, watchdog, folder, ended)
         if cause is not None:
-            (folder / "output.txt").write_text("\n".join(said.since(said.num_lines - _TAIL)))
+            with contextlib.suppress(OSError):
+                (folder / "output.txt").write_text("\n".join(said.since(said.num_lines - _TAIL)))
             self._say(f"attempt {number}: {cause.reason} (evidence: {folder})")
         return Attempt(
             code=_code_of_ranks(ended.code, said.lines, self._rules.codes.final),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from runner.config.schema import RunConfig
 from runner.distributed.env import ATTEMPT, LAUNCH_ID, RESTART
@@ -37,6 +37,8 @@ from runner.system.parsing import json_text
 
 _REASON = 300  # characters of a reason in out/bad_nodes
 # NFS whose server was replaced or is gone, a disk that is lost, FUSE without its process.
+T = TypeVar("T")
+
 # How storage answers that is away, or full, for a while.
 _AWAY = {errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN}
 _AWAY |= {errno.ENOSPC, errno.EDQUOT}
@@ -107,7 +109,7 @@ class Supervisor(ABC):
                 except OSError as error:
                     self._say(f"the last attempt is not noted: {error}")
                 return next_
-            self._until_it_answers(note)
+            self.until_it_answers(note)
             pause = f" in {next_.pause_seconds:g} s" if next_.pause_seconds else ""
             how = ", with collectives checked (debug.diagnose_on_crash)" if next_.diagnose else ""
             self._say(f"{next_.reason}; attempt {number + 1}{pause}{how}")
@@ -124,9 +126,9 @@ class Supervisor(ABC):
     def _await_storage(self) -> None:
         """Wait until the run's storage answers."""
         with contextlib.suppress(OSError):  # there may be no such folder yet
-            self._until_it_answers(lambda: os.scandir(self._log.parent).close())
+            self.until_it_answers(lambda: os.scandir(self._log.parent).close())
 
-    def _until_it_answers(self, ask: Callable[[], None]) -> None:
+    def until_it_answers(self, ask: Callable[[], T]) -> T:
         """Ask until the storage is there and has room.
 
         Raises:
@@ -240,7 +242,7 @@ class JobSupervisor(Supervisor):
 
     def attempt(self, number: int, *, diagnose: bool) -> Attempt:
         lines, clean_before = journal_lines(self._out), newest_clean(self._out)
-        job = self._make_job(number, diagnose)
+        job = self.until_it_answers(lambda: self._make_job(number, diagnose))
         variables = self._shared | ({ATTEMPT: str(number)} if self._node is None else {})
         if self._restart:
             variables[RESTART] = json_text(self._restart | {"started": time.time()})
