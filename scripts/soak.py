@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.fault.spec import ENDINGS, POINTS, parse_faults
+from runner.system.error import EXIT_PREEMPTED
 from runner.system.json_lines import read_lines
 from scripts import soak_trace
 from scripts.bench.provenance import head
@@ -254,6 +255,7 @@ class Soak:
             if now - moved > STUCK_SECONDS:
                 started.kill()
                 return 124
+        was_ours |= started.process.returncode == EXIT_PREEMPTED  # a scheduler starts it again
         return None if was_ours else started.process.returncode
 
     def _begun(self) -> subprocess.Popen[str]:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,12 @@ from runner.system.error import ConfigError, lacking
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+    from lightning.pytorch.callbacks import (
+        Checkpoint,
+        EarlyStopping,
+        StochasticWeightAveraging,
+        WeightAveraging,
+    )
     from lightning.pytorch.strategies import (
         DDPStrategy,
         ModelParallelStrategy,
@@ -68,6 +73,14 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
                 "strategy='ddp', and with ModelParallelStrategy and fully_shard (FSDP2) in "
                 "configure_model; use one of these, or runner.Guard in a loop of your own"
             )
+        for callback in trainer.callbacks:
+            if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+                raise ConfigError(
+                    f"GuardCallback: {type(callback).__name__}: its average of the weights is not "
+                    "in the guard's checkpoints, so that a restart would begin it anew; leave it "
+                    "out, or average in a loop of your own, where runner.Guard takes the average "
+                    "as a second model"
+                )
         if not pl_module.automatic_optimization or len(trainer.optimizers) > 1:
             raise ConfigError(
                 "GuardCallback: needs automatic optimization and one optimizer; with manual "
@@ -99,6 +112,7 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
         def step(*args: Any, **kwargs: Any) -> Any:
             """Replaces ``training_step``; returns None, which is no loss, for a skipped batch."""
             is_taken = batches.take()
+            self._has_trained |= is_taken
             if not self.guard.is_catching_up:
                 trainer.callbacks = callbacks
             if not is_taken:
@@ -112,17 +126,31 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
             return result
 
         pl_module.training_step = step
+        precision = trainer.precision_plugin
+        clip, precision.clip_grad_by_value = precision.clip_grad_by_value, _clip_if_any(precision)
         validation = trainer.fit_loop.epoch_loop.val_loop
         validate, validation.run = validation.run, self.evaluation(validation.run)
 
         def restore() -> None:
             pl_module.training_step, validation.run = train, validate
-            trainer.callbacks = callbacks
+            trainer.callbacks, precision.clip_grad_by_value = callbacks, clip
 
         self._restore = restore
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._has_trained = False
         self.batches.begin_epoch()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Before the callbacks that compare: an epoch whose batches were all used before this start
+        has no numbers of training."""
+        known = (None, *trainer.callback_metrics)
+        if not self._has_trained:
+            trainer.callbacks = [
+                one
+                for one in trainer.callbacks
+                if not isinstance(one, _COMPARING) or getattr(one, "monitor", None) in known
+            ]
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
@@ -174,6 +202,17 @@ def _callbacks(trainer: Trainer) -> Callbacks:
         return {key: one.state_dict() for key, one in comparing.items()}
 
     return Callbacks(read, load, trainer.accumulate_grad_batches)
+
+
+def _clip_if_any(precision: Any) -> Callable[..., None]:
+    """Its clipping by value, which torch refuses where there are no gradients."""
+    own = precision.clip_grad_by_value
+
+    def clip(optimizer: Any, value: float) -> None:
+        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            own(optimizer, value)
+
+    return clip
 
 
 def _no_loss(module: torch.nn.Module) -> torch.Tensor:

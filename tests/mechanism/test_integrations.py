@@ -91,6 +91,17 @@ def test_poisoned_killed_and_resumed_is_told_to_skip(tmp_path: Path, name: str, 
     assert is_hf or fp16 or len(journal(tmp_path / "a", "rollback")) == 2  # one an epoch
 
 
+def test_a_step_discarded_behind_a_rollback_leaves_no_trace(tmp_path: Path) -> None:
+    """The data goes on after the rollback, and the generators with it."""
+    pytest.importorskip("lightning")
+    arguments = ScriptArguments(out=tmp_path / "a", bad=(*BAD, 120))
+    ended = FRAMEWORKS["lightning"](arguments)
+    told = replace(arguments, out=tmp_path / "b", bad=(), skip=ended.skipped)
+    same(ended.state, FRAMEWORKS["lightning"](told).state)
+    last = journal(tmp_path / "a", "rollback")[0]["seq"]
+    assert journal(tmp_path / "a", "discard")[-1]["seq"] > last
+
+
 @pytest.mark.parametrize("name", ["hf", "lightning"])
 def test_a_stop_in_an_evaluation_saves_at_once(tmp_path: Path, name: str) -> None:
     pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")

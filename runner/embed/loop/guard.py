@@ -413,6 +413,7 @@ class Guard(Holder):
         if self._is_catching_up:
             self._is_catching_up = False
             self._carried.repeat()
+        self._steps.has_rolled_back = False  # the data goes on: nothing is left to do
         self._steps.begin_batch(number, None)
         return True
 
