@@ -273,7 +273,9 @@ def lightning_module(net: nn.Module | None) -> Any:
             self.net, self.evaluated = net, {}
 
         def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
-            return self.net(batch)
+            loss = self.net(batch)
+            self.log("train_loss", loss.nan_to_num(), on_step=True, on_epoch=True)
+            return loss
 
         def validation_step(self, batch: torch.Tensor, number: int) -> None:
             self.evaluated[self.trainer.global_step] = float(self.net(batch))
@@ -289,7 +291,9 @@ def lightning_module(net: nn.Module | None) -> Any:
     return Module()
 
 
-def guarded_lightning(arguments: ScriptArguments, **more: Any) -> tuple[Any, Any]:
+def guarded_lightning(
+    arguments: ScriptArguments, *, stops_by: str = "eval_loss", **more: Any
+) -> tuple[Any, Any]:
     """A trainer with a guard, and with a callback that kills the process; and the guard."""
     from lightning.pytorch import Callback, Trainer
     from lightning.pytorch.callbacks import EarlyStopping
@@ -306,8 +310,8 @@ def guarded_lightning(arguments: ScriptArguments, **more: Any) -> tuple[Any, Any
             arguments.maybe_kill(trainer.global_step, guard.guard)
 
     guard = GuardCallback(arguments.out, **arguments.settings)
-    patience = arguments.patience
-    stopping = [EarlyStopping("eval_loss", patience=patience)] if patience else []
+    patience = arguments.patience or 9 * (stops_by != "eval_loss")
+    stopping = [EarlyStopping(stops_by, patience=patience)] if patience else []
     trainer = Trainer(
         max_epochs=2, accumulate_grad_batches=ACCUMULATE, gradient_clip_val=0.5,
         accelerator="cpu", devices=num_ranks(), logger=False, enable_checkpointing=False,

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from runner import Guard
@@ -260,6 +261,7 @@ def test_loaders_still_count_their_passes() -> None:
 def test_what_cannot_be_guarded_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
     from lightning.pytorch.strategies import FSDPStrategy
 
     from runner.integrations.lightning import GuardCallback
@@ -272,6 +274,36 @@ def test_what_cannot_be_guarded_is_refused(tmp_path: Path) -> None:
     trainer.strategy.__class__ = FSDPStrategy
     with pytest.raises(ConfigError, match="FSDPStrategy: a batch can be skipped only"):
         GuardCallback(tmp_path).on_fit_start(trainer, LightningModule())
+
+    trainer = Trainer(accelerator="cpu", logger=False, callbacks=[StochasticWeightAveraging(1e-2)])
+    with pytest.raises(ConfigError, match="StochasticWeightAveraging: its average"):
+        GuardCallback(tmp_path).on_fit_start(trainer, LightningModule())
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"gradient_clip_algorithm": "value"},  # which torch refuses where a step has no gradients
+        {"stops_by": "train_loss_epoch"},  # a start that passes over a whole pass has none
+    ],
+)
+def test_lightning_with(tmp_path: Path, how: dict[str, str]) -> None:
+    pytest.importorskip("lightning")
+
+    def fit(run: str, kill_at: int | None = None) -> dict[str, Any]:
+        torch.manual_seed(0)
+        script = ScriptArguments(out=tmp_path / run, bad=(20,), kill_at=kill_at)
+        module = frameworks.lightning_module(frameworks.TinyNet())
+        trainer, guard = frameworks.guarded_lightning(script, **how)
+        trainer.fit(module, frameworks.loader_of(script))
+        return {"state": module.state_dict(), "skipped": guard.guard.skipped}
+
+    for kill_at in (21, 40):
+        with pytest.raises(Killed):
+            fit("a", kill_at)
+    ends = fit("a"), fit("b")
+    same(*ends)
+    assert ends[0]["skipped"] != []
 
 
 def test_what_the_hf_trainer_cannot_have_guarded_is_refused(tmp_path: Path) -> None:
