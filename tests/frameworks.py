@@ -45,7 +45,7 @@ class ScriptArguments:
 
     ``bad``: samples that are poisoned; ``kill_at``: the step before which ``kill`` is called;
     ``stop_at``: the step in whose evaluation a stop is asked for; ``patience``: evaluations without
-    a better one after which the framework ends by itself.
+    a better one after which the framework ends by itself; ``more``: settings of its trainer.
     """
 
     out: Path
@@ -55,6 +55,7 @@ class ScriptArguments:
     kill_at: int | None = None
     stop_at: int | None = None
     patience: int | None = None
+    more: dict[str, Any] = field(default_factory=dict)
     kill: Callable[[], None] = _raise
     skip: Sequence[Any] | None = None
     bare: bool = False
@@ -194,6 +195,10 @@ def fit_hf(trainer: Any, arguments: ScriptArguments) -> Ended:
         def on_substep_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             arguments.maybe_kill(state.global_step, guarded.guard)
 
+        def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            if args.gradient_accumulation_steps == 1:
+                arguments.maybe_kill(state.global_step, guarded.guard)
+
         def on_prediction_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             arguments.maybe_stop(state.global_step, guarded.guard)
 
@@ -217,7 +222,8 @@ def train_hf(script: ScriptArguments, model: nn.Module | None = None) -> Ended:
     from transformers import Trainer, TrainingArguments
 
     data = [{"input_ids": ids, "labels": ids} for ids in tokens(script.bad)]
-    arguments = TrainingArguments(**hf_arguments(script), eval_strategy="steps", eval_steps=9)
+    settings = {**hf_arguments(script), "eval_strategy": "steps", "eval_steps": 9, **script.more}
+    arguments = TrainingArguments(**settings)
     trainer = poisoned(Trainer)(
         model=model or tiny_llama(), args=arguments, train_dataset=data, eval_dataset=data[:8]
     )
@@ -291,9 +297,7 @@ def lightning_module(net: nn.Module | None) -> Any:
     return Module()
 
 
-def guarded_lightning(
-    arguments: ScriptArguments, *, stops_by: str = "eval_loss", **more: Any
-) -> tuple[Any, Any]:
+def guarded_lightning(arguments: ScriptArguments, **more: Any) -> tuple[Any, Any]:
     """A trainer with a guard, and with a callback that kills the process; and the guard."""
     from lightning.pytorch import Callback, Trainer
     from lightning.pytorch.callbacks import EarlyStopping
@@ -310,14 +314,15 @@ def guarded_lightning(
             arguments.maybe_kill(trainer.global_step, guard.guard)
 
     guard = GuardCallback(arguments.out, **arguments.settings)
-    patience = arguments.patience or 9 * (stops_by != "eval_loss")
+    settings = {
+        "max_epochs": 2, "accumulate_grad_batches": ACCUMULATE, "gradient_clip_val": 0.5,
+        "accelerator": "cpu", "devices": num_ranks(), "logger": False,
+        "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+        **more, **arguments.more,
+    }  # fmt: skip
+    stops_by, patience = settings.pop("stops_by", "eval_loss"), arguments.patience
     stopping = [EarlyStopping(stops_by, patience=patience)] if patience else []
-    trainer = Trainer(
-        max_epochs=2, accumulate_grad_batches=ACCUMULATE, gradient_clip_val=0.5,
-        accelerator="cpu", devices=num_ranks(), logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[Kill(), guard, *stopping], **more,
-    )  # fmt: skip
+    trainer = Trainer(callbacks=[Kill(), guard, *stopping], **settings)
     return trainer, guard
 
 

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
 from runner import Guard
@@ -280,30 +279,60 @@ def test_what_cannot_be_guarded_is_refused(tmp_path: Path) -> None:
         GuardCallback(tmp_path).on_fit_start(trainer, LightningModule())
 
 
+# A Trainer has some hundred settings: those that change what is read, when, or how often it steps.
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "hf": [
+        {"gradient_accumulation_steps": 1},
+        {"gradient_accumulation_steps": 4, "dataloader_drop_last": True},
+        {"max_steps": 50},
+        {"num_train_epochs": 1.5, "eval_strategy": "epoch"},
+        {"dataloader_num_workers": 2, "neftune_noise_alpha": 5.0},
+        {"train_sampling_strategy": "group_by_length", "gradient_checkpointing": True},
+        {"lr_scheduler_type": "reduce_lr_on_plateau", "warmup_steps": 0, "optim": "adafactor"},
+        {"save_strategy": "steps", "save_steps": 9, "load_best_model_at_end": True},
+    ],
+    "lightning": [
+        {"accumulate_grad_batches": 1, "reload_dataloaders_every_n_epochs": 1},
+        {"accumulate_grad_batches": 3},
+        {"max_steps": 50, "max_epochs": -1},
+        {"limit_train_batches": 61},
+        {"val_check_interval": 0.25},
+        # Which torch refuses where a step has no gradients.
+        {"gradient_clip_algorithm": "value"},
+        # A start that passes over a whole pass has no such number.
+        {"stops_by": "train_loss_epoch", "val_check_interval": 1.0},
+    ],
+}
+
+
 @pytest.mark.parametrize(
-    "how",
+    ("name", "more"),
     [
-        {"gradient_clip_algorithm": "value"},  # which torch refuses where a step has no gradients
-        {"stops_by": "train_loss_epoch"},  # a start that passes over a whole pass has none
+        (name, more) if more in SETTINGS["lightning"][-2:] else full(name, more)
+        for name, rows in SETTINGS.items()
+        for more in rows
     ],
 )
-def test_lightning_with(tmp_path: Path, how: dict[str, str]) -> None:
-    pytest.importorskip("lightning")
-
-    def fit(run: str, kill_at: int | None = None) -> dict[str, Any]:
-        torch.manual_seed(0)
-        script = ScriptArguments(out=tmp_path / run, bad=(20,), kill_at=kill_at)
-        module = frameworks.lightning_module(frameworks.TinyNet())
-        trainer, guard = frameworks.guarded_lightning(script, **how)
-        trainer.fit(module, frameworks.loader_of(script))
-        return {"state": module.state_dict(), "skipped": guard.guard.skipped}
-
-    for kill_at in (21, 40):
+def test_settings_of_the_frameworks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, more: dict[str, Any]
+) -> None:
+    """Killed twice or not, the end is one."""
+    pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
+    monkeypatch.setattr(frameworks, "NUM", 130)  # an odd number of batches
+    patience = 9 if "stops_by" in more else None  # which it never loses
+    arguments = ScriptArguments(
+        out=tmp_path / "a", bad=SCATTERED, shuffle=True, patience=patience, more=more
+    )
+    last = 25 if name == "hf" else 40  # of Lightning in the second pass
+    for kill_at in (11, last):
         with pytest.raises(Killed):
-            fit("a", kill_at)
-    ends = fit("a"), fit("b")
-    same(*ends)
-    assert ends[0]["skipped"] != []
+            FRAMEWORKS[name](replace(arguments, kill_at=kill_at))
+    killed = FRAMEWORKS[name](arguments)
+    other = FRAMEWORKS[name](replace(arguments, out=tmp_path / "b"))
+    assert killed.skipped == other.skipped != []
+    same(killed.state, other.state)
+    after = {step: loss for step, loss in other.evaluated.items() if step > last}
+    assert killed.evaluated.items() >= after.items()
 
 
 def test_what_the_hf_trainer_cannot_have_guarded_is_refused(tmp_path: Path) -> None:
