@@ -176,18 +176,19 @@ class Evaluator:
 
     def _own_metrics(self, evaluated: Evaluated) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """This rank's sum and count of each of the model's metrics, in all and of each group."""
-        sums: dict[str, torch.Tensor] = {}
+        sums, by_group = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         groups, names = self._samples.groups, self._samples.names
         for batch, metrics in zip(self._batches, evaluated.metrics, strict=True):
             for name, pair in metrics.items():
                 rows = torch.stack([one.double().cpu() for one in pair])
                 sums[name] = sums.get(name, 0.0) + rows.sum(dim=1)
                 for group in names if groups is not None else ():
-                    sums.setdefault(f"{name}/{group}", torch.zeros(2, dtype=torch.float64))
+                    by_group.setdefault(f"{name}/{group}", torch.zeros(2, dtype=torch.float64))
                 for place, row in zip(batch.positions, rows.T, strict=True):
                     if place is not None and groups is not None:
-                        sums[f"{name}/{names[int(groups[place])]}"] += row
-        return {name: (pair[0], pair[1]) for name, pair in sums.items()}
+                        by_group[f"{name}/{names[int(groups[place])]}"] += row
+        # A metric that the model itself calls as another one of a group has its own numbers.
+        return {name: (pair[0], pair[1]) for name, pair in {**by_group, **sums}.items()}
 
     def _report_problem(self, evaluated: Evaluated, *, is_counted: bool) -> None:
         """Report a problem, unless the last evaluation had the same. Collective."""

@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace as parts
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from runner.embed.opening import SingleProcessRanks
+from runner.engine.protocol import Evaluated
 from runner.observe.metrics import MetricsLine
 from runner.observe.tracker import numbers_of
 from runner.policy.columns import FIELDS
 from runner.system.error import ConfigError
 from runner.system.parsing import NONFINITE
 from runner.tools.report.page import page, read_runs
+from runner.train.evaluate import Evaluator, FixedSet
 from tests.mechanism.test_guard_loop import CLIP, Job, Killed, batches, die
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -125,3 +130,25 @@ def test_a_line_keeps_them_and_trackers_get_them_by_kind() -> None:
     own = {name: numbers[name] for name in numbers if numbers[name] in (0.5, 0.25, 3.0)}
     assert own == {"train/accuracy": 0.5, "eval/accuracy/web": 0.25, "sources/samples/web": 3.0}
     assert numbers["layers/a"] == 1.0 and not [name for name in numbers if "broken" in name]
+
+
+def test_a_metric_called_as_that_of_a_set_keeps_its_own_numbers() -> None:
+    batch = parts(positions=[0, 1], unreadable=[], counts=lambda: [1, 1], to=lambda device: batch)
+    ones = torch.ones(2)
+    metrics = {"right": (ones, ones), "right/wiki": (0 * ones, ones)}
+    found = Evaluated(total=ones.sum(), num_tokens=2, losses=(ones,), metrics=(metrics,))
+    run: Any = parts(
+        engine=parts(device=torch.device("cpu"), evaluate=lambda batches: found),
+        ranks=SingleProcessRanks(),
+        written=parts(report_once=None),
+        state=parts(updates=5),
+        group=parts(stop_look=parts(over=list)),
+        corpus=parts(has_tokens=False),
+    )
+    held_out = FixedSet(
+        indices=np.arange(2), names=("code", "wiki"), groups=np.array([0, 1], dtype=np.int64)
+    )
+    evaluator = Evaluator(run, parts(fixed=lambda indices: [batch]), parts(), held_out)
+    assert evaluator.loss() == 1.0
+    columns = evaluator.columns
+    assert (columns["eval_right/code"], columns["eval_right/wiki"]) == (1.0, 0.0)
