@@ -237,6 +237,7 @@ class JobSupervisor(Supervisor):
             )
         setting = self.config.preempt.notice if self.config else "none"
         if self.attempts[-1].code == EXIT_PREEMPTED and (notice := taken_back(setting)):
+            self.is_left_out = self._least_nodes is not None
             return End(reason=f"this machine is taken back ({notice})", code=EXIT_PREEMPTED)
         return None
 

@@ -284,22 +284,28 @@ def test_pods_start_again_inside_and_keep_their_snapshots(tmp_path: Path, clean:
 
 @pytest.mark.twin
 @pytest.mark.full
-@pytest.mark.parametrize("network", [False, True], ids=["signal", "notice"], indirect=True)
+@pytest.mark.parametrize(
+    ("network", "node", "other"),
+    [(False, "nodeB", "nodeA"), (True, "nodeB", "nodeA"), (True, "nodeA", "nodeB")],
+    indirect=["network"],
+    ids=["signal", "notice", "notice at the head"],
+)
 def test_one_node_is_asked_to_stop_and_the_other_goes_on(
-    network: Network, job: Callable[..., Job], clean: Result, request: pytest.FixtureRequest
-) -> None:
+    network: Network, node: str, other: str, job: Callable[..., Job], clean: Result,
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
     """By a signal to its launcher; or a notice on it, which stands until the machine is gone."""
     elastic = job(SLOW, "preempt.notice=file:/dev/shm/leave")
     elastic.start("nodeA", "nodeB")
     elastic.until_step(15)
     if "notice" in request.node.name:
         touch = ["touch", "/dev/shm/leave"]
-        network.start("nodeB", touch, log=elastic.log("touch"), env=os.environ).wait()
+        network.start(node, touch, log=elastic.log("touch"), env=os.environ).wait()
     else:
-        elastic.signal("nodeB", signal.SIGUSR1)
-    assert elastic.wait("nodeB").code == 75
+        elastic.signal(node, signal.SIGUSR1)
     elastic.until_world(2, 1)
-    assert_follows(elastic.wait("nodeA"), clean)
+    assert_follows(elastic.wait(other), clean)
+    assert elastic.wait(node).code == 75
 
 
 @pytest.mark.twin
