@@ -319,6 +319,8 @@ def test_settings_of_the_frameworks(
     """Killed twice or not, the end is one."""
     pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
     monkeypatch.setattr(frameworks, "NUM", 130)  # an odd number of batches
+    for rule, value in {"memory_every": 0, "background": False}.items():
+        monkeypatch.setitem(RULES, rule, value)  # a rollback goes where it goes without the kills
     patience = 9 if "stops_by" in more else None  # which it never loses
     arguments = ScriptArguments(
         out=tmp_path / "a", bad=SCATTERED, shuffle=True, patience=patience, more=more
