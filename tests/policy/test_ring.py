@@ -26,7 +26,6 @@ from runner.policy.retention.records import (
     rollback_targets,
     slots_for_probation,
     with_state,
-    without,
 )
 
 C, OK, BAD = State.committed, State.clean, State.tainted
@@ -246,7 +245,7 @@ def test_the_slots_for_probation_are_enough(
                 gone = make_room(records, busy=proofs, must=False)
                 assert gone is not None, f"no slot at step {step} of {slots}"
                 assert gone.state is OK, "nothing that waits for its proof is given up"
-                records = without(records, gone.serial, Tier.memory)
+                records.remove(gone)
             records.append(memory(step, step=step))
         if step > first_proof:
             assert any(record.state is OK for record in records), step
@@ -278,7 +277,6 @@ def test_a_state_is_one_copys_own() -> None:
     records = [disk(2), memory(2)]
     proven = with_state(records, 2, OK, Tier.memory)
     assert [(r.tier, r.state) for r in proven] == [(Tier.disk, C), (Tier.memory, OK)]
-    assert without(records, 2, Tier.memory) == [disk(2)]
 
 
 def need(budget: int, slot: int = 10, spare: int = 0) -> NodeNeed:

@@ -102,11 +102,6 @@ def with_state(
     return [replace(r, state=state) if (r.serial, r.tier) == (serial, tier) else r for r in records]
 
 
-def without(records: Iterable[Record], serial: int, tier: Tier) -> list[Record]:
-    """Return the records without one."""
-    return [r for r in records if (r.serial, r.tier) != (serial, tier)]
-
-
 def rollback_targets(records: Iterable[Record], *, cursor: int, step: int) -> list[Record]:
     """Clean checkpoints from before ``cursor`` and at ``step`` or earlier.
 
