@@ -1,7 +1,7 @@
 """``python -m runner ring DIR|URL``: lists, verifies and exports a run's checkpoints.
 
 Only reads; the run may be active. Snapshots in this node's memory are listed as well. Of
-a ``checkpoint.remote`` it lists the whole clean ones; to export one, copy it back first.
+a ``checkpoint.remote`` it lists the whole ones; to export one, copy it back first.
 """
 
 from __future__ import annotations
