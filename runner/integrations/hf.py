@@ -89,6 +89,12 @@ class GuardedTrainer(HasBatches):
 
     def begin(self, model: Any, optimizer: Any, scheduler: Any) -> None:
         """Create the guard when training begins; resumes the run in ``out``."""
+        if step := self._trainer.state.global_step:
+            raise ConfigError(
+                f"guard_trainer: resume_from_checkpoint: the Trainer begins at step {step}, but "
+                f"the guard resumes the run in {self._out} by itself; leave it out (to begin a "
+                "run with these weights, load them into the model)"
+            )
         # Accelerate's wrapper; the Trainer reads from it whether to step its schedule.
         self._optimizer = optimizer
         args, scaler = self._trainer.args, self._trainer.accelerator.scaler

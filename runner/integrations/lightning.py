@@ -59,6 +59,12 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse trainers that cannot be guarded."""
+        if trainer.ckpt_path:
+            raise ConfigError(
+                f"GuardCallback: ckpt_path={str(trainer.ckpt_path)!r}: the guard resumes the run "
+                f"in {self._out} by itself; leave it out (to begin a run with these weights, "
+                "load them into the module)"
+            )
         strategy = type(trainer.strategy).__name__
         if "DeepSpeed" in strategy:
             raise ConfigError(

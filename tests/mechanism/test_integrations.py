@@ -7,7 +7,9 @@ import inspect
 import json
 import math
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partialmethod
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -277,6 +279,32 @@ def test_what_cannot_be_guarded_is_refused(tmp_path: Path) -> None:
     trainer = Trainer(accelerator="cpu", logger=False, callbacks=[StochasticWeightAveraging(1e-2)])
     with pytest.raises(ConfigError, match="StochasticWeightAveraging: its average"):
         GuardCallback(tmp_path).on_fit_start(trainer, LightningModule())
+
+
+def test_the_trainers_own_resume_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would pass over the batches before its step, and the guard over as many again."""
+    transformers = pytest.importorskip("transformers")
+    saving = {"max_steps": 20, "save_strategy": "steps", "save_steps": 10}
+    arguments = ScriptArguments(out=tmp_path / "a", bad=(), more=saving)
+    FRAMEWORKS["hf"](arguments)
+    train = partialmethod(transformers.Trainer.train, resume_from_checkpoint=True)
+    monkeypatch.setattr(transformers.Trainer, "train", train)
+    with pytest.raises(ConfigError, match="resume_from_checkpoint: the Trainer begins at step 20"):
+        FRAMEWORKS["hf"](arguments)
+
+
+def test_lightnings_own_resume_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    arguments = ScriptArguments(out=tmp_path / "a", bad=(), more={"max_steps": 8})
+    own = tmp_path / "own.ckpt"
+    for how in ({}, {"ckpt_path": own}):
+        trainer, _ = frameworks.guarded_lightning(arguments)
+        module = frameworks.lightning_module(frameworks.TinyNet())
+        with pytest.raises(ConfigError, match="ckpt_path") if how else nullcontext():
+            trainer.fit(module, frameworks.loader_of(arguments), **how)
+            trainer.save_checkpoint(own)
 
 
 # A Trainer has some hundred settings: those that change what is read, when, or how often it steps.
