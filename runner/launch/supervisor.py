@@ -289,8 +289,9 @@ class JobSupervisor(Supervisor):
                 self.memory.note(host, HARDWARE, reason)
 
     def _list(self, host: str, reason: str) -> None:
-        BadNodes(self._out).add([short_name(host)], reason[:_REASON])
-        self._say(f"{host}: {reason[:_REASON]} (listed in {self._out / 'bad_nodes'})")
+        name, reason = short_name(host), reason[:_REASON]
+        self.until_it_answers(lambda: BadNodes(self._out).add([name], reason))
+        self._say(f"{host}: {reason} (listed in {self._out / 'bad_nodes'})")
 
 
 def new_launch_id(environment: Mapping[str, str]) -> str:
