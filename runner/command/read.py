@@ -163,9 +163,10 @@ def _of_sets(
 
 
 def _clip_of(out: Path) -> float:
-    """``optim.clip`` of a run's folder; 0 for anything else."""
+    """``optim.clip`` of a run's folder; 0 for anything else, such as a user's loop."""
     try:
-        clip = RunDir(out).stored_settings().get("optim.clip")
+        settings = RunDir(out).stored_settings()
+        clip = settings.get("optim.clip") if "steps" in settings else 0.0
     except ConfigError:  # of another program
         return 0.0
     return float(clip) if isinstance(clip, int | float) else 0.0

@@ -26,7 +26,14 @@ from runner.checkpoint.memory.tier import NO_MEMORY, MemoryParts
 from runner.checkpoint.protocol import Identity
 from runner.checkpoint.ring import CheckpointRing
 from runner.config.compose import digest, flat, type_name
-from runner.config.schema import ParallelKind, Precision, RunConfig, ScheduleKind, former_key
+from runner.config.schema import (
+    ENDLESS,
+    ParallelKind,
+    Precision,
+    RunConfig,
+    ScheduleKind,
+    former_key,
+)
 from runner.config.unknown_key import suggestion
 from runner.config.validate import check
 from runner.distributed.agreement import Ranks
@@ -82,7 +89,7 @@ def run_config(
         raise ConfigError(f"accumulate={accumulate!r}: must be an integer of at least 1")
     if isinstance(skip, str) or not isinstance(skip, Iterable):
         raise ConfigError(f"skip={skip!r}: must be ranges of batch numbers, [[400, 432]]")
-    config = RunConfig(out=str(out))
+    config = RunConfig(out=str(out), steps=ENDLESS)
     config.compute.precision = Precision.fp32  # unused: the script chooses it
     config.parallel.kind = ParallelKind.ddp
     config.schedule.kind = ScheduleKind.constant

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.compose import digest, flat, from_yaml, to_yaml, trajectory
-from runner.config.schema import Precision, ResumeConfig, RunConfig
+from runner.config.schema import ENDLESS, Precision, ResumeConfig, RunConfig
 from runner.system.error import ConfigError
 from runner.system.files import make_folder, read_bounded, write_durably
 from runner.system.json_lines import read_object
@@ -136,12 +136,15 @@ class RunDir:
     def stored_settings(self) -> dict[str, Any]:
         """Dotted keys of the settings in ``out``; empty before there are any.
 
+        Without ``steps`` where the run is a loop of the user's, which ends when it likes.
+
         Raises:
             ConfigError: the file is not one of settings.
         """
         if not self.config.exists():
             return {}
-        return from_yaml(_text(self.config), source=self.config)
+        settings = from_yaml(_text(self.config), source=self.config)
+        return {key: one for key, one in settings.items() if (key, one) != ("steps", ENDLESS)}
 
     def refuse_change(
         self, changed: dict[str, tuple[Any, Any]], config: RunConfig, place: str = ""

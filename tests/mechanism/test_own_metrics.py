@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from runner.__main__ import main
 from runner.embed.opening import SingleProcessRanks
 from runner.engine.protocol import Evaluated
 from runner.observe.metrics import MetricsLine
@@ -20,6 +21,7 @@ from runner.policy.columns import FIELDS
 from runner.system.error import ConfigError
 from runner.system.parsing import NONFINITE
 from runner.tools.report.page import page, read_runs
+from runner.tools.report.run_reader import RunStatus
 from runner.train.evaluate import Evaluator, FixedSet
 from tests.mechanism.test_guard_loop import CLIP, Job, Killed, batches, die
 
@@ -60,7 +62,7 @@ def lines(out: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("sync", [True, False])
 def test_they_belong_to_the_attempt_and_survive_kills_and_rollbacks(
-    tmp_path: Path, sync: bool
+    tmp_path: Path, sync: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = train(tmp_path / "whole", sync=sync)
     with pytest.raises(Killed):
@@ -91,6 +93,10 @@ def test_they_belong_to_the_attempt_and_survive_kills_and_rollbacks(
     [run] = read_runs([tmp_path / "whole"])
     text = page([run])
     assert "Metrics of the model or the loop" in text and "of/batch" in text
+    # Nor do settings of the runner's, which a loop does not use, become numbers of it.
+    assert RunStatus(run).progress() == str(run.fold.thinned.last.step)
+    assert main(["read", str(tmp_path / "whole")]) == 0
+    assert "clipping at" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

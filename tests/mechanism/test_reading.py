@@ -297,7 +297,7 @@ def test_a_spike_that_clipping_did_not_touch_is_said(
     (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert main(["read", str(out)]) == 0
     assert "note: clipping" not in capsys.readouterr().out, "nobody knows the clip"
-    (out / "config.yaml").write_text("optim: {clip: 1.0}\n")
+    (out / "config.yaml").write_text("steps: 600\noptim: {clip: 1.0}\n")
     assert main(["read", str(out)]) == 0
     words = capsys.readouterr().out
     assert "clipping at 1 never engages" in words and "1 of 1 spikes" in words and "0.6" in words
