@@ -20,9 +20,10 @@ from runner.command.arguments import Parser
 from runner.distributed.env import own_local_rank, own_rank, place_from
 from runner.health.leave import leave, leave_after_exit_functions
 from runner.system import log, output
-from runner.system.environment import variables
+from runner.system.environment import changeable, variables
 from runner.system.error import EXIT_CRASH, ConfigError, MissingPackage, RunnerError, StartError
 from runner.system.garbage import import_all
+from runner.system.process import is_hidden
 
 _log = logging.getLogger("runner.__main__")  # __name__ is "__main__" under python -m runner
 
@@ -177,6 +178,8 @@ def run() -> None:
     is_rank = command not in COMMANDS
     if is_rank or command in _LASTING:
         output.install()
+    if is_hidden() and [command] not in _OF_SCRIPTS:
+        changeable()["PYTHONSAFEPATH"] = "1"  # for the processes that the command starts
     if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN and is_rank:
         # Inherited from a torchrun that ignores it. Until the run handles the signal, a
         # rank must die of it, or torchrun waits 30 s for each that waits for a dead one.

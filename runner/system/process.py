@@ -266,6 +266,13 @@ def stay_beside(options: argparse.Namespace) -> bool:
     return True
 
 
+def is_hidden() -> bool:
+    """Whether a file of the current directory has this package's name: Python runs it instead."""
+    ours = Path(__file__).parents[1] / "__init__.py"
+    files = Path("runner.py"), Path("runner/__init__.py")
+    return any(file.exists() and not file.samefile(ours) for file in files)
+
+
 def run_beside(
     arguments: Sequence[str], *, seconds: float, is_over: Callable[[], bool] = lambda: False
 ) -> bytes | None:
@@ -282,7 +289,8 @@ def run_beside(
         TimeoutError: it took too long.
         OSError: it failed.
     """
-    command = [sys.executable, "-m", "runner", *arguments, "--beside", str(os.getpid())]
+    own = ["-P"] if is_hidden() else []
+    command = [sys.executable, *own, "-m", "runner", *arguments, "--beside", str(os.getpid())]
     limit = time.monotonic() + seconds
     with subprocess.Popen(
         command,

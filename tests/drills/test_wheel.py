@@ -109,6 +109,7 @@ def test_the_command_trains_without_extras_and_with_own_presets(
     (tmp_path / "corpus" / "a.txt").write_text("the cat sat on the mat\n" * 4000)
     (tmp_path / "mine" / "model").mkdir(parents=True)
     (tmp_path / "mine" / "model" / "own.yaml").write_text("dim: 48\nlayers: 1\nheads: 2\n")
+    (tmp_path / "runner.py").write_text("raise SystemExit('mine')")  # hides ours from children
     settings = (
         "--config-dir", "mine", "model=own", "data.path=corpus", "data.cache=cache",
         "data.seq_len=32", "compute.precision=fp32", "eval.every=0", "data.workers=0", "steps=4",
@@ -118,6 +119,7 @@ def test_the_command_trains_without_extras_and_with_own_presets(
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "done" and summary["steps"] == 4
+    assert (tmp_path / "run" / "report.html").exists(), done.stderr  # a child has written it
     config = (tmp_path / "run" / "config.yaml").read_text()
     assert "dim: 48" in config and config.startswith("# settings sha256 ")
 
