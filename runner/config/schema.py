@@ -713,9 +713,6 @@ class ResumeConfig:
     )
 
 
-ENDLESS = 1 << 53  # steps of a loop that nobody knows the end of
-
-
 @dataclass(slots=True, kw_only=True)
 class RunConfig:
     """All settings of a run."""

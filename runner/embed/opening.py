@@ -26,14 +26,7 @@ from runner.checkpoint.memory.tier import NO_MEMORY, MemoryParts
 from runner.checkpoint.protocol import Identity
 from runner.checkpoint.ring import CheckpointRing
 from runner.config.compose import digest, flat, type_name
-from runner.config.schema import (
-    ENDLESS,
-    ParallelKind,
-    Precision,
-    RunConfig,
-    ScheduleKind,
-    former_key,
-)
+from runner.config.schema import ParallelKind, Precision, RunConfig, ScheduleKind, former_key
 from runner.config.unknown_key import suggestion
 from runner.config.validate import check
 from runner.distributed.agreement import Ranks
@@ -43,7 +36,7 @@ from runner.health.preemption import StopLook
 from runner.observe.console import Console
 from runner.observe.metrics import Throughput
 from runner.policy.retention.records import FEWEST_SLOTS, Record, Tier, memory_every
-from runner.run_dir.paths import RunDir, keep_for_owner
+from runner.run_dir.paths import ENDLESS, RunDir, keep_for_owner
 from runner.session.group import watched
 from runner.session.opening import (
     Inventory,

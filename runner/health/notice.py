@@ -137,9 +137,8 @@ def notices(setting: str, stop: StopRequest) -> Notices | None:
 def taken_back(setting: str) -> str:
     """Why this machine will soon be gone, asked now; "" where no notice that is read says so."""
     with contextlib.suppress(Exception):  # whatever a service answers
-        read = _reader(setting)
-        notice = read and read()
-        return notice.reason if notice and not notice.is_far else ""
+        if (read := _reader(setting)) and (notice := read()) and not notice.is_far:
+            return notice.reason
     return ""
 
 

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.compose import digest, flat, from_yaml, to_yaml, trajectory
-from runner.config.schema import ENDLESS, Precision, ResumeConfig, RunConfig
+from runner.config.schema import Precision, ResumeConfig, RunConfig
 from runner.system.error import ConfigError
 from runner.system.files import make_folder, read_bounded, write_durably
 from runner.system.json_lines import read_object
 from runner.system.parsing import parse_json, whole
 
+ENDLESS = 1 << 53  # steps of a user's loop, which ends when it likes
 _CONFIG_BYTES = _SUMMARY_BYTES = 4 << 20
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 _ID_BYTES = 4096
@@ -136,7 +137,7 @@ class RunDir:
     def stored_settings(self) -> dict[str, Any]:
         """Dotted keys of the settings in ``out``; empty before there are any.
 
-        Without ``steps`` where the run is a loop of the user's, which ends when it likes.
+        Without ``steps`` where they are :data:`ENDLESS`.
 
         Raises:
             ConfigError: the file is not one of settings.

@@ -63,7 +63,7 @@ class Live:
         self._read_at = clock()
         self._trouble = ""
         self._is_awake = self._is_closed = False
-        self.num_viewers = 0  # who follow it
+        self.viewers: set[object] = set()  # who follow it
 
     # -- for viewers ------------------------------------------------------------------------
 
@@ -85,13 +85,12 @@ class Live:
         """Server-sent events after the one with this identity, for ever; empty: all there is."""
         life, _, text = after.partition("-")
         known = int(text) if life == self._life and text.isdigit() and len(text) < 18 else -1
-        with self._changed:
-            self.num_viewers += 1
+        viewer = object()
+        self.viewers.add(viewer)
         try:
             yield from self._follow(known)
         finally:
-            with self._changed:
-                self.num_viewers -= 1
+            self.viewers.discard(viewer)
 
     def _follow(self, known: int) -> Iterator[str]:
         while not self._is_closed:
@@ -343,7 +342,7 @@ class LiveRuns(Live):
         outs = {one.name: one.run_dir.out for one in list(self._shown)}
         with self._changed:
             if name not in self._pages and name in outs and name != path:
-                unseen = [other for other, one in self._pages.items() if not one.num_viewers]
+                unseen = [other for other, one in self._pages.items() if not one.viewers]
                 for other in unseen[: max(0, len(self._pages) + 1 - _MOST_OPEN)]:
                     self._pages.pop(other).close()
                 run = RunReader(outs[name])
