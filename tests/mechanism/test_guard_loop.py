@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from runner import Guard
+from runner import Guard, Sampler
 from runner.embed.data.loaders import batch_digest, source_of
 from runner.system.error import CheckpointError, ConfigError, Halted
 
@@ -603,6 +603,17 @@ def test_what_cannot_be_is_refused(tmp_path: Path, settings: dict[str, Any], wor
     job = Job.make()
     with pytest.raises(ConfigError, match=words):
         Guard(tmp_path, model=job.model, optimizer=job.optimizer, **settings)
+
+
+def test_stages_of_a_pipeline_read_the_same_samples(tmp_path: Path) -> None:
+    guard = Job.make().guard(tmp_path)
+    stages, data = guard._sharded.stages, [torch.ones(4)] * 8
+    alone, stages.members = stages.members, [(0,), (1,)]
+    loader = DataLoader(data, batch_sampler=Sampler(data, global_size=2))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="give it rank= and world_size= of the pipelines"):
+        next(iter(guard.over(loader)))
+    stages.members = alone
+    guard.close()
 
 
 def test_another_model_and_other_settings_are_refused(tmp_path: Path) -> None:

@@ -115,14 +115,19 @@ class Source:
         return False
 
 
-def source_of(loader: Any) -> Source:
+def source_of(loader: Any, *, is_of_a_stage: bool = False) -> Source:
     """The source for a loader, by its abilities.
 
     Raises:
-        ConfigError: the loader cannot be read.
+        ConfigError: the loader cannot be read, or gives the stages of a pipeline different samples.
     """
     kind = type(loader)
     sampler = getattr(loader, "batch_sampler", None)
+    if is_of_a_stage and isinstance(sampler, Sampler) and sampler.deals_to_all:
+        raise ConfigError(
+            f"guard.over({kind.__name__}): its Sampler deals each batch to all ranks, and the "
+            "stages of a pipeline read the same; give it rank= and world_size= of the pipelines"
+        )
     if isinstance(sampler, Sampler) and not keeps_own_position(loader):
         return Sampled(loader, sampler)
     if isinstance(loader, Mapping):

@@ -127,7 +127,7 @@ class Sampler(TorchSampler[list[int]]):
             raise ConfigError(
                 f"Sampler: rank={rank}, world_size={world_size}: give both, or neither"
             )
-        self._given_ranks = None
+        self.deals_to_all, self._given_ranks = rank is None, None
         if rank is not None and world_size is not None:
             self._given_ranks = self._checked_ranks(rank, world_size)
         self._ledger = Ledger()
@@ -149,6 +149,9 @@ class Sampler(TorchSampler[list[int]]):
 
     positions: tuple[int, int]
     """Half-open range of positions of the last batch, over all ranks."""
+
+    deals_to_all: bool
+    """Whether each rank of the process group has a share of its own of each batch."""
 
     # -- torch's interface ----------------------------------------------------------------
 

@@ -190,7 +190,7 @@ class Guard(Holder):
             Preempted: a stop was requested, and the state is saved; uncaught, exit code 75.
         """
         number = len(self._sources)
-        self._sources.append(source_of(loader))
+        self._sources.append(source_of(loader, is_of_a_stage=self._sharded.stages.count > 1))
         self._steps.undoes_refused = True
         if self._has_begun:
             # The last pass may have been left by ``break``, with an update not counted yet.
