@@ -3,7 +3,7 @@
 Called by tests in one process, or on several: ``torchrun frameworks.py FRAMEWORK OUT TODO...``.
 TODO: ``poison`` (KILL_AT in the environment: rank 1 is killed in that step, once), ``told`` (told
 to skip what that run skipped), ``bare`` (the Hugging Face trainers without a guard). Each rank
-leaves ``rankN.json`` in OUT.
+leaves ``rankN.json`` in OUT. MORE: JSON of :attr:`ScriptArguments.more`.
 """
 
 from __future__ import annotations
@@ -483,6 +483,7 @@ def main() -> None:
             bare=name_of_run == "bare",
             kill_at=kill_at if is_bad and rank == 1 else None,
             kill=lambda: os.kill(os.getpid(), signal.SIGKILL),
+            more=json.loads(os.environ.get("MORE", "{}")),
         )
         ended = FRAMEWORKS[name](arguments)
         return {"digest": digest(ended.state), "skipped": ended.skipped}

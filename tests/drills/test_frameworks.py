@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.mechanism.test_integrations import NEEDS, columns
+from tests.mechanism.test_integrations import NEEDS, SETTINGS, columns
 from tests.rows import full
 from tests.run import read_lines
 from tests.script_run import ends_of
@@ -43,6 +45,20 @@ def test_poisoned_killed_and_resumed_is_told_to_skip(
     if name == "hf":
         evaluated, other = (columns(tmp_path / f"{name}-{run}") for run in ("poison", "told"))
         assert evaluated == other and len(evaluated) > 3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "more"), [(name, more) for name, rows in SETTINGS.items() for more in rows]
+)
+def test_settings_of_the_frameworks(tmp_path: Path, name: str, more: dict[str, Any]) -> None:
+    pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
+    words = (name, str(tmp_path), "poison", "told")
+    env = {"KILL_AT": "21", "MORE": json.dumps(more)}
+    for end in ends_of("frameworks.py", tmp_path, *words, restarts=1, **env):
+        assert end["poison"] == end["told"] and end["poison"]["skipped"] != []
+    lines = read_lines(tmp_path / f"{name}-poison" / "journal.jsonl")
+    assert sum(line["kind"] == "start" for line in lines) == 2
 
 
 @pytest.mark.full
