@@ -68,15 +68,18 @@ class Phase:
         place: see tests/stopped_in.py.
         saved: the step that is saved.
         left: words of the reason.
+        is_lost: ``out`` is lost afterwards, and comes back from a bucket, unproven.
     """
 
     run: str
     place: str
     saved: int
     left: str = ""
+    is_lost: bool = False
 
 
 BENCH, EVALUATOR = "runner.explain.probe:Bench", "runner.train.evaluate:Evaluator"
+RATE = "runner.explain.repeated_steps:RateProbe._is_cured 2 9"
 NEXT = "the next start makes the evaluation of step"
 ANEW = "is bad and not explained yet: the next start computes it again"
 PHASES = {
@@ -104,7 +107,9 @@ PHASES = {
     "D": Phase("samples", "runner.explain.probe:CleanWeights.compute 2 1", 14, ANEW),
     "E": Phase("samples", "runner.explain.culprits:Culprits._without 1 2", 14, ANEW),
     "repetition": Phase("passing", f"{BENCH}.compute 3 1", 14, ANEW),
-    "G": Phase("rate", "runner.explain.repeated_steps:RateProbe._is_cured 2 9", 25, ANEW),
+    "G": Phase("rate", RATE, 25, ANEW),
+    # It goes back to a checkpoint that was clean, of those that came back.
+    "G, and out is lost": Phase("rate", RATE, 25, ANEW, is_lost=True),
 }
 
 
@@ -157,12 +162,16 @@ def test_a_stop_in_any_phase_leaves_no_trace(
     env, notice = asking(tmp_path, kind, ranks)
     log = Path(env["STOPPED_LOG"])
     settings = (*SETTINGS, *STEPS[phase.run], f"preempt.notice=file:{notice}")
+    if phase.is_lost:
+        settings += (f"checkpoint.remote=file://{tmp_path}/store",)
     asked = train(out, *settings, program=PROGRAM, env=env | {"STOPPED_IN": phase.place})
     assert asked.summary["exit_code"] == 75, asked.tail
     reason = asked.summary["reason"]
     assert said(kind, ranks) in reason and phase.left in reason, reason
     assert f"saved at step {phase.saved}" in reason, reason
     notice.unlink(missing_ok=True)
+    if phase.is_lost:
+        shutil.rmtree(out)
     if not name.startswith(("step", "save")):
         assert not log.exists(), f"computed after the signal:\n{log.read_text()}"
     again = train(out, *settings)
