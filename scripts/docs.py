@@ -25,8 +25,8 @@ _HEAD = """\
 
 `holdfast --help GROUP` and `holdfast docs KEY` print the same, and `holdfast --cfg job key=value
 ...` the resolved settings of a run. **A key marked \\*
-changes what the run computes**: a command that resumes a run with another value is refused,
-unless `resume.allow` names the key or `resume.allow_change=true`.
+changes what the run computes**: at a resume another value is [refused unless
+allowed](running.md#resuming-and-changing-settings).
 
 **Code of your own** stands in a group's `_target_`. It is called with the keys of the group that
 are not listed; one that is listed is given as `GROUP.arguments.KEY=value`.
@@ -55,22 +55,18 @@ To move to `holdfast launch`:
 
 ## Keys
 
-The command line answers these and rarer names in the same words, whatever the group before them
-(`trainer.`, `training.`).
+One usual name for each. The command line answers these and other names in the same words,
+whatever the group before them (`trainer.`, `training.`).
 
 """
-_LISTED = 2  # names of a key: the most usual ones come first
 
 
 def coming_from() -> str:
     """The page for users of other trainers: their usual keys and what each is here."""
-    names: dict[str, list[str]] = {}
+    usual: dict[str, str] = {}  # of several names with one answer the most usual comes first
     for name, ours in answers().items():
-        names.setdefault(ours, []).append(name)
-    rows = (
-        f"* {' '.join(f'`{name}`' for name in same[:_LISTED])}: {_cell(ours.replace('docs/', ''))}"
-        for ours, same in names.items()
-    )
+        usual.setdefault(ours, name)
+    rows = (f"* `{name}`: {_cell(ours.replace('docs/', ''))}" for ours, name in usual.items())
     return _COMING_FROM + "\n".join(rows) + "\n"
 
 
