@@ -120,12 +120,13 @@ def _in_order(key: str) -> list[str]:
 
 def _split(key: str) -> list[str]:
     plain = re.sub("learning_?rate", "lr", _HUMP.sub("_", key).lower()).replace("init_args", "")
-    apart = re.split(r"[^a-z0-9]+", plain)
+    apart = re.split(r"[^a-z0-9]+", re.sub(r"ies(?![a-z0-9])", "y", plain))
     return [re.sub(r"(?<=[a-z0-9]{3})(?<!s)s$", "", word) for word in apart if word]
 
 
 @cache
-def _vocabulary() -> list[str]:
+def vocabulary() -> list[str]:
+    """The words that the table knows, those of less than four letters left out."""
     known = frozenset[str]().union(*(words(name.lstrip(_MARKS)) for name, _ in _entries()))
     return sorted(word for word in {*known, *_same()} if len(word) > 3)
 
@@ -136,7 +137,7 @@ def _spelled(key: str) -> str:
 
 
 def _right(word: str) -> str:
-    known = _vocabulary()
+    known = vocabulary()
     if word in known or len(word) < 4:
         return word
     within = [one for one in known if len(one) > 4 and word.startswith(one)]  # prefetcher

@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Collection, Sequence
 
-from runner.config.foreign_keys import likely_key, one_slip, our_key, words
+from runner.config.foreign_keys import likely_key, one_slip, our_key, vocabulary, words
 
 _IN_ITS_GROUP = 0.85  # likeness of whole keys, of which the group is right
 
@@ -61,13 +61,16 @@ def _near(key: str, ours: Sequence[str]) -> list[str]:
     names = {*ours, *_groups(ours), *(() if of_group else _endings(ours))}
     last = re.compile(rf"{_group(key)}\.\w+_{ending}" if "." in key else "(?!)")
     # Its first or its last word is missing.
-    if begun := [name for name in names if name.startswith(f"{key}_") or last.fullmatch(name)]:
+    whole = [name for name in ours if key.startswith(name) and "_" not in ending]  # model.dimension
+    if begun := whole or [n for n in names if n.startswith(f"{key}_") or last.fullmatch(n)]:
         return _of_ending(key, {name.rpartition(".")[2] for name in begun}, ours)
     if alike := one_slip(key, sorted(names)):
         return [name for one in alike for name in _of_ending(key, [one], ours) or [one]][:3]
     plain = {_bare(name): name for name in ours if key.startswith(f"{_group(name)}.")}
     if alike := difflib.get_close_matches(_bare(key), plain, n=1, cutoff=_IN_ITS_GROUP):
-        return [plain[alike[0]]]
+        meant = plain[alike[0]]
+        if not words(key) - words(meant) or not words(key) - words(meant) <= {*vocabulary()}:
+            return [meant]  # else its words are others, each rightly spelled
     if of_group and (len(words(ending)) == 1 or not of_group <= words(".".join(_groups(ours)))):
         return []  # in a group of theirs it may be anything
     same = [one for one in _endings(ours) if words(one) == words(ending)]

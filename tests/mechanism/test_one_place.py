@@ -19,6 +19,7 @@ ENVIRONMENT = "runner/system/environment.py"
 IN_A_STRANGER = {"runner/prove/inside/hooks.py", "runner/prove/on_path/sitecustomize.py"}
 CODES = "runner/system/error.py"
 CHANGE = {
+    "runner/__main__.py": "a file of the user's named runner is not taken for ours by a child",
     "runner/command/profile.py": "torch's own lines about it are left out",
     "runner/data/rows.py": "the same for transformers' tokenizers",
     "runner/data/tokenizer.py": "tokenizers warns in every loader process otherwise",
