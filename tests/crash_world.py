@@ -38,7 +38,9 @@ CLEAN_AFTER = 2
 Fact = Callable[[str, Any], None]
 ANY_CONFIG = cast(
     Any,
-    SimpleNamespace(resume=SimpleNamespace(allow_change=True, stale_seconds=0.02, take_over=False)),
+    SimpleNamespace(
+        epochs=None, resume=SimpleNamespace(allow_change=True, stale_seconds=0.02, take_over=False)
+    ),
 )
 
 
