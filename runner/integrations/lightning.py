@@ -150,8 +150,8 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Before the callbacks that compare: an epoch whose batches were all used before this start
         has no numbers of training."""
-        known = (None, *trainer.callback_metrics)
         if not self._has_trained:
+            known = (None, *trainer.callback_metrics)
             trainer.callbacks = [
                 one
                 for one in trainer.callbacks

@@ -341,8 +341,9 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         for more in rows
     ],
 )
+@pytest.mark.parametrize("fp16", [False, full(True)])
 def test_settings_of_the_frameworks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, more: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, more: dict[str, Any], fp16: bool
 ) -> None:
     """Killed twice or not, the end is one."""
     pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
@@ -351,7 +352,7 @@ def test_settings_of_the_frameworks(
         monkeypatch.setitem(RULES, rule, value)  # a rollback goes where it goes without the kills
     patience = 9 if "stops_by" in more else None  # which it never loses
     arguments = ScriptArguments(
-        out=tmp_path / "a", bad=SCATTERED, shuffle=True, patience=patience, more=more
+        out=tmp_path / "a", bad=SCATTERED, shuffle=True, fp16=fp16, patience=patience, more=more
     )
     last = 25 if name == "hf" else 40  # of Lightning in the second pass
     for kill_at in (11, last):
