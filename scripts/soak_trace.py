@@ -34,7 +34,7 @@ from runner.run_dir.paths import RunDir
 from runner.system.json_lines import read_lines
 from runner.tools.goodput import (
     Costs,
-    Failure,
+    NodeFailure,
     Strategy,
     measured,
     one_tier,
@@ -83,7 +83,9 @@ UNKNOWN = ("kill", "abort", "freeze", "crash", "cut")  # "Unknown Error" is one 
 GRACE_SECONDS, FREEZE_SECONDS, STUCK_SECONDS = 40.0, 12.0, 600.0
 
 
-def drawn(failures: Sequence[Failure], seed: int) -> tuple[list[tuple[Failure, int]], float]:
+def drawn(
+    failures: Sequence[NodeFailure], seed: int
+) -> tuple[list[tuple[NodeFailure, int]], float]:
     """Failures of the drawn servers with their nodes, and the day on which the play begins."""
     dice = random.Random(seed)
     named = sorted({failure.node for failure in failures})
@@ -120,7 +122,7 @@ class Segment:
     network: Network
     out: Path
     clock: float
-    failures: list[tuple[float, str, Failure]]
+    failures: list[tuple[float, str, NodeFailure]]
     dice: random.Random
     slots: list[Slot | None] = field(default_factory=lambda: [None] * WORLD)
     told: list[dict[str, Any]] = field(default_factory=list)
@@ -166,7 +168,9 @@ class Segment:
         """Whether it is done on a node, so that no other one is needed."""
         return any(slot and slot.code == 0 for slot in self.slots)
 
-    def _befall(self, day: float, node: str, failure: Failure, broken: dict[str, float]) -> None:
+    def _befall(
+        self, day: float, node: str, failure: NodeFailure, broken: dict[str, float]
+    ) -> None:
         effect = DESCRIBED.get(failure.text) or EFFECTS.get(failure.kind, "drain")
         if failure.kind == "Unknown Error":
             effect = self.dice.choice(UNKNOWN)

@@ -151,7 +151,7 @@ MUTANTS = (
     ),
     Mutant(
         "the second moment decays like the first",
-        "runner/engine/gated.py",
+        "runner/engine/builtin_optimizer.py",
         "betas = (optim.beta1, optim.beta2)",
         "betas = (optim.beta1, optim.beta1)",
         REFERENCE,
@@ -159,7 +159,7 @@ MUTANTS = (
     ),
     Mutant(
         "epsilon of AdamW left out",
-        "runner/engine/gated.py",
+        "runner/engine/builtin_optimizer.py",
         "eps=optim.eps",
         "eps=1e-8",
         REFERENCE,
@@ -465,7 +465,7 @@ MUTANTS = (
     # Probes, audits, warnings, mixtures; Muon.
     Mutant(
         "Muon: every rank takes rank 0's rows",
-        "runner/engine/gated.py",
+        "runner/engine/builtin_optimizer.py",
         "orthogonalised(whole.to(dtype))[first : first + len(shard)]",
         "orthogonalised(whole.to(dtype))[: len(shard)]",
         REFERENCE,

@@ -27,7 +27,7 @@ COMMANDS = {
     "slurm-job": "runner.command.cluster:slurm_job_command",
     "slurm-node": "runner.command.supervise:slurm_node_command",
     "k8s": "runner.command.cluster:k8s_command",
-    "nodes": "runner.command.nodes:nodes_command",
+    "nodes": "runner.command.cluster:nodes_command",
     "plan": "runner.command.plan:plan_command",
     "demo": "runner.command.demo:demo_command",
     "report": "runner.command.show:report_command",

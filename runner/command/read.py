@@ -31,7 +31,7 @@ from runner.system.parsing import json_text
 from runner.system.process import add_options, stay_beside
 from runner.system.units import counted
 from runner.tools.backtest.recording import ALWAYS, objects, option, read_columns
-from runner.tools.reading import trouble
+from runner.tools.reading import LEAST_ROWS, read, trouble
 from runner.tools.reading.curve import (
     CORPUS_ENTROPY,
     ENTROPY,
@@ -42,7 +42,6 @@ from runner.tools.reading.curve import (
     Curve,
     Signature,
 )
-from runner.tools.reading.rules import LEAST_ROWS, read
 
 _OF_SET = re.compile(r"eval_([^/]+)_loss$")
 _OWN = ("step", "loss", "grad_norm", "lr", "eval_loss", "entropy")  # columns of our own metrics

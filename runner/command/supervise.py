@@ -20,13 +20,13 @@ from runner.config.schema import RunConfig
 from runner.config.validate import check, check_extras
 from runner.distributed.env import EXIT_DIR, WATCHED, tell_exit
 from runner.fault.spec import parse_faults
-from runner.launch import meeting_point, torchrun
+from runner.launch import torchrun
 from runner.launch.attempt import EXIT_CODES, Job, Stop, StopTarget, run_once
 from runner.launch.crash_evidence import BadNodes, refuse_listed
 from runner.launch.node_memory import NodeMemory
 from runner.launch.script import PROGRESS, ScriptSupervisor, Watched
 from runner.launch.slurm import meeting, orders
-from runner.launch.stand_by import StandBy
+from runner.launch.stand_by import StandBy, hosting_command
 from runner.launch.supervisor import JobSupervisor, new_launch_id
 from runner.launch.warm_start import WarmStart, rank_modules
 from runner.observe.tracker import CommandAlerts
@@ -150,7 +150,7 @@ def run_supervised(
         _alert(alert, out, end, supervisor.attempts[-1:])
     supervisor.leave()
     if supervisor.is_left_out and met and met.head and is_head:
-        _hold_place(meeting_point.command(out, met.head), environment, supervisor.stop)
+        _hold_place(hosting_command(out, met.head), environment, supervisor.stop)
     return end.code
 
 

@@ -89,7 +89,7 @@ def prepare_text(data: DataConfig, cache: Path, *, progress: Progress) -> Prepar
     if is_sampled(sum(file.num_bytes for file in files)):
         identity.append(whole_digest(named, notes=notes_in(cache), progress=progress).sha256)
     place = cache / digest(identity)
-    job = Job(files=files, field=data.field, codec=codec, source=fingerprint)
+    job = TokenizingJob(files=files, field=data.field, codec=codec, source=fingerprint)
     index = cached(place, job, progress=progress)
     return Prepared(place=place, notice=index.words)
 
@@ -177,7 +177,7 @@ class Index:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class TokenizingJob:
     """What to tokenise; ``source`` is the fingerprint of the files."""
 
     files: Sequence[TextFile]
@@ -187,7 +187,7 @@ class Job:
 
 
 def cached(
-    place: Path, job: Job, *, progress: Progress, stale_seconds: float = _STALE_SECONDS
+    place: Path, job: TokenizingJob, *, progress: Progress, stale_seconds: float = _STALE_SECONDS
 ) -> Index:
     """Find the whole cache at ``place``, wait for it, or make it.
 
@@ -327,7 +327,7 @@ def _lock(file: BinaryIO) -> bool | None:
     return True
 
 
-def _make(place: Path, job: Job, progress: Progress) -> Index:
+def _make(place: Path, job: TokenizingJob, progress: Progress) -> Index:
     """Make the cache, publish it, read it back."""
     # Not mkdtemp: its private mode would hide a shared cache from other users.
     draft = place.with_name(f".{place.name}.{secrets.token_hex(8)}@{platform.node()}")
@@ -346,7 +346,7 @@ def _make(place: Path, job: Job, progress: Progress) -> Index:
     return index
 
 
-def _build(draft: Path, job: Job, progress: Progress) -> None:
+def _build(draft: Path, job: TokenizingJob, progress: Progress) -> None:
     """Write the draft: the marker last, everything synced before it."""
     codec = job.codec
     dtype = "<u2" if codec.vocab_size <= 2**16 else "<u4"

@@ -1,6 +1,6 @@
 """Which optimizer updates which shard, its state, and the gate that all obey.
 
-What is built in, and how to add one, is in :mod:`runner.engine.gated`.
+What is built in, and how to add one, is in :mod:`runner.engine.builtin_optimizer`.
 
 A gated step leaves parameters and state unchanged, bit for bit. Optimizers that honour
 ``found_inf`` (torch's fused ones, ours) are gated on the device without waiting; before the step of
@@ -21,7 +21,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from runner.config.schema import OptimConfig, OptimKind
-from runner.engine.gated import Muon, Whole, make_optimizer, opened, restored, set_gate, state_kinds
+from runner.engine.builtin_optimizer import (
+    Muon,
+    Whole,
+    make_optimizer,
+    opened,
+    restored,
+    set_gate,
+    state_kinds,
+)
 from runner.engine.user_optimizer import Make, UserOptimizer
 from runner.system.error import ConfigError
 from runner.system.user_code import call_target, find_target

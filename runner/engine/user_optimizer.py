@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.engine.gated import Whole, restored, set_gate
+from runner.engine.builtin_optimizer import Whole, restored, set_gate
 from runner.system.error import ConfigError
 
 _GROUP = "group"

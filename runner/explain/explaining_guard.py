@@ -37,9 +37,9 @@ from runner.policy.decision.signals import StepSignals
 from runner.system.error import LeaveError
 from runner.system.units import counted
 from runner.train.agreed_step import StepInfo
-from runner.train.guard import Guard
 from runner.train.run import EngineRun
 from runner.train.state import TrainState
+from runner.train.step_guard import StepGuard
 from runner.train.step_runner import StepPlanner
 
 T = TypeVar("T")
@@ -101,7 +101,7 @@ class ExplainingGuard:
         self,
         rules: ExplainRules,
         run: EngineRun,
-        guard: Guard,
+        guard: StepGuard,
         planner: StepPlanner,
         *,
         replay: Replay,
@@ -122,7 +122,7 @@ class ExplainingGuard:
         cls,
         rules: ExplainRules,
         run: EngineRun,
-        guard: Guard,
+        guard: StepGuard,
         planner: StepPlanner,
         *,
         seed: int,
@@ -142,11 +142,11 @@ class ExplainingGuard:
         )
 
     def note_lines(self, info: StepInfo) -> None:
-        """See :meth:`runner.train.guard.Guard.note_lines`."""
+        """See :meth:`StepGuard.note_lines`."""
         self._guard.note_lines(info)
 
     def handle(self, info: StepInfo, state: TrainState) -> Verdict | None:
-        """Like :meth:`runner.train.guard.Guard.handle`, which decides unless a cause is proven.
+        """Like :meth:`StepGuard.handle`, which decides unless a cause is proven.
 
         Raises as that.
 

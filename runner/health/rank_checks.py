@@ -1,6 +1,11 @@
 """Periodic checks of the ranks: is one slow, does one hold a corrupted copy?
 
 Collective, at steps that all ranks agree on. Every rank journals the same result.
+
+    python -m runner.health.rank_checks SECONDS
+
+checks the devices of one node alone, before others depend on it. It prints what is wrong with one;
+nothing if all give equal bits, or none could be asked.
 """
 
 from __future__ import annotations
@@ -8,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -325,7 +331,7 @@ def check_devices(
     for rank, report in enumerate(reports):
         for warning in report.warnings:
             say(f"warning: rank {rank} on {report.host}: {warning}")
-    return judge(reports)
+    return faulty_device(reports)
 
 
 def report_of(device: torch.device, is_spoilt: bool = False) -> DeviceReport:
@@ -342,7 +348,20 @@ def report_of(device: torch.device, is_spoilt: bool = False) -> DeviceReport:
     )
 
 
-def judge(reports: Sequence[DeviceReport]) -> DeviceFault | None:
+def burn_in(seconds: float) -> str:
+    """What is wrong with this node's devices; "" if nothing is. A device counts as a rank."""
+    until = time.monotonic() + seconds
+    count = torch.cuda.device_count()
+    devices = [torch.device("cuda", number) for number in range(count)] or [torch.device("cpu")]
+    while True:
+        fault = faulty_device([report_of(device) for device in devices])
+        if fault is not None:
+            return fault.reason
+        if time.monotonic() >= until:
+            return ""
+
+
+def faulty_device(reports: Sequence[DeviceReport]) -> DeviceFault | None:
     """Decide from the reports of all ranks, in rank order, whether a device is faulty. Pure."""
     by_rank = list(enumerate(reports))
     if broken := [rank for rank, one in by_rank if one.broken]:
@@ -417,3 +436,7 @@ def _wrong_sums(device: torch.device, ranks: Ranks) -> int:
     if total * _PERIOD >= 1 << 24:
         return int(((packed - expected).abs() > 1e-5 * expected).sum())
     return int((packed != expected).sum())
+
+
+if __name__ == "__main__":
+    sys.stdout.write(burn_in(float(sys.argv[1])))

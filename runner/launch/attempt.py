@@ -20,7 +20,7 @@ from typing import Any
 from runner.distributed.env import EXIT_DIR, rank_name, read_begun
 from runner.health.rank_report import CAUSE, Report, read_fatal_log, reported, write_report
 from runner.launch import process_tree, torchrun
-from runner.launch.prepared import Preparation
+from runner.launch.process_tree import Preparation
 from runner.policy.restart import ExitCodes
 from runner.system.error import (
     EXIT_CONFIG,

@@ -43,7 +43,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypedDict
 
-from runner.launch.prepared import Preparation
+from runner.launch.process_tree import Preparation
 from runner.system.environment import changeable, variables
 from runner.system.garbage import import_all
 from runner.system.parsing import json_text
@@ -72,7 +72,7 @@ class ForkError(Exception):
     """The fork server cannot fork this; it says why."""
 
 
-class Job(TypedDict):
+class ForkRequest(TypedDict):
     """What a forked process becomes."""
 
     args: list[str]
@@ -131,7 +131,7 @@ class Forks:
         self._socket.settimeout(self._wait_seconds)
         return True
 
-    def fork(self, job: Job, files: Sequence[int]) -> int:
+    def fork(self, job: ForkRequest, files: Sequence[int]) -> int:
         """Fork a child of this process that does ``job``; returns its process id.
 
         Args:
@@ -184,7 +184,7 @@ class ForkedPopen(subprocess.Popen[Any]):
         # cwd, env, startupinfo, creationflags, shell, p2cread, p2cwrite, c2pread, c2pwrite,
         # errread, errwrite, ...
         cwd, env, *theirs = (rest[place] for place in (4, 5, 9, 12, 14))
-        job = Job(
+        job = ForkRequest(
             args=[os.fspath(word) for word in args],
             env=dict(variables() if env is None else env),
             cwd=os.fspath(cwd or os.getcwd()),
@@ -229,14 +229,14 @@ def prepared(args: Sequence[str]) -> tuple[Preparation | None, list[str]]:
     return Preparation(**json.loads(args[3])), list(args[4:])
 
 
-def _send(to: socket.socket, job: Job, files: Sequence[int]) -> None:
+def _send(to: socket.socket, job: ForkRequest, files: Sequence[int]) -> None:
     data = json_text(job).encode()
     header = len(data).to_bytes(8, "little")
     to.sendmsg([header], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
     to.sendall(data)
 
 
-def _receive(source: socket.socket) -> tuple[Job, list[int]] | None:
+def _receive(source: socket.socket) -> tuple[ForkRequest, list[int]] | None:
     """A job and its three files; None if the other side has closed."""
     header, files, _, _ = socket.recv_fds(source, 8, 3)
     if not header:
@@ -247,7 +247,7 @@ def _receive(source: socket.socket) -> tuple[Job, list[int]] | None:
         if not part:
             return None
         data += part
-    job: Job = json.loads(data)
+    job: ForkRequest = json.loads(data)
     return job, files
 
 
@@ -288,7 +288,7 @@ class Server:
                 os.close(number)
         os._exit(0)
 
-    def _is_forked(self, job: Job) -> bool:
+    def _is_forked(self, job: ForkRequest) -> bool:
         """Fork a process for ``job``, and answer; True in that process."""
         try:
             self._refuse_changes()
@@ -332,7 +332,7 @@ class Server:
             if now.get(name, stamp) != stamp:
                 raise ForkError(f"{name} has changed since it was imported")
 
-    def become(self, job: Job, files: Sequence[int]) -> None:
+    def become(self, job: ForkRequest, files: Sequence[int]) -> None:
         """Be the program that ``job`` names, from its first line."""
         preparation, command = prepared(job["args"])
         os.setsid()

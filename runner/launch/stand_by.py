@@ -2,6 +2,9 @@
 
 It waits outside of the rendezvous: a spare, which waits inside of it, takes its place. It takes
 part where no spare is left, and where the run does not move without it.
+
+A head node that does not take part hosts the rendezvous all the same, which needs nothing of it but
+its store: :func:`hosting_command`, which ends some seconds after the run did.
 """
 
 from __future__ import annotations
@@ -19,11 +22,10 @@ from typing import Any
 
 from runner.config.schema import RunConfig
 from runner.health.root_cause import is_hardware
-from runner.launch import meeting_point
 from runner.launch.attempt import Stop
 from runner.launch.crash_evidence import short_name
 from runner.launch.node_memory import NodeMemory
-from runner.launch.prepared import Preparation
+from runner.launch.process_tree import Preparation
 from runner.launch.torchrun import Agent, is_head
 from runner.policy.nodes import PASSED, choose
 from runner.policy.restart import HARDWARE, End
@@ -38,6 +40,10 @@ _ENDS = {"done": EXIT_DONE, "halted": EXIT_HALTED}
 _BEAT_SECONDS, _GONE_SECONDS = 5.0, 30.0
 # Nodes of one job do not start at the same instant.
 _TOGETHER_SECONDS = 10.0
+# A run that has not moved for so long has been given up by its other nodes.
+_SILENT_SECONDS = 3600.0
+# For the nodes to wait for each other in this store, once their ranks are done.
+_LAST_SECONDS = 15.0
 
 
 class Present:
@@ -122,7 +128,7 @@ class StandBy:
         if not self._memory.standing(self._host).faults:
             return None
         if self._head and not self._held:
-            self._held = self._start(meeting_point.command(self._run.out, self._head))
+            self._held = self._start(hosting_command(self._run.out, self._head))
         self._is_waiting = True
         if fault := self.check(stop):
             return End(reason=f"{self._host} does not take part: {fault}", code=EXIT_CRASH)
@@ -167,7 +173,7 @@ class StandBy:
         if self._memory.standing(self._host).is_tested:
             return ""
         seconds = self._rules.burn_in_seconds
-        command = [sys.executable, "-m", "runner.health.burn_in", str(seconds)]
+        command = [sys.executable, "-m", "runner.health.rank_checks", str(seconds)]
         limit = time.monotonic() + seconds + _START_SECONDS
         with self._start(command, stdout=PIPE, stderr=PIPE) as process:
             while process.poll() is None and time.monotonic() < limit and stop.sleep(0.1):
@@ -196,3 +202,37 @@ class StandBy:
                 pass
             self._held.terminate()
             self._held.wait()
+
+
+def hosting_command(out: Path, head: tuple[str, int]) -> list[str]:
+    """The command that hosts the rendezvous."""
+    return [sys.executable, "-m", "runner.launch.stand_by", str(out), head[0], str(head[1])]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """
+    Args:
+        arguments: the run's directory; host and port of the place.
+    """
+    # Not above: the supervisor only needs the command, and nothing of torch.
+    from torch.distributed import TCPStore
+
+    out, host, port = Path(arguments[0]), arguments[1], int(arguments[2])
+    began = time.time()
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True)
+    while not _is_over(RunDir(out), began):
+        time.sleep(_POLL_SECONDS)
+    time.sleep(_LAST_SECONDS)
+    del store
+
+
+def _is_over(run: RunDir, began: float) -> bool:
+    summary = run.stored_summary() or {}
+    if summary.get("status") in (*_ENDS, "preempted") and run.summary.stat().st_mtime > began:
+        return True
+    moved = run.metrics.stat().st_mtime if run.metrics.exists() else began
+    return time.time() - max(moved, began) > _SILENT_SECONDS
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

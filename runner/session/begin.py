@@ -75,7 +75,6 @@ from runner.train.evaluate import (
     falls_due,
     source_columns,
 )
-from runner.train.guard import Guard
 from runner.train.loop import Loop
 from runner.train.recovery import Recovery
 from runner.train.report import Reporter
@@ -83,6 +82,7 @@ from runner.train.run import Corpus, EngineRun, RankGroup, Resumed, RunJournal, 
 from runner.train.save_schedule import SaveSchedule
 from runner.train.state import TrainState
 from runner.train.step import Stepper, StepRules
+from runner.train.step_guard import StepGuard
 from runner.train.step_runner import StepPlanner, StepRunner
 
 _YES_NO = {True: "yes", False: "no"}
@@ -571,12 +571,12 @@ def _loop(run: FaultyRun, config: RunConfig, corpus_check: CorpusCheck) -> Loop:
     )
     recovery = Recovery(
         run,
-        stepper=run.stepper,
+        suspects=run.stepper.suspects,
         rules=rules,
         max_unreadable=config.data.max_unreadable,
         before_restore=partial(run.faults.at, "rollback"),
     )
-    guard = Guard(run, rules=rules, recovery=recovery, steps=steps)
+    guard = StepGuard(run, rules=rules, recovery=recovery, steps=steps)
     explaining = ExplainRules.of(config.explain, config.guard, config.steps)
     checkpoints = Checkpoints(
         run, schedule=saves, rules=rules, last=LastProof.of(run), corpus=corpus_check

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from runner.policy.retention.interval import LLAMA3_FAILURES, LLAMA3_IN_MEMORY
 from runner.run_dir.paths import RunDir
 from runner.system.json_lines import iter_lines
-from runner.tools.ring_files import checkpoints
+from runner.tools.report.run_reader import stored_checkpoints
 
 # FP32 weights and both moments of AdamW, as the ring keeps them.
 BYTES_PER_PARAMETER = 12
@@ -178,7 +178,7 @@ def ring_goodput(costs: Costs, *, steps: int, per_disk: int) -> float:
     return work * lag * falls / (spent * math.expm1(power))
 
 
-class Failure(NamedTuple):
+class NodeFailure(NamedTuple):
     """``begin`` and ``end`` in days of the trace; infinite where it has no end."""
 
     begin: float
@@ -188,7 +188,7 @@ class Failure(NamedTuple):
     text: str
 
 
-def read_failures(path: Path) -> list[Failure]:
+def read_failures(path: Path) -> list[NodeFailure]:
     """The failures in a file of events as in stepfun-ai/InfiniteHBD-Trace, in order.
 
     A node's end belongs to its oldest open failure of the type.
@@ -197,7 +197,7 @@ def read_failures(path: Path) -> list[Failure]:
         OSError, ValueError, KeyError, TypeError, AttributeError: it is no such file.
     """
     is_open: defaultdict[str, list[int]] = defaultdict(list)
-    failures: list[Failure] = []
+    failures: list[NodeFailure] = []
     # At one time, what ends does so first: it may be the end of an earlier one.
     for event in sorted(json.loads(path.read_text()), key=lambda event: event["event_time"]):
         time, node, kind = event["event_time"], str(event["node_id"]), event.get("fault_type") or {}
@@ -205,7 +205,7 @@ def read_failures(path: Path) -> list[Failure]:
         if event["event_type"] == "fault_start":
             others.append(len(failures))
             fault = kind.get("Class", ""), kind.get("Desc", "")
-            failures.append(Failure(time, math.inf, node, *fault))
+            failures.append(NodeFailure(time, math.inf, node, *fault))
         elif others:
             ended = others.pop(0)
             failures[ended] = failures[ended]._replace(end=time)
@@ -392,7 +392,7 @@ def measured(out: Path, journal: Sequence[dict[str, Any]]) -> Values:
         if line["action"] == "apply":
             numbers["step_seconds"].append(line["seconds"])
             time_of_step[line["step"]] = last_time
-    stored = checkpoints(RunDir(out))
+    stored = stored_checkpoints(RunDir(out))
     for entry in stored:
         # From its step's end to its commit marker; negative where that step was done again since.
         seconds = entry.time - time_of_step.get(entry.step, math.inf)

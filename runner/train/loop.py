@@ -19,8 +19,8 @@ from runner.train.state import TrainState
 from runner.train.step_runner import StepRunner
 
 
-class Guard(Protocol):
-    """:class:`runner.train.guard.Guard`, or a guard that finds the cause first."""
+class GuardsSteps(Protocol):
+    """:class:`runner.train.step_guard.StepGuard`, or a guard that finds the cause first."""
 
     def note_lines(self, info: StepInfo) -> None: ...
     def handle(self, info: StepInfo, state: TrainState) -> Verdict | None: ...
@@ -38,7 +38,7 @@ class Loop:
     state: TrainState
     until: int
     steps: StepRunner
-    guard: Guard
+    guard: GuardsSteps
     checkpoints: Checkpoints
     periodic: Periodic
     reporter: Reporter

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from runner.data.cursor import BatchPlan
 from runner.policy.decision.episode import Diagnosis, Episode
@@ -17,7 +17,7 @@ from runner.policy.decision.finding import Cause
 from runner.policy.decision.history import Incident, discard_incident, may_be_data, verdict_within
 from runner.policy.decision.judge import Kind, Verdict
 from runner.policy.decision.ladder import Discard, Halt, Rebaseline, RemedyRules, Rollback
-from runner.policy.decision.skip_ledger import GiveUp, decide
+from runner.policy.decision.skip_ledger import GiveUp, decide_unreadable
 from runner.policy.retention.records import Tier
 from runner.system.error import DataError, RankError
 from runner.system.units import counted
@@ -33,18 +33,11 @@ _ONLY_UNGUARDED = (
 _NAMES_NOTHING = frozenset({Cause.unclear.value, Cause.not_reproducible.value})
 
 
-class Stepper(Protocol):
-    """The part of :class:`runner.train.step.Stepper` that is needed."""
-
-    def suspects(self, plan: BatchPlan) -> list[Suspect]:
-        """The suspected samples of the last step that was read. Collective."""
-        ...
-
-
 class Recovery:
     """Carries out the guard's decisions.
 
     Args:
+        suspects: returns the suspected samples of the last step that was read. Collective.
         before_restore: called with the step at which the rollback happens.
         data_goes_on: whether the data cannot be rewound; then a rollback skips all samples since
             its checkpoint.
@@ -54,13 +47,13 @@ class Recovery:
         self,
         run: Run,
         *,
-        stepper: Stepper,
+        suspects: Callable[[BatchPlan], list[Suspect]],
         rules: RemedyRules,
         max_unreadable: int = 0,
         before_restore: Callable[[int], None] = lambda step: None,
         data_goes_on: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._stepper = stepper
+        self._suspects = suspects
         self._ring = run.ring
         self._written = run.written
         self._history = run.history
@@ -81,7 +74,7 @@ class Recovery:
             RankError: a rank's storage is gone. Both are raised alike on all ranks.
         """
         unreadable, step = info.unreadable, info.signals.step
-        decision = decide(
+        decision = decide_unreadable(
             unreadable,
             shares=info.shares,
             known=self._history.unreadable,
@@ -275,7 +268,7 @@ class Recovery:
         elif cause is not None and not may_be_data(cause):
             ranks = tuple(cause["ranks"])
         else:
-            suspects = self._stepper.suspects(info.batch)
+            suspects = self._suspects(info.batch)
             ranks = tuple(sorted({suspect.rank for suspect in suspects}))
             names = tuple(suspect.name for suspect in suspects)
         warnings = self._history.warnings_before(info.signals.step)

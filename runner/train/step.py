@@ -54,7 +54,7 @@ _NUM_LOUDEST = 3
 _REMEMBERED = 256  # steps whose durations are kept
 
 
-class LayerWatch(Protocol):
+class WatchesLayers(Protocol):
     """The part of :class:`runner.explain.layers.LayerWatch` that is used here."""
 
     num_largest: int
@@ -149,7 +149,7 @@ class Stepper:
         before_update: Callable[[], None] = lambda: None,
         distrust: Callable[[int], None] = lambda step: None,
     ) -> None:
-        self.layers: LayerWatch | None = None
+        self.layers: WatchesLayers | None = None
         self._late_layers: Callable[[], Measured] | None = None
         self._engine = engine
         self._feed = feed

@@ -14,8 +14,8 @@ from runner.command.read import curve_of
 from runner.config.schema import DataConfig
 from runner.system.parsing import json_text
 from runner.tools.backtest.recording import read_columns, read_curve
+from runner.tools.reading import read
 from runner.tools.reading.curve import FURTHER
-from runner.tools.reading.rules import read
 from tests.fuzz.mutate import as_json, changed, damaged
 from tests.fuzz.test_parsers import often, slowly, try_all, watched
 from tests.stored import open_text

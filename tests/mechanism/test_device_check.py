@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from runner.health.nvml import GpuHealth, GpuMeter, gpu_health
-from runner.health.rank_checks import DeviceReport, check_devices, judge
+from runner.health.rank_checks import DeviceReport, check_devices, faulty_device
 from runner.health.root_cause import is_hardware
 
 WELL = DeviceReport(host="n1", kind="H200 13.0", bits=["a", "a"], wrong_sums=0)
@@ -37,7 +37,7 @@ OTHER = replace(WELL, bits=["b", "b"], host="n2")
 def test_who_is_at_fault(
     reports: list[DeviceReport], ranks: tuple[int, ...] | None, words: str
 ) -> None:
-    fault = judge(reports)
+    fault = faulty_device(reports)
     assert (fault.ranks if fault else None) == ranks
     if fault:
         assert words in fault.reason

@@ -53,13 +53,13 @@ from runner.system.json_lines import Backlog
 from runner.train.agreed_step import is_within
 from runner.train.checkpoints import Checkpoints
 from runner.train.evaluate import Inspection, Periodic, falls_due
-from runner.train.guard import Guard
 from runner.train.loop import Loop
 from runner.train.recovery import Recovery
 from runner.train.run import RunJournal
 from runner.train.save_schedule import FixedInterval, SaveSchedule
 from runner.train.state import TrainState
 from runner.train.step import Stepper, StepRules
+from runner.train.step_guard import StepGuard
 from runner.train.step_runner import StepPlanner, StepRunner
 from tests.observed import observers
 from tests.policy.steps import attempted, remedy_rules
@@ -387,7 +387,7 @@ def live(story: Story, folder: Path, *, late: bool) -> tuple[End, Lines]:
         rules=StepRules(seed=0, clip=1.0, guarded=story.guarded, config_digest="", code=""),
         heart=wrap_heart(Heartbeat(), faults, run.ring),
     )
-    recovery = Recovery(run, stepper=stepper, max_unreadable=3, rules=rules)
+    recovery = Recovery(run, suspects=stepper.suspects, max_unreadable=3, rules=rules)
     saves = SaveSchedule(disk=FixedInterval(story.checkpoint), memory=None)
     periodic = Periodic(
         run,
@@ -417,7 +417,7 @@ def live(story: Story, folder: Path, *, late: bool) -> tuple[End, Lines]:
         state=state,
         until=STEPS,
         steps=steps,
-        guard=Guard(run, recovery=recovery, steps=steps, rules=rules),
+        guard=StepGuard(run, recovery=recovery, steps=steps, rules=rules),
         checkpoints=Checkpoints(run, schedule=saves, last=proven, rules=rules),
         periodic=periodic,
         reporter=run.reporter,

@@ -16,8 +16,9 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
-from runner.launch import agent, meeting_point
+from runner.launch import agent
 from runner.launch.crash_evidence import BadNodes, evidence, has_to_leave, refuse_listed
+from runner.launch.stand_by import hosting_command
 from runner.system.error import ConfigError
 
 
@@ -108,7 +109,7 @@ def test_the_head_keeps_the_meeting_point_until_the_run_ends(tmp_path: Path) -> 
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    held = subprocess.Popen(meeting_point.command(tmp_path, ("localhost", port)))
+    held = subprocess.Popen(hosting_command(tmp_path, ("localhost", port)))
     try:
         store = TCPStore("localhost", port, is_master=False, timeout=timedelta(seconds=60))
         store.set("round", "1")

@@ -17,7 +17,6 @@ import pytest
 
 from runner.__main__ import main
 from runner.config.compose import compose
-from runner.health import burn_in as burn_in_module
 from runner.health import rank_checks
 from runner.launch import node_memory as module
 from runner.launch import stand_by as module_of_stand_by
@@ -195,10 +194,10 @@ def test_of_a_world_of_one_host_its_hardware_is_remembered(tmp_path: Path) -> No
 
 
 def test_the_check_names_a_device_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert burn_in_module.burn_in(0.0) == ""
+    assert rank_checks.burn_in(0.0) == ""
     bits = iter([["x", "y"]])
     monkeypatch.setattr(rank_checks, "_products", lambda device, is_spoilt: next(bits))
-    assert "other bits for the same product" in burn_in_module.burn_in(0.0)
+    assert "other bits for the same product" in rank_checks.burn_in(0.0)
 
 
 @pytest.fixture(autouse=True)

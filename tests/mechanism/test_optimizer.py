@@ -11,7 +11,7 @@ from torch import Tensor
 
 from runner.config.compose import compose
 from runner.config.schema import OptimConfig, OptimKind
-from runner.engine.gated import is_hidden_matrix, orthogonalised
+from runner.engine.builtin_optimizer import is_hidden_matrix, orthogonalised
 from runner.engine.optimizer import OptimizerSettings, ShardOptimizer
 from runner.engine.user_optimizer import probe_traits
 from runner.session import parts

@@ -11,8 +11,8 @@ import pytest
 
 from runner.__main__ import main
 from runner.command.read import curve_of_run
+from runner.tools.reading import read
 from runner.tools.reading.curve import SIGNATURES, Curve
-from runner.tools.reading.rules import read
 from runner.tools.reading.trouble import clipping
 from tests.made_curves import HEALTHY, TROUBLED, healthy
 

@@ -20,7 +20,7 @@ from runner.health.rank_report import CAUSE, Report, read_reports, write_report
 from runner.health.root_cause import find_root_cause
 from runner.launch import attempt as begun_module
 from runner.launch.attempt import Ended, Job, Stop, run_once
-from runner.launch.prepared import Preparation
+from runner.launch.process_tree import Preparation
 from runner.system.process import host_name
 from tests.mechanism.test_witness import endings, take_run, watched
 from tests.waiting import until

@@ -24,7 +24,7 @@ from runner.data import text as text_module
 from runner.data.corpus_digest import Progress, whole_digest
 from runner.data.dataset import fingerprint_files
 from runner.data.documents import find_files
-from runner.data.text import Job, cached, prepare_text
+from runner.data.text import TokenizingJob, cached, prepare_text
 from runner.data.tokenizer import open_codec
 from runner.system.error import DataError
 from runner.train.corpus_check import known_digest
@@ -52,9 +52,9 @@ def prepare(data: DataConfig, progress: Progress = silent) -> Path:
     return prepare_text(data, Path(str(data.cache)), progress=progress).place
 
 
-def job(tmp_path: Path) -> Job:
+def job(tmp_path: Path) -> TokenizingJob:
     files = find_files([str(corpus(tmp_path))], (), "text")
-    return Job(
+    return TokenizingJob(
         files=files,
         field="text",
         codec=open_codec(None, begin_token=None, end_token=None),

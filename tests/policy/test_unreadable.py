@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from runner.policy.decision.history import History, Incident
-from runner.policy.decision.skip_ledger import GiveUp, PassOver, Unreadable, decide
+from runner.policy.decision.skip_ledger import GiveUp, PassOver, Unreadable, decide_unreadable
 
 
 def bad(
@@ -54,7 +54,7 @@ def test_the_table(
     most: int,
     expected: object,
 ) -> None:
-    decision = decide(found, shares=shares, known=known, most=most)
+    decision = decide_unreadable(found, shares=shares, known=known, most=most)
     if isinstance(decision, PassOver):
         assert decision.positions == expected
     else:
@@ -63,7 +63,7 @@ def test_the_table(
 
 
 def test_the_reason_names_the_first_few() -> None:
-    decision = decide([bad(p) for p in (9, 7, 5, 3)], shares=(8,), known=(), most=3)
+    decision = decide_unreadable([bad(p) for p in (9, 7, 5, 3)], shares=(8,), known=(), most=3)
     assert isinstance(decision, GiveUp)
     assert "4 different samples" in decision.reason and "data.max_unreadable=3" in decision.reason
     assert "position 3 (file 3) on rank 0: DataError: torn; position 5" in decision.reason

@@ -29,9 +29,9 @@ from runner.policy.decision.ladder import RemedyRules
 from runner.system.error import ConfigError
 from runner.train.agreed_step import CLOSED, GRAD_NORM, AgreedStep, RankReport, StepInfo, Sums
 from runner.train.checkpoints import Checkpoints, LastProof
-from runner.train.guard import Guard
 from runner.train.recovery import Recovery
 from runner.train.save_schedule import SaveSchedule
+from runner.train.step_guard import StepGuard
 
 _AT_ONCE = 4  # steps of a start whose numbers are never read late: they show what changes
 
@@ -111,9 +111,9 @@ class GuardedSteps:
         self._scalers = Scalers(carried.schedulers)
         rules = RemedyRules(guard=run.config.guard, batch=run.config.batch.global_size)
         recovery = Recovery(
-            run, stepper=measurer, rules=rules, data_goes_on=lambda: carried.data_goes_on
+            run, suspects=measurer.suspects, rules=rules, data_goes_on=lambda: carried.data_goes_on
         )
-        self._guard = Guard(run, rules=rules, recovery=recovery, steps=self)
+        self._guard = StepGuard(run, rules=rules, recovery=recovery, steps=self)
         self.checkpoints = Checkpoints(
             run,
             schedule=SaveSchedule.of(run, run.config.checkpoint, in_memory=True),

@@ -115,7 +115,7 @@ class GiveUp:
     may_pass: bool
 
 
-def decide(
+def decide_unreadable(
     unreadable: Sequence[Unreadable], *, shares: Sequence[int], known: Collection[int], most: int
 ) -> PassOver | GiveUp:
     """Decide about the unreadable samples of one step.

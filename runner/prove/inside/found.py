@@ -20,7 +20,7 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-class Copy:
+class ModelCopy:
     """A second set of tensors of the weights' names or shapes, such as an EMA.
 
     Args:
@@ -48,7 +48,7 @@ class Found:
     """What a look at all objects of the process has found so far."""
 
     def __init__(self) -> None:
-        self.copies: list[Copy] = []
+        self.copies: list[ModelCopy] = []
         self.scalers: list[Any] = []  # weak references, as are those of the schedules
         self.schedules: list[Any] = []
         self._seen: set[int] = set()
@@ -95,11 +95,11 @@ class Found:
             parts = {id(part) for part in module.modules()}
             inner |= parts
             self._seen |= parts  # what it wraps is no further copy, also in a later look
-            self.copies.append(Copy(type(module).__name__, weakref.ref(module)))
+            self.copies.append(ModelCopy(type(module).__name__, weakref.ref(module)))
 
     def _add(self, label: str, thing: Any) -> None:
         self._seen.add(id(thing))
-        self.copies.append(Copy(label, thing))
+        self.copies.append(ModelCopy(label, thing))
 
     def _weak(self, thing: Any) -> Any:
         self._seen.add(id(thing))

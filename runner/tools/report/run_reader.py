@@ -13,7 +13,7 @@ from typing import Any
 from runner.policy.alert import RUNNING, STARTING
 from runner.policy.columns import FIELDS, PACE_STEPS
 from runner.policy.decision.history import History, Incident
-from runner.policy.retention.records import State
+from runner.policy.retention.records import State, parse_name
 from runner.run_dir.paths import SAMPLES, RunDir, read_explanation
 from runner.run_dir.time_account import TimeAccount, account, plausible_seconds, seconds_by_kind
 from runner.system.error import ConfigError
@@ -25,7 +25,6 @@ from runner.tools.report.follow import Follower, whole
 from runner.tools.report.incident import Line, line_of, texts
 from runner.tools.report.side_files import LayerFold, MetricFold, RankFold, RingFold, SourceFold
 from runner.tools.report.vitals import Vitals, timed_of
-from runner.tools.ring_files import StoredCheckpoint, checkpoints
 
 _HOUR = 3600.0
 _UNIT = "nats per token"  # of runs whose start does not say
@@ -344,7 +343,7 @@ class RunReader:
 
     def checkpoints(self) -> list[StoredCheckpoint]:
         """The committed checkpoints on disk, in the order of their serials."""
-        return checkpoints(self.run_dir)
+        return stored_checkpoints(self.run_dir)
 
 
 class RunStatus:
@@ -492,3 +491,43 @@ def _account_line(line: Line) -> dict[str, Any]:
         "time": line.time,
         "detail": {**detail, "to_step": to_step, "idle_seconds": idle},
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredCheckpoint:
+    """A checkpoint on disk; ``time`` is when it was committed, in seconds since the epoch."""
+
+    serial: int
+    step: int
+    state: State
+    num_bytes: int
+    time: float
+
+
+def stored_checkpoints(run_dir: RunDir) -> list[StoredCheckpoint]:
+    """The committed checkpoints on disk, in the order of their serials."""
+    try:
+        folders = list(run_dir.ring.iterdir())
+    except OSError:
+        return []
+    named = [(name, folder) for folder in folders if (name := parse_name(folder.name))]
+    stored = [_stored(folder, *name) for name, folder in sorted(named)]
+    return [one for one in stored if one is not None]
+
+
+def _stored(folder: Path, serial: int, step: int) -> StoredCheckpoint | None:
+    try:
+        files = {file.name: file.stat() for file in folder.iterdir()}
+    except OSError:  # it was retired just now
+        return None
+    if "COMMITTED" not in files:
+        return None
+    state = State.committed
+    if "TAINTED" in files:
+        state = State.tainted
+    elif "CLEAN" in files:
+        state = State.clean
+    data = [status.st_size for name, status in files.items() if name.endswith(".bin")]
+    return StoredCheckpoint(
+        serial=serial, step=step, state=state, num_bytes=sum(data), time=files["COMMITTED"].st_mtime
+    )

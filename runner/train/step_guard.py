@@ -37,7 +37,7 @@ class Steps(Protocol):
     def forget_known_discards(self) -> None: ...
 
 
-class Guard:
+class StepGuard:
     """Decides what to do about a step, and does it."""
 
     def __init__(self, run: Run, *, rules: RemedyRules, recovery: Recovery, steps: Steps) -> None:
