@@ -531,6 +531,12 @@ class CheckpointRing:
         """Never retire clean checkpoints whose serials ``serials()`` returns at that time."""
         self._also_kept.append(serials)
 
+    def keep_best(self, serials: Callable[[Iterable[Record]], set[int]]) -> None:
+        """Never retire the best clean checkpoint by ``serials``, here and at the remote."""
+        self.also_keep(lambda: serials(self.records))
+        if self.uploads is not None:
+            self.uploads.best = serials
+
     def newest_clean(self) -> Record | None:
         """The newest clean checkpoint on disk."""
         clean = (record for record in on_disk(self.records) if record.state is State.clean)

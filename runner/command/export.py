@@ -27,6 +27,7 @@ from runner.checkpoint.state_digest import digest_of_sums, is_whole, state_diges
 from runner.checkpoint.tensor_sums import Summing
 from runner.command.arguments import Parser
 from runner.command.bar import Bar
+from runner.config.schema import EvalConfig, Goal
 from runner.engine.buffers import SAVED
 from runner.policy.retention.records import State
 from runner.run_dir.paths import RunDir
@@ -38,6 +39,7 @@ from runner.tools.report.markup import plain
 _SHARD_BYTES = 4 << 30
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _MOST_CHARACTERS = 500
+_BEST = "best"
 # A parameter's whole value in FP32, by the name it has in the checkpoint.
 Read = Callable[[str], torch.Tensor]
 PARAM = "param/"
@@ -144,8 +146,8 @@ def export_command(arguments: Sequence[str]) -> int:
     parser = Parser("export", __doc__)
     parser.add_argument("run", metavar="OUT", help="the run's directory (out), or its ring")
     parser.add_argument("folder", metavar="DIR", help="where to write the safetensors files")
-    words = "that checkpoint, proven or not; default: the newest proven one"
-    parser.add_argument("--step", type=int, help=words)
+    words = "that checkpoint, proven or not; best: by eval.metric; default: the newest proven one"
+    parser.add_argument("--step", type=_step, metavar="{STEP,best}", help=words)
     words = "hf: with config.json and tokenizer, as transformers loads it; default: plain"
     parser.add_argument("--format", choices=["plain", "hf"], default="plain", help=words)
     words = "of what is written; default: fp32"
@@ -158,9 +160,50 @@ def export_command(arguments: Sequence[str]) -> int:
             "into a directory and name that directory"
         )
     run, folder = Path(options.run), Path(options.folder)
-    for sentence in export_run(run, folder, step=options.step, layout=_layout_of(options, run)):
+    step, notes = _best_step(run) if options.step == _BEST else (options.step, [])
+    notes = export_run(run, folder, step=step, layout=_layout_of(options, run)) + notes
+    for sentence in notes:
         sys.stdout.write(f"{sentence}\n")
     return 0
+
+
+def _step(text: str) -> int | str:
+    return text if text == _BEST else int(text)
+
+
+def _best_step(run: Path) -> tuple[int, list[str]]:
+    """The step of the best checkpoint that is there, and its value in words.
+
+    Raises:
+        CheckpointError: no checkpoint was evaluated.
+    """
+    # Imported here: the other exports do not need what evaluates.
+    from runner.train.evaluate import BestEvaluation, evaluations
+
+    out, settings = run_of(run), EvalConfig()
+    stored = out.stored_settings()
+    settings.metric = stored.get("eval.metric", settings.metric)
+    settings.goal = Goal(stored.get("eval.goal", settings.goal))
+    entries, _ = CheckpointDirectory(ring_folder(run)).entries()
+    lines = iter_lines(out.metrics) if out.metrics.exists() else ()
+    values = dict(evaluations(lines, settings.metric))
+    best = BestEvaluation(settings, values.items())
+    serials = best.serials(entry.record for entry in entries)
+    found = [entry.record.step for entry in entries if entry.record.serial in serials]
+    if not found:
+        raise CheckpointError(
+            f"--step best: none of the checkpoints was evaluated by eval.metric={settings.metric} "
+            f"(evaluations: {len(values)}); there are: {_listed(entries)}. "
+            "checkpoint.keep_best=true saves and keeps the best one; --step N takes any"
+        )
+    step, (of_all, value) = found[0], best.of_all() or (found[0], values[found[0]])
+    notes = [f"{settings.metric} {values[step]:.6g}, the {settings.goal.value} of those kept"]
+    if value != values[step]:
+        notes.append(
+            f"step {of_all} had {value:.6g}, and its checkpoint is not kept: "
+            "checkpoint.keep_best=true keeps it"
+        )
+    return step, notes
 
 
 def _layout_of(options: argparse.Namespace, run: Path) -> LayoutOf:

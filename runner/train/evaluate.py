@@ -419,7 +419,7 @@ class BestEvaluation:
         )
         best = cls(settings, ((int(at), float(value)) for at, value in before if at <= step))
         if is_kept:
-            run.ring.also_keep(lambda: best.serials(run.ring.records))
+            run.ring.keep_best(best.serials)
         return best
 
     def evaluated(self, updates: int, evaluator: Evaluator, loss: float | None) -> None:
@@ -443,7 +443,7 @@ class BestEvaluation:
         self._best_at = -1
         if value is None or not math.isfinite(value):
             return
-        best = self._best()
+        best = self.of_all()
         if best is None or self._sign * value < self._sign * best[1]:
             self._best_at = updates
         self._values[updates] = value
@@ -473,7 +473,7 @@ class BestEvaluation:
     def ending(self, updates: int) -> str:
         """Why the run ends after ``updates`` updates: eval.stop_after; empty to go on."""
         patience = self._settings.stop_after
-        best = self._best(updates) if patience else None
+        best = self.of_all(updates) if patience else None
         if best is None:
             return ""
         later = sum(best[0] < step <= updates for step in self._values)
@@ -485,7 +485,7 @@ class BestEvaluation:
             f"better (eval.stop_after={patience})"
         )
 
-    def _best(self, updates: float = math.inf) -> tuple[int, float] | None:
+    def of_all(self, updates: float = math.inf) -> tuple[int, float] | None:
         """Update and value of the best evaluation, the first of equal ones."""
         values = [(self._sign * one, step) for step, one in self._values.items() if step <= updates]
         return (min(values)[1], self._sign * min(values)[0]) if values else None

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from runner.command.export import export_command
 from runner.config.schema import EvalConfig, Goal
 from runner.policy.retention.records import Record, State
 from runner.train.evaluate import BestEvaluation, evaluations
@@ -34,6 +38,39 @@ def test_the_best_stays(tmp_path: Path, faults: str) -> None:
     assert 0 < best < 40 and best % 16, run.counted()
     names = [path.name for path in (run.out / "ring").iterdir()]
     assert any(str(best) in name for name in names), (best, names)
+
+
+def test_the_best_is_exported_and_outlives_out_at_the_remote(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each new best is sent, and stays there when newer ones come and ``out`` is lost."""
+
+    def best_of(out: Path, folder: Path) -> str:
+        assert export_command([str(out), str(folder), "--step", "best"]) == 0
+        return capsys.readouterr().out
+
+    remote, best = tmp_path / "remote", tmp_path / "best"
+    words = (*SETTINGS, f"checkpoint.remote=file://{remote}", "checkpoint.remote_wait_seconds=60")
+    plain = train(tmp_path / "plain", *SETTINGS, ranks=1)
+    assert plain.code == 0, plain.tail
+    half = train(tmp_path / "run", *words, "steps=40", "schedule.total=48", ranks=1)
+    assert half.code == 0, half.tail
+    shutil.rmtree(half.out)
+    run = train(half.out, *words, ranks=1)
+    assert run.code == 0 and run.digest == plain.digest, run.tail
+    assert run.journal("restored"), run.tail
+    step = best_step(plain)
+    [kept] = (remote / "ring").glob(f"*-step-{step:08d}")
+    assert not list((run.out / "ring").glob(f"*-step-{step:08d}")), "it was not fetched"
+    shutil.copytree(kept, run.out / "ring" / kept.name, ignore=shutil.ignore_patterns("run"))
+    for one in (plain, run):
+        told = best_of(one.out, best / one.out.name)
+        assert f"exported step {step} of 48 (clean)" in told and "the lowest" in told, told
+    wanted, got = (load_file(best / name / "model.safetensors") for name in ("plain", "run"))
+    assert wanted.keys() == got.keys() and all(torch.equal(wanted[n], got[n]) for n in wanted)
+    shutil.rmtree(run.out / "ring" / kept.name)
+    told = best_of(run.out, tmp_path / "other")
+    assert f"step {step} had " in told and "checkpoint.keep_best=true keeps it" in told, told
 
 
 def record(serial: int, step: int, state: State = State.clean) -> Record:

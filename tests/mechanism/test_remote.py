@@ -109,6 +109,38 @@ def folders(url: str) -> list[str]:
 # -- sending ------------------------------------------------------------------------------
 
 
+def test_the_best_is_sent_behind_a_newer_one_and_stays(
+    out: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, refused = RemoteFiles.put, list[str]()
+
+    def refuse_once(files: RemoteFiles, source: Path, name: str, facts: FileFacts) -> None:
+        if "-step-00000020/" in name and not refused:
+            refused.append(name)
+            raise RemoteFault(f"{name}: no")
+        put(files, source, name, facts)
+
+    monkeypatch.setattr(RemoteFiles, "put", refuse_once)
+    made, said = uploads(out, url, keep=1)
+    steps = {20}
+    made.best = lambda records: {record.serial for record in records if record.step in steps}
+    first, second, third, fourth = known = local(out)
+    made.finish([first, second, third])  # the newest first; the best fails
+    assert folders(url) == [folder_name(third)] and refused and len(said) == 1
+    made.finish([first, second, third])  # not again and again
+    assert folders(url) == [folder_name(third)] and len(said) == 1
+    made.finish(known)
+    assert folders(url) == [folder_name(second), folder_name(fourth)]
+    steps = {30}
+    made.finish(known)
+    assert folders(url) == [folder_name(third), folder_name(fourth)]
+    made.distrust(lambda record: record.step >= 40)
+    steps = {40}
+    made.finish(known)
+    assert folders(url) == [folder_name(third)], "one that is not clean is not sent"
+    made.close()
+
+
 def test_what_is_sent_has_the_names_and_bytes_of_the_ring(out: Path, url: str) -> None:
     assert send(out, url) == []
     remote = Path(url.removeprefix("file://"))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,6 +42,9 @@ class Uploads:
         queue: the ring's queue for it.
         report: takes incidents, alike on every rank.
         show: told at the end of a run how far this rank's share is, in bytes.
+
+    Attributes:
+        best: the serials of the best of some checkpoints; these stay at the remote too.
     """
 
     remote: RemoteRing
@@ -55,11 +58,13 @@ class Uploads:
     ranks: RingRanks
     report: Callable[[Incident], None]
     show: Callable[[str, int, int], None] = lambda what, done, total: None
+    best: Callable[[Iterable[Record]], set[int]] = lambda records: set()
     seconds: float = 0.0  # of this rank's share of the last upload; 0: unknown
     _takes_unproven: bool = False
     _has_claimed: bool = False
     _tried: int = 0
-    _withdrawn: set[int] = field(default_factory=set)  # tried; again after the next upload
+    # Tainted ones to remove and best ones to send, tried; again after the next upload.
+    _attempted: set[int] = field(default_factory=set)
     _sending: Record | None = None
     _step: int = 0
     _moved: int = 0  # bytes of this rank's share that were sent and read back
@@ -82,11 +87,19 @@ class Uploads:
         if self.queue.num_jobs:
             return
         for stored in self.stored:
-            if stored.serial in self.tainted - self._withdrawn:
+            if stored.serial in self.tainted - self._attempted:
                 start(self._withdraw(stored))
-        record = next_upload(records, self.stored, tried=self._tried, unproven=self._takes_unproven)
+        newest = next_upload(records, self.stored, tried=self._tried, unproven=self._takes_unproven)
+        record = newest or (None if self._takes_unproven else self._best_due(records))
         if record is not None:
             start(self._upload(record))
+
+    def _best_due(self, records: Sequence[Record]) -> Record | None:
+        """The best checkpoint, if it is clean and a newer one was sent in its place."""
+        clean = [record for record in records if record.state is State.clean]
+        done = {stored.serial for stored in self.stored} | self.tainted | self._attempted
+        due = self.best([*clean, *self.stored]) - done
+        return next((record for record in clean if record.serial in due), None)
 
     def distrust(self, is_tainted: Callable[[Record], bool]) -> None:
         """Remove checkpoints that are no longer clean: a restart must not find them.
@@ -143,7 +156,8 @@ class Uploads:
 
     def _upload(self, record: Record) -> Process[None]:
         """Upload a checkpoint, its marker last; then remove checkpoints no longer kept."""
-        self._tried, self._sending = record.serial, record
+        self._attempted.add(record.serial)
+        self._tried, self._sending = max(self._tried, record.serial), record
         # First of all prepared, so that nothing is written into another run's remote.
         prepare = self._on_first(record, self._prepare)
         for job in (prepare, QueuedJob(queue=self.queue, work=lambda: self._send(record))):
@@ -155,7 +169,7 @@ class Uploads:
         self._sending = None
         if not failures:
             self.stored = [*(r for r in self.stored if r.serial != record.serial), record]
-            self._withdrawn.clear()
+            self._attempted.clear()
             self._told = ""
         if self._goes_on(record, failures):
             yield from self._remove_older(record)
@@ -163,6 +177,8 @@ class Uploads:
     def _remove_older(self, record: Record) -> Process[None]:
         settings = self.settings
         kept = kept_there(self.stored, keep=settings.keep, keep_every=settings.keep_every)
+        best = self.best(known for known in self.stored if known.state is State.clean)
+        kept += [known for known in self.stored if known.serial in best and known not in kept]
         serials = {known.serial for known in kept}
         failures = yield self._on_first(record, lambda to: self._sweep(serials, to))
         if failures:
@@ -172,7 +188,7 @@ class Uploads:
 
     def _withdraw(self, record: Record) -> Process[None]:
         """Remove a stored checkpoint that is not clean any more."""
-        self._withdrawn.add(record.serial)
+        self._attempted.add(record.serial)
         failures = yield self._on_first(record, self._remove)
         if failures:
             self._say(f"tainted checkpoint {record.serial} is still there: {'; '.join(failures)}")
