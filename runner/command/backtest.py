@@ -132,7 +132,8 @@ def _report(recording: RecordedRun, replay: GuardReplay, seconds: float) -> str:
         f"{recording.path}: {counted(len(steps), 'row')}, steps {min(steps):,} to {max(steps):,} "
         f"({len(steps) / max(seconds, 1e-9):,.0f} rows/s)",
         *(f"  note: {note}" for note in recording.notes),
-        f"  {counts['discard']} discarded ({_share(counts['discard'], len(steps))} of the steps), "
+        f"  {counts['discard']} discarded ({100 * counts['discard'] / len(steps):.3g} % of the "
+        "steps), "
         f"{counts['rollback']} rollbacks ({sum(d.num_undone for d in decisions)} steps undone, "
         f"{num_skipped} skipped), {counts['rebaseline']} new baselines, {counts['halt']} halts",
     ]
@@ -141,10 +142,6 @@ def _report(recording: RecordedRun, replay: GuardReplay, seconds: float) -> str:
     if len(groups) > _EPISODES_SHOWN:
         lines.append(f"  and {len(groups) - _EPISODES_SHOWN} more: --json lists them all")
     return "\n".join(lines)
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.3g} %"
 
 
 def _episodes(decisions: Sequence[Decision]) -> list[list[Decision]]:

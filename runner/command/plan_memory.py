@@ -228,7 +228,10 @@ def _activations(config: RunConfig, network: Blueprint, dataset: Dataset) -> tup
     try:
         model = network.on_meta().to(dtype)
         objective = network.objective(model, bf16=False).to(_META)
-        inputs = {name: _meta(tensor, dtype) for name, tensor in batch.items()}
+        inputs = {
+            name: tensor.to(_META, dtype if tensor.is_floating_point() else tensor.dtype)
+            for name, tensor in batch.items()
+        }
         with SavedActivations() as saved, AnswersYes(), _KeepsNoScores():
             objective(inputs)
     except ConfigError:
@@ -236,10 +239,6 @@ def _activations(config: RunConfig, network: Blueprint, dataset: Dataset) -> tup
     except Exception as error:  # of the user's code: it reads values
         return None, f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
     return saved.num_bytes, ""
-
-
-def _meta(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(_META, dtype if tensor.is_floating_point() else tensor.dtype)
 
 
 class _KeepsNoScores(TorchFunctionMode):

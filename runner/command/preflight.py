@@ -81,17 +81,13 @@ def preflight_command(arguments: Sequence[str]) -> int:
 
 
 def _checks(config: RunConfig, dataset: Dataset) -> Iterator[Check]:
-    device = _device(config)
+    has_gpu = config.parallel.device != "cpu" and torch.cuda.is_available()
+    device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
     stream = sample_stream(config, dataset)
     corpus = _corpus(config, dataset, stream)
     return chain(
         tried(TRIALS, _subject(config, dataset, corpus, device), _SECONDS), corpus_checks(corpus)
     )
-
-
-def _device(config: RunConfig) -> torch.device:
-    has_gpu = config.parallel.device != "cpu" and torch.cuda.is_available()
-    return torch.device("cuda", 0) if has_gpu else torch.device("cpu")
 
 
 def _corpus(config: RunConfig, dataset: Dataset, stream: SampleStream) -> TrialCorpus:

@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_leaves
 from runner.checkpoint.disk.directory import CheckpointDirectory, Entry, again_while_retired
 from runner.config.compose import compose
 from runner.distributed.env import place_from
-from runner.policy.decision.history import Incident
 from runner.policy.retention.records import State
 from runner.run_dir.paths import RunDir
 from runner.session.group import join
@@ -87,7 +86,11 @@ def _find_cause(run: EngineRun, step: int) -> Mapping[str, Any] | None:
         watch = NanWatch() if run.state.updates == step - 1 else contextlib.nullcontext()
         with watch:
             run.loop.step()
-        causes = [cause for line in history.incidents[num_known:] if (cause := _cause(line, step))]
+        causes = [
+            cause
+            for line in history.incidents[num_known:]
+            if line.step == step and isinstance(cause := line.detail.get("cause"), Mapping)
+        ]
         if causes:
             return {**causes[0], "operation": getattr(watch, "operation", "")}
     return None
@@ -148,11 +151,6 @@ def _called(func: Any) -> str:
         if not any(Path(frame.filename).is_relative_to(folder) for folder in own):
             return f"{func} in {frame.name}, {frame.filename}:{frame.lineno}"
     return str(func)
-
-
-def _cause(line: Incident, step: int) -> Mapping[str, Any] | None:
-    cause = line.detail.get("cause")
-    return cause if line.step == step and isinstance(cause, Mapping) else None
 
 
 def _checkpoint_before(run_dir: RunDir, number: int, step: int, start: int) -> Entry:

@@ -60,7 +60,7 @@ def permute(positions: npt.NDArray[np.int64], *, size: int, key: int) -> npt.NDA
     _check_range(inputs, size)
     values = inputs.reshape(-1).astype(np.uint64)
     bits = (size - 1).bit_length()
-    keys = _round_keys(key)
+    keys = [_mix_int(key + (number + 1) * _GOLDEN) for number in range(_ROUNDS)]
     values = _encrypt(values, bits=bits, keys=keys)
     outside = np.flatnonzero(values >= np.uint64(size))
     while outside.size:
@@ -124,10 +124,6 @@ def _encrypt(values: Words, *, bits: int, keys: list[int]) -> Words:
         else:
             low = low ^ (_mix(high + np.uint64(key)) & low_mask)
     return (high << np.uint64(low_bits)) | low
-
-
-def _round_keys(key: int) -> list[int]:
-    return [_mix_int(key + (number + 1) * _GOLDEN) for number in range(_ROUNDS)]
 
 
 def _mix(words: Words) -> Words:

@@ -144,7 +144,7 @@ def _files(paths: Sequence[str]) -> list[Path]:
     for text in paths:
         path = Path(text).expanduser()
         several = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
-        if path.is_dir() and not _is_saved(path):
+        if path.is_dir() and not (path / "state.json").is_file():
             several = sorted(file for file in path.iterdir() if _ending(file) is not None)
         if not several:
             raise DataError(
@@ -153,10 +153,6 @@ def _files(paths: Sequence[str]) -> list[Path]:
             )
         files += several
     return files
-
-
-def _is_saved(path: Path) -> bool:
-    return (path / "state.json").is_file()
 
 
 def _ending(path: Path) -> str | None:

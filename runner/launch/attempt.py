@@ -321,7 +321,8 @@ def run_once(job: Job, stop: Stop) -> Ended:
                 missing = job.expected - read_exits(exits).keys()
             was_killed = (child.poll() or 0) < 0
             if watch.is_reported:
-                return _reported(exits)
+                told = read_exits(exits)
+                return Ended(code=outcome(told, max(told.values())), missing=frozenset())
             if job.forward is StopTarget.srun and child.poll() is None:
                 child.terminate()  # srun ends its step on all nodes before it is killed
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -336,12 +337,6 @@ def run_once(job: Job, stop: Stop) -> Ended:
         return Ended(
             code=code, missing=missing, reason=watch.reason, stuck=process_tree.marked(mark)
         )
-
-
-def _reported(folder: Path) -> Ended:
-    """The end of an attempt whose command goes on."""
-    exits = read_exits(folder)
-    return Ended(code=outcome(exits, max(exits.values())), missing=frozenset())
 
 
 @dataclass(eq=False)

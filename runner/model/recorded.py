@@ -109,7 +109,7 @@ class Recording:
         storages: dict[int, torch.UntypedStorage] = {}
         window = _Window.of(origin)
         with fixed_seeds(seed), torch.no_grad():
-            for operation in self._needed(window):
+            for operation in _without_dead(self._behind({window.owner}), window):
                 _repeat(operation, storages)
             return _real(window, storages)
 
@@ -126,10 +126,6 @@ class Recording:
         for name, tensor in named_tensors(self.network):
             digest.update(f"{name} {_outline(self._origins[id(tensor)])}\n".encode())
         return digest.hexdigest()
-
-    def _needed(self, window: _Window) -> list[_Operation]:
-        """The operations that made or wrote the tensor's memory, in order, and their inputs'."""
-        return _without_dead(self._behind({window.owner}), window)
 
     def _behind(self, owners: set[int]) -> list[_Operation]:
         """The operations that made or wrote these memories, in order, and their inputs'."""

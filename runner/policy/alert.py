@@ -158,7 +158,7 @@ class Episodes:
         was, self._status = self._status, status
         told = {"reason": "", "decision": "", "detail": {}, **(line or {}), "step": step}
         if status == DONE:
-            messages = self._all_over(step, now, DONE)
+            messages = [m for group in list(self._open) for m in self._over(group, step, now, DONE)]
             is_news = was != DONE and is_told
             end = {"kind": DONE, "level": "info", "event": NOTICE, "key": f"{self._name}/{DONE}"}
             return [*messages, *([told | end] if is_news else [])]
@@ -188,11 +188,6 @@ class Episodes:
             if now - one.well_since >= self._every_seconds:
                 over += self._over(group, step, now, "trains again" if group == _RUN else "clean")
         return over
-
-    def _all_over(self, step: int, now: float, how: str) -> list[dict[str, Any]]:
-        return [
-            message for group in list(self._open) for message in self._over(group, step, now, how)
-        ]
 
     def _over(self, group: str, step: int, now: float, how: str) -> list[dict[str, Any]]:
         one = self._open.pop(group)

@@ -3,6 +3,7 @@
 A loader's abilities decide what happens after a rollback. With ``[i]`` and ``len``, or with
 ``state_dict`` and ``load_state_dict``, batches since the checkpoint are read again, except skipped
 ones. Any other iterable continues, and everything read since the checkpoint is skipped.
+:meth:`runner.embed.loop.guard.Guard._reposition` moves a loader back, by :meth:`Source.resume`.
 """
 
 from __future__ import annotations

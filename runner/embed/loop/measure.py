@@ -18,7 +18,7 @@ from runner.distributed.agreement import Ranks
 from runner.embed.state.codec import pack, unpack
 from runner.embed.state.geometry import local
 from runner.embed.state.loop_state import LoopState
-from runner.embed.state.staged_state import EXPERTS, checksum, differing_norms
+from runner.embed.state.staged_state import EXPERTS, norm_of, differing_norms
 from runner.policy.decision.signals import Bounds, finite
 from runner.system.error import ConfigError
 from runner.train.agreed_step import (
@@ -519,7 +519,7 @@ class LoopOrder:
             of = norms[self._state.holders_of(parameter)]
             of[0] += math.nan if value is None else value
             if parameter.grad is not None and id(parameter) in trained:
-                grad = float(checksum(_values(parameter))) ** 2
+                grad = float(norm_of(_values(parameter))) ** 2
                 of[_LAID_OUT if isinstance(parameter, DTensor) else _PLAIN] += grad
         # Told by what they hold, not by all their numbers: these are as many as ranks.
         own = {str(hash(ranks)): of for ranks, of in norms.items()}
@@ -539,5 +539,5 @@ class LoopOrder:
     @torch.no_grad()
     def _current_values(self) -> list[float | None]:
         """A number for each parameter that changes with its values."""
-        sums = [checksum(local(parameter)) for parameter in self._parameters.values()]
+        sums = [norm_of(local(parameter)) for parameter in self._parameters.values()]
         return [finite(float(value)) for value in sums]

@@ -33,7 +33,7 @@ EXPERTS: Final = (
 )
 
 
-def checksum(part: torch.Tensor) -> torch.Tensor:
+def norm_of(part: torch.Tensor) -> torch.Tensor:
     """A number that changes with the values."""
     if part.is_complex():
         part = torch.view_as_real(part)

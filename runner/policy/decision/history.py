@@ -264,11 +264,8 @@ class History:
             if incident.kind == "discard"
             and incident.samples is not None
             and incident.samples[0] >= cursor
-            and not self._was_undone(seq, incident.samples[0])
+            and not any(b.seq > seq and b.cursor <= incident.samples[0] for b in self.rollbacks)
         ]
-
-    def _was_undone(self, seq: int, position: int) -> bool:
-        return any(back.seq > seq and back.cursor <= position for back in self.rollbacks)
 
 
 WARNING = "warning"  # kind of lines that warn of a possible divergence

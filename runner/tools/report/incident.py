@@ -83,7 +83,7 @@ def group_incidents(lines: Iterable[Line]) -> list[list[Line]]:
                 current = None
         elif line.kind not in INCIDENT_KINDS:
             current = None if line.kind == "start" else current
-        elif current and line.kind in BAD_STEPS and _is_near(line, current):
+        elif current and line.kind in BAD_STEPS and abs(line.step - current[-1].step) <= FAR_STEPS:
             current.append(line)
             current = None if line.kind == "rollback" else current
         else:
@@ -115,10 +115,6 @@ def notices(lines: Iterable[Line]) -> list[Line]:
         if line.kind not in excluded:
             distinct.setdefault((line.kind, line.reason), line)
     return list(distinct.values())
-
-
-def _is_near(line: Line, group: Sequence[Line]) -> bool:
-    return abs(line.step - group[-1].step) <= FAR_STEPS
 
 
 def _is_remark_on(line: Line, group: Sequence[Line]) -> bool:

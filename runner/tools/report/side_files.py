@@ -272,16 +272,15 @@ class RankFold:
         for name, grid in self.grids.items():
             values = line.get(name)
             if isinstance(values, list) and len(values) <= _MOST_RANKS:
-                names = (_rank_name(at * size, size) for at in range(len(values)))
+                names = (
+                    f"rank {at}" if size == 1 else f"ranks {at * size}-{(at + 1) * size - 1}"
+                    for at in range(len(values))
+                )
                 row = dict(zip(names, map(number, values), strict=True))
                 if name in GPU_QUANTITIES:  # 0: unknown
                     row = {rank: value or math.nan for rank, value in row.items()}
                 self.newest[name] = row
                 grid.add(step, row)
-
-
-def _rank_name(first: int, size: int) -> str:
-    return f"rank {first}" if size == 1 else f"ranks {first}-{first + size - 1}"
 
 
 @dataclass(slots=True, kw_only=True)
