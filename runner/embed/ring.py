@@ -21,7 +21,7 @@ from runner.embed.exits import Holder, journal_errors
 from runner.embed.opening import joined, open_run, ring_config
 from runner.embed.state.codec import dtype_of, inline, outline, pack, unpack
 from runner.embed.state.geometry import Geometry, local, replicated, row
-from runner.embed.state.staged_state import EXPERTS, StagedState, norm_of, differing_norms, home_of
+from runner.embed.state.staged_state import EXPERTS, StagedState, differing_norms, home_of, norm_of
 from runner.embed.state.stages import Pipeline, Stages
 from runner.model.quantised import quantised_weights
 from runner.policy.decision.history import Incident

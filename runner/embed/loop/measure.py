@@ -18,7 +18,7 @@ from runner.distributed.agreement import Ranks
 from runner.embed.state.codec import pack, unpack
 from runner.embed.state.geometry import local
 from runner.embed.state.loop_state import LoopState
-from runner.embed.state.staged_state import EXPERTS, norm_of, differing_norms
+from runner.embed.state.staged_state import EXPERTS, differing_norms, norm_of
 from runner.policy.decision.signals import Bounds, finite
 from runner.system.error import ConfigError
 from runner.train.agreed_step import (
