@@ -245,6 +245,10 @@ def _describe(claim: dict[str, Any]) -> str:
     return f"host {claim.get('host')}, process {claim.get('pid')}{job}, since {when}"
 
 
+def _is_own(claim: dict[str, Any]) -> bool:
+    return bool(claim) and claim | own_process() == claim
+
+
 def _wait_for_its_end(
     folder: Path, number: int, launch: JobEnv, stale_seconds: float, say: Callable[[str], None]
 ) -> None:
@@ -272,7 +276,7 @@ def _wait_for_its_end(
             + (", of which this launch has the name but is no restart" if same else "")
             + (
                 ": this process itself. Call close() of its Guard or Ring first"
-                if claim and claim | own_process() == claim
+                if _is_own(claim)
                 else ". End that one first, or choose another out; resume.take_over=true stops it "
                 "and continues here"
             )
