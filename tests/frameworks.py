@@ -1,8 +1,9 @@
 """Training scripts in other frameworks, each with a guard.
 
 Called by tests in one process, or on several: ``torchrun frameworks.py FRAMEWORK OUT TODO...``.
-TODO: ``poison`` (KILL_AT in the environment: rank 1 is killed in that step, once), ``told`` (told
-to skip what that run skipped), ``bare`` (the Hugging Face trainers without a guard). Each rank
+TODO: ``poison`` (KILL_AT in the environment: rank 1 is killed in that step, of a list in one of
+each start), ``calm`` (the same, and nobody is killed), ``told`` (told to skip what that run
+skipped), ``bare`` (the Hugging Face trainers without a guard). RULES: JSON of more rules. Each rank
 leaves ``rankN.json`` in OUT. MORE: JSON of :attr:`ScriptArguments.more`.
 """
 
@@ -69,7 +70,7 @@ class ScriptArguments:
             guard._run.group.stop.ask("SIGTERM")
 
     def maybe_kill(self, step: int, guard: Any) -> None:
-        if step == self.kill_at and (self.kill is _raise or guard.resumed_step == 0):
+        if step == self.kill_at:
             if self.kill is _raise:
                 guard._finalizer()  # as a process that is gone, but for its lease
             self.kill()
@@ -214,6 +215,8 @@ def fit_hf(trainer: Any, arguments: ScriptArguments) -> Ended:
     rows = [row for row in trainer.state.log_history if "eval_loss" in row]
     evaluated = {row["step"]: row["eval_loss"] for row in rows}
     state = state_of(model, optimizer, trainer.lr_scheduler, trainer.accelerator.scaler)
+    if trainer.is_fsdp_enabled:
+        state = {"digest": guarded.guard.state_digest(), "schedule": state["schedule"]}
     skipped = [] if arguments.bare else guarded.guard.skipped
     return Ended(state=state, skipped=skipped, evaluated=evaluated)
 
@@ -466,14 +469,16 @@ def digest(value: Any) -> str:
 
 def main() -> None:
     name, folder, *todo = sys.argv[1:]
-    rank, kill_at = int(os.environ["RANK"]), int(os.environ.get("KILL_AT", "-1"))
+    rank, start = int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    kill_at = dict(enumerate(map(int, os.environ.get("KILL_AT", "-1").split(",")))).get(start)
+    RULES.update(json.loads(os.environ.get("RULES", "{}")))
     shuffle = (
         name != "accelerate" and "torchtitan" not in name
     )  # so that samplers count passes; Lightning always does
     bad: Sequence[int] = SCATTERED if shuffle else BAD_OF_SECOND
 
     def run(name_of_run: str, skipped: list[Any]) -> dict[str, Any]:
-        is_bad = name_of_run == "poison"
+        is_bad = name_of_run in ("poison", "calm")
         arguments = ScriptArguments(
             out=Path(folder) / f"{name}-{name_of_run}",
             bad=bad if is_bad else (),
@@ -481,7 +486,7 @@ def main() -> None:
             fp16=bool(os.environ.get("FP16")),
             skip=skipped if name_of_run == "told" else None,
             bare=name_of_run == "bare",
-            kill_at=kill_at if is_bad and rank == 1 else None,
+            kill_at=kill_at if name_of_run == "poison" and rank == 1 else None,
             kill=lambda: os.kill(os.getpid(), signal.SIGKILL),
             more=json.loads(os.environ.get("MORE", "{}")),
         )

@@ -7,7 +7,8 @@ LAYOUT: ``plain``, ``ddp``, ``fsdp``; ``sampler``: DDP with a DataLoader that ha
 TODO: ``poison`` (rank 1 alone sees NaN), ``told`` (told to skip what that run skipped), ``break``
 (left without a word within a step, and begun again), ``kill`` (SIGKILL, once), ``bare`` (no guard:
 what was skipped is read and not used). Where LATE is set the poisoned run reads the numbers of a
-step one step late. At the batch STOP_AT of a run that was never stopped, rank 1 gets SIGTERM.
+step one step late. At the batch STOP_AT of a run that was never stopped, rank 1 gets SIGTERM; where
+SLOW_DISK is set no rank's disk takes a file within the grace from then on.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from runner import Guard, Sampler
+from runner.checkpoint.disk import tier
 from runner.checkpoint.state_digest import state_digest
 from runner.distributed.agreement import Ranks
 from runner.embed.state.loop_state import LoopState
@@ -107,6 +109,21 @@ def look(model: nn.Module) -> None:
     model.train()
 
 
+def read_by(layout: str, rank: int, *, poison: bool) -> Any:
+    if layout == "sampler":
+        return sampled(poison=poison)
+    if layout == "windows":
+        return Windows(rank, poison=poison)
+    return data(rank, poison=poison and layout != "micro")
+
+
+def ask_to_stop(rank: int) -> None:
+    if os.environ.get("SLOW_DISK"):
+        tier.write_rank_file = lambda *_, **named: time.sleep(60)  # type: ignore[assignment]
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def train(out: Path, layout: str, *, poison: bool, stop_at: int = -1, **settings: Any) -> Guard:
     model, optimizer = build(layout)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
@@ -118,19 +135,13 @@ def train(out: Path, layout: str, *, poison: bool, stop_at: int = -1, **settings
     )  # fmt: skip
     rank = dist.get_rank() if dist.is_initialized() else 0
     is_micro = layout == "micro"
-    loader: Any = (
-        sampled(poison=poison)
-        if layout == "sampler"
-        else Windows(rank, poison=poison)
-        if layout == "windows"
-        else data(rank, poison=poison and not is_micro)
-    )
+    loader = read_by(layout, rank, poison=poison)
     stop = int(os.environ.get("STOP_AT", "-1")) if poison and not guard.resumed_step else -1
     for count, batch in enumerate(guard.over(loader)):
-        if rank == 1 and stop - 4 <= count <= stop:
-            time.sleep(1.2 if count < stop else 0)  # two slow steps
-            if count == stop:
-                os.kill(os.getpid(), signal.SIGTERM)
+        if rank == 1 and stop - 4 <= count < stop:
+            time.sleep(1.2)  # two slow steps
+        if count == stop:
+            ask_to_stop(rank)
         loss = model(batch).square().mean()
         loss.backward()
         if layout in TWO_A_STEP and count % 2 == 0:
@@ -187,6 +198,8 @@ def main() -> None:
         settings: dict[str, Any] = {"skip": skipped} if name == "told" else {}
         if "STOP_AT" in os.environ:
             settings["grace_seconds"] = 4.0
+        if os.environ.get("SLOW_DISK") == "no memory":
+            settings["memory_every"] = 0
         if name == "poison" and os.environ.get("LATE"):
             settings["sync"] = False
         guard = train(folder, layout, poison=name != "told", **settings)

@@ -8,7 +8,8 @@ TODO: as in guarded_script.py, with checkpoints
 in OUT/TODO; ``look``: the state that OUT/poison holds; ``ring``: checkpoints without a guard;
 ``nanR``: rank R's gradient of one step is NaN; ``all``: two batches a step, read late, evaluations,
 a rollback, a stop and a kill; ``all_told``; ``epochs``: passes of a DataLoader, out of memory;
-``bare``: the same without a guard.
+``bare``: the same without a guard. DROP in the environment: the share that drops out. Each end has
+``draws``, digests of the generators by rank.
 """
 
 from __future__ import annotations
@@ -58,13 +59,14 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(DIM)
         self.up, self.down = nn.Linear(DIM, 12), nn.Linear(12, DIM)
+        self.drop = nn.Dropout(float(os.environ.get("DROP", "0")))
         self.seen: torch.Tensor
         self.register_buffer("seen", torch.zeros(()))  # forward passes, as of running statistics
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.seen += 1
-        return self.down(torch.tanh(self.up(self.norm(x))))
+        return self.drop(self.down(torch.tanh(self.up(self.norm(x)))))
 
 
 class Net(nn.Module):
@@ -251,11 +253,13 @@ class Trained:
     def __init__(self, layout: str) -> None:
         self.line: DeviceMesh | None = None
         self.model: Any
-        if not layout.startswith("pp"):
+        if layout.startswith("pp"):
+            self.model, self.data, self.line = build_stage(layout)
+            self._pipeline = Pipeline(self.model, self.line, 12 // self.data.size())
+        else:
             self.model, self.data = build(layout)
-            return
-        self.model, self.data, self.line = build_stage(layout)
-        self._pipeline = Pipeline(self.model, self.line, 12 // self.data.size())
+        # Ranks that compute a sample together drop the same out; others do not.
+        torch.manual_seed(50 + place(self.data)[0])
 
     def backward(
         self, batch: torch.Tensor, scaler: torch.amp.GradScaler | None = None, share: float = 1.0
@@ -463,7 +467,11 @@ def main() -> None:
             guard = train(folder, layout, name, told)
         end = {"digest": guard.state_digest(), "skipped": guard.skipped}
         guard.close()
-        return end | {"resumed": guard.resumed_step}
+        own = xxhash.xxh3_64_hexdigest(torch.get_rng_state().numpy().tobytes())
+        draws = [own] * (dist.get_world_size() if dist.is_initialized() else 1)
+        if dist.is_initialized():
+            dist.all_gather_object(draws, own)
+        return end | {"resumed": guard.resumed_step, "draws": draws}
 
     with ranked() as rank:
         ends = in_turn(todo, run)

@@ -22,6 +22,7 @@ TROUBLES = {
     "cut": "the connection ends in the middle of what is sent; nothing is done",
     "lost": "carried out, and the connection ends before the answer",
     "short": "the connection ends in the middle of the answer",
+    "refused": "403 for ever, as of an object in an archive",
 }
 LATE_SECONDS = 2.0
 _ERROR = "<?xml version='1.0' encoding='UTF-8'?><Error><Code>{}</Code><Message>{}</Message></Error>"
@@ -144,6 +145,8 @@ class Store:
         if trouble == "slow down":
             environ["wsgi.input"].read(num_bytes)
             return _refused(begin, "503 Slow Down", "SlowDown", "Please reduce your request rate.")
+        if trouble == "refused":
+            return _refused(begin, "403 Forbidden", "InvalidObjectState", "It is archived.")
         if trouble == "cut":
             environ["wsgi.input"].read(num_bytes // 2)
             self._hang_up(environ)

@@ -9,7 +9,7 @@ import hashlib
 import json
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,13 +18,7 @@ from typing import Any
 from runner.checkpoint.disk.directory import CheckpointDirectory
 from runner.checkpoint.manifest import FileFacts, Manifest, by_kind
 from runner.checkpoint.remote.retrying_files import RemoteFault
-from runner.checkpoint.remote.store import (
-    RUN_FILES,
-    RemoteListing,
-    RemoteRing,
-    WriterClaim,
-    folder_bytes,
-)
+from runner.checkpoint.remote.store import RemoteListing, RemoteRing, WriterClaim, folder_bytes
 from runner.checkpoint.remote.upload import Uploads
 from runner.config.compose import from_yaml
 from runner.config.schema import CheckpointConfig, RunConfig
@@ -34,7 +28,13 @@ from runner.observe.journal import read_journal
 from runner.policy.decision.history import History, Incident
 from runner.policy.retention.records import Record, State, folder_name, resume_order
 from runner.run_dir.paths import RunDir, is_allowed, settings_differing
-from runner.system.error import CheckpointError, ConfigError, CorruptCheckpoint, RankError
+from runner.system.error import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpoint,
+    RankError,
+    RunnerError,
+)
 from runner.system.files import sync_directory
 from runner.system.json_lines import iter_lines
 from runner.system.process import in_thread
@@ -59,13 +59,18 @@ class RemoteRun:
         """Dotted keys of the settings of the newest whole checkpoint; empty without any.
 
         Raises:
-            RankError: the remote does not answer; to be started again.
+            RemoteFault: the remote does not answer; to be started again.
         """
+        silence: RemoteFault | None = None
         for record in sorted(self.seen.stored, key=lambda one: one.serial, reverse=True):
             try:
                 return self.settings_of(folder_name(record))
             except CorruptCheckpoint:  # reported when it is restored
                 continue
+            except RemoteFault as error:
+                silence = error
+        if silence is not None:
+            raise silence
         return {}
 
     def settings_of(self, folder: str) -> dict[str, Any]:
@@ -73,11 +78,11 @@ class RemoteRun:
 
         Raises:
             CorruptCheckpoint: they are not what was uploaded.
-            RankError: the remote does not answer; to be started again.
+            RemoteFault: the remote does not answer; to be started again.
         """
-        facts = _answered(lambda: self.ring.run_facts(folder))
+        facts = self.ring.run_facts(folder)
         name = f"ring/{folder}/run/config.yaml"
-        data = _answered(lambda: self.ring.files.read(name, _CONFIG_BYTES))
+        data = self.ring.files.read(name, _CONFIG_BYTES)
         if hashlib.sha256(data).hexdigest() != facts["config.yaml"].sha256:
             raise CorruptCheckpoint(
                 f"{self.ring.url}/{name}: digest differs: damaged at the remote"
@@ -85,14 +90,22 @@ class RemoteRun:
         return from_yaml(data.decode(errors="replace"), source=Path(name))
 
     def uploads(self, run: Run, settings: CheckpointConfig) -> Uploads:
-        """Make the uploads; report a silent remote. The journal must have its first line by now."""
-        if self.silence:
+        """Make the uploads; report a silent remote, and one that is ahead of this start. The
+        journal must have its first line by now."""
+        step, stored = run.resumed.step, self.seen.stored
+        refused = {one.serial for one in stored if run.history.refuses(one)}
+        ahead = [one for one in stored if one.step > step and one.serial not in refused]
+        if self.silence or ahead:
+            newest = max(ahead, key=lambda one: one.serial, default=None)
             run.written.report(
                 Incident(
-                    kind="remote_unreachable",
-                    step=run.resumed.step,
+                    kind="remote_ahead" if newest else "remote_unreachable",
+                    step=step,
                     decision="go on; uploads are still tried",
-                    reason=f"{self.ring.url}: {self.silence}",
+                    reason=f"{self.ring.url}: {self.silence}"
+                    if newest is None
+                    else f"{self.ring.url} has checkpoint {newest.serial} of step {newest.step}, "
+                    f"and this start goes on from step {step}: what lies between is trained again",
                 )
             )
         return Uploads(
@@ -101,8 +114,8 @@ class RemoteRun:
             run=run_name(self.run_dir) if run.ranks.rank == 0 else "",
             claim=WriterClaim(number=run.lease.number, token=secrets.token_hex(8)),
             settings=settings,
-            stored=list(self.seen.stored),
-            tainted=run.history.abandoned_serials(),
+            stored=list(stored),
+            tainted=refused,
             queue=run.ring.upload_queue,
             ranks=run.ranks,
             report=run.written.report,
@@ -175,16 +188,16 @@ class RestoredRun:
 def is_lost(run_dir: RunDir, store: CheckpointDirectory) -> bool:
     """Whether ``out`` has no checkpoint that a start could load, judged by its manifests."""
     entries, _ = store.entries()
-    left_behind = _abandoned(run_dir)
+    history = _history(run_dir)
     usable = resume_order([entry.record for entry in entries])
-    return not [record for record in usable if record.serial not in left_behind]
+    return not [record for record in usable if not history.refuses(record)]
 
 
-def _abandoned(run_dir: RunDir) -> set[int]:
+def _history(run_dir: RunDir) -> History:
     history = History()
     for line in read_journal(run_dir.journal)[0]:
         history.add(Incident.from_json(line))
-    return history.abandoned_serials()
+    return history
 
 
 @dataclass(eq=False, slots=True)
@@ -230,18 +243,22 @@ class Restorer:
     def restore(self) -> RestoredRun | None:
         """Restore the newest checkpoint whose every byte is right; None without any. Collective.
 
+        One that the remote does not give, however often it is asked, is left out like a damaged
+        one: a store may refuse one object for ever.
+
         Raises:
             CheckpointError: there are checkpoints, and none can be used.
             ConfigError: they belong to other settings or other data.
-            RankError: the remote does not answer; to be started again.
+            RankError: none can be used, but the remote only refused one; to be started again.
         """
-        faults, taken = list[Incident](), list[Record]()
+        faults, taken, has_refused = list[Incident](), list[Record](), False
         states = {folder_name(record): record.state for record in self.remote.seen.stored}
         for folder in self.ranks.of_first("choosing a checkpoint", self._candidates):
             try:
                 taken.append(self._take_back(folder, states[folder]))
-            except CorruptCheckpoint as error:
-                faults.append(_damaged(str(error)))
+            except (CorruptCheckpoint, RemoteFault) as error:
+                has_refused |= isinstance(error, RemoteFault)
+                faults.append(_left_out(error, folder))
                 continue
             if states[folder] is State.clean:
                 break
@@ -249,29 +266,35 @@ class Restorer:
             return RestoredRun(records=taken, incidents=[*faults, self._incident(taken[0])])
         if faults:
             damage = "; ".join(incident.reason for incident in faults)
-            raise CheckpointError(
+            told = (
                 f"no checkpoint in {self.run_dir.ring} can be loaded, and none at "
                 f"checkpoint.remote={self.remote.ring.url}: {damage}"
+            )
+            raise (
+                RankError(f"{told}; start again when it answers")
+                if has_refused
+                else (CheckpointError(told))
             )
         return None
 
     def _candidates(self) -> list[str]:
-        left_behind = _abandoned(self.run_dir)
+        history = _history(self.run_dir)
         newest_first = sorted(self.remote.seen.stored, key=lambda r: r.serial, reverse=True)
-        return [folder_name(r) for r in newest_first if r.serial not in left_behind]
+        return [folder_name(r) for r in newest_first if not history.refuses(r)]
 
     def _take_back(self, folder: str, state: State) -> Record:
         ranks = self.ranks
         fetched: tuple[Manifest, bytes] = ranks.all_or_none(
-            "reading the remote", lambda: _answered(lambda: self.remote.ring.manifest(folder))
+            "reading the remote", lambda: self.remote.ring.manifest(folder)
         )
         manifest, data = fetched
-        ranks.of_first("preparing the download", lambda: self._prepare(folder, manifest))
+        facts = ranks.of_first("preparing the download", lambda: self._prepare(folder, manifest))
+        of_run = {name: FileFacts.from_json(tree) for name, tree in facts.items()}
         # It may take longer than a collective may, and longer on some ranks than on others.
         serial = all_or_none_slowly(
             ranks,
             "downloading",
-            lambda tell: self._fetch(folder, manifest, tell),
+            lambda tell: self._fetch(folder, manifest, of_run, tell),
             moved=self.moved,
             show=self.show,
             is_asked_to_stop=self.is_asked_to_stop,
@@ -286,10 +309,10 @@ class Restorer:
             serial=manifest.serial, step=manifest.step, cursor=manifest.cursor, state=state
         )
 
-    def _prepare(self, folder: str, manifest: Manifest) -> None:
-        """Refuse what belongs to another run or does not fit; fetch the run's own files."""
+    def _prepare(self, folder: str, manifest: Manifest) -> dict[str, Any]:
+        """Refuse what belongs to another run or does not fit; which of its own files to fetch."""
         ring = self.remote.ring
-        facts = _answered(lambda: ring.run_facts(folder))
+        facts = ring.run_facts(folder)
         self._refuse_others(folder, manifest)
         needed = folder_bytes(manifest, facts)
         free = shutil.disk_usage(self.run_dir.out).free
@@ -301,8 +324,8 @@ class Restorer:
         writing = self.store.writing_folder(manifest.serial)
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir(parents=True)
-        if not self.run_dir.journal.exists():
-            self._fetch_run_files(folder, facts)
+        is_due = not self.run_dir.journal.exists()
+        return {name: one.to_json() for name, one in facts.items()} if is_due else {}
 
     def _refuse_others(self, folder: str, manifest: Manifest) -> None:
         if self.config.resume.allow_change:
@@ -319,20 +342,24 @@ class Restorer:
                 "resume.allow=[data.path]"
             )
 
-    def _fetch_run_files(self, folder: str, facts: dict[str, FileFacts]) -> None:
-        """Fetch the run's files; the journal last, so that it marks them as whole."""
-        for name in sorted(RUN_FILES, key=lambda name: name == self.run_dir.journal.name):
-            temporary = self.run_dir.out / f"{name}.fetched"
-            where, fact = f"ring/{folder}/run/{name}", facts[name]
-            self._get(where, temporary, fact)
-            temporary.rename(self.run_dir.out / name)
-        sync_directory(self.run_dir.out)
-
-    def _fetch(self, folder: str, manifest: Manifest, tell: Callable[[str, int, int], None]) -> int:
-        """Fetch this rank's share of the files; their serial. ``tell`` may raise, to end it."""
-        writing = self.store.writing_folder(manifest.serial)
-        names = by_kind(manifest.files)[self.ranks.rank :: self.ranks.world_size]
-        due, fetched = sum(manifest.files[name].num_bytes for name in names), 0
+    def _fetch(
+        self,
+        folder: str,
+        manifest: Manifest,
+        of_run: Mapping[str, FileFacts],
+        tell: Callable[[str, int, int], None],
+    ) -> int:
+        """Fetch this rank's share of the files, rank 0 the run's own as well; their serial.
+        ``tell`` may raise, to end it."""
+        writing, out = self.store.writing_folder(manifest.serial), self.run_dir.out
+        shares = by_kind(manifest.files)[self.ranks.rank :: self.ranks.world_size]
+        wanted = [(name, writing / name, manifest.files[name]) for name in shares]
+        if self.ranks.rank == 0:
+            # The journal last of them, so that it marks them as whole.
+            own = sorted(of_run, key=lambda name: name == self.run_dir.journal.name)
+            files_of_run = [(f"run/{one}", out / f"{one}.fetched", of_run[one]) for one in own]
+            wanted = files_of_run + wanted
+        due, fetched = sum(facts.num_bytes for _, _, facts in wanted), 0
 
         def moved(count: int) -> None:
             nonlocal fetched
@@ -342,14 +369,14 @@ class Restorer:
         files = self.remote.ring.files
         before, files.moved = files.moved, moved
         try:
-            for name in names:
-                self._get(f"ring/{folder}/{name}", writing / name, manifest.files[name])
+            for name, target, facts in wanted:
+                files.fetch(f"ring/{folder}/{name}", target, facts)
+                if target.suffix == ".fetched":
+                    target.rename(target.with_suffix(""))
         finally:
             files.moved = before  # what is read next, of another checkpoint, is no part of this
+        sync_directory(out)
         return manifest.serial
-
-    def _get(self, name: str, target: Path, facts: FileFacts) -> None:
-        _answered(lambda: self.remote.ring.files.fetch(name, target, facts))
 
     def _incident(self, record: Record) -> Incident:
         return Incident(
@@ -362,17 +389,13 @@ class Restorer:
         )
 
 
-def _answered(work: Callable[[], Any]) -> Any:
-    """Turn a silent remote into an error that a restart may overcome."""
-    try:
-        return work()
-    except RemoteFault as error:
-        raise RankError(f"checkpoint.remote: {error}; start again when it answers") from None
-
-
-def _damaged(sentence: str) -> Incident:
+def _left_out(error: RunnerError, folder: str) -> Incident:
+    is_damaged = isinstance(error, CorruptCheckpoint)
     return Incident(
-        kind="checkpoint_damaged", step=0, decision="an older one is used", reason=sentence
+        kind="checkpoint_damaged" if is_damaged else "remote_unreachable",
+        step=0,
+        decision="an older one is used",
+        reason=str(error) if is_damaged else f"{folder}: {error}",
     )
 
 

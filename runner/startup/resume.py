@@ -248,8 +248,7 @@ def resume_from(
         CheckpointError: there were checkpoints, and none can be used.
     """
     history = journal.history
-    left_behind = history.abandoned_serials()
-    left_behind |= {record.serial for record in inventory.records if history.distrusts(record)}
+    left_behind = {record.serial for record in inventory.records if history.refuses(record)}
     usable = [record for record in inventory.records if record.serial not in left_behind]
     ring.adopt(usable, next_serial=inventory.next_serial)
     for sentence in inventory.damaged:
@@ -259,7 +258,7 @@ def resume_from(
     # In memory and on disk: the marks of a mismatch may have come too late for either.
     unused = ring.inherit(
         _last_incarnation(inventory.journal),
-        is_refused=lambda one: one.serial in left_behind or history.distrusts(one),
+        is_refused=history.refuses,
         metrics_bytes=inventory.metrics_bytes,
         journal_lines=len(inventory.journal),
     )

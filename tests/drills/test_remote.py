@@ -196,3 +196,57 @@ def test_two_jobs_in_one_bucket_whose_store_is_in_trouble(
         for key in last:
             path = run.out / key.removeprefix(f"{run.out.name}/")
             assert "/run/" in key or held[key] == path.read_bytes(), key
+
+
+@pytest.mark.parametrize(
+    "trouble", ["refused", *(full(one) for one in ("slow down", "late", "lost", "short"))]
+)
+def test_a_store_in_trouble_when_a_run_is_taken_back(
+    store: Store, clean_alone: Result, runs: Path, trouble: str
+) -> None:
+    """Each request meets it, but for "refused": there one object of the newest checkpoint does."""
+    out = runs / f"back-{trouble.replace(' ', '-')}"
+    words = (f"checkpoint.remote=s3://{BUCKET}/{out.name}", "checkpoint.remote_wait_seconds=200")
+    first = train(out, *words, "steps=40", "schedule.total=60", ranks=0, env=store.env)
+    assert first.code == 0, first.tail
+    shutil.rmtree(out)
+    is_lasting = trouble == "refused"
+    newest = "-step-00000040/rank-00000.bin"
+    store.trouble = (
+        (lambda asked: trouble if asked["PATH_INFO"].endswith(newest) else "")
+        if is_lasting
+        else once(trouble)
+    )
+    try:
+        run = train(out, *words, ranks=0, env=store.env)
+    finally:
+        store.trouble = lambda asked: ""
+    assert run.code == 0, run.tail
+    assert store.met[trouble] >= (1 if is_lasting else 5), store.met
+    assert_same_end(run, clean_alone)
+    (restored,) = run.journal("restored")
+    assert (restored["step"] < 40) == is_lasting, run.tail
+    left_out = [line["reason"] for line in run.journal("remote_unreachable")]
+    assert bool(left_out) == is_lasting and all(newest in one for one in left_out), left_out
+    ahead = [line["reason"] for line in run.journal("remote_ahead")]
+    assert bool(ahead) == is_lasting, ahead
+
+
+@pytest.mark.full
+def test_an_old_copy_of_a_run_says_that_the_store_is_ahead(
+    store: Store, clean_alone: Result, runs: Path
+) -> None:
+    out = runs / "old-copy"
+    words = (f"checkpoint.remote=s3://{BUCKET}/{out.name}", "schedule.total=60")
+    for steps in (20, 40):
+        ended = train(out, *words, f"steps={steps}", ranks=0, env=store.env)
+        assert ended.code == 0, ended.tail
+        if steps == 20:
+            shutil.copytree(out, runs / "copied")
+    shutil.rmtree(out)
+    shutil.move(runs / "copied", out)
+    run = train(out, *words, ranks=0, env=store.env)
+    assert run.code == 0, run.tail
+    assert_same_end(run, clean_alone)
+    (told,) = run.journal("remote_ahead")
+    assert "of step 40, and this start goes on from step 20" in told["reason"], told

@@ -22,7 +22,7 @@ from runner.checkpoint.jobs import LockstepQueue
 from runner.checkpoint.manifest import FileFacts
 from runner.checkpoint.protocol import Identity
 from runner.checkpoint.remote.retrying_files import RemoteFault, RemoteFiles
-from runner.checkpoint.remote.store import RemoteRing, RemoteTaken, WriterClaim
+from runner.checkpoint.remote.store import RUN_FILES, RemoteRing, RemoteTaken, WriterClaim
 from runner.checkpoint.remote.upload import Uploads
 from runner.checkpoint.ring import CheckpointRing
 from runner.command.ring import ring_command
@@ -34,7 +34,7 @@ from runner.policy.decision.history import Incident
 from runner.policy.retention.records import Record, State, folder_name
 from runner.run_dir.paths import RunDir
 from runner.startup.restore import RemoteRun, Restorer, is_lost, run_name
-from runner.system.error import CheckpointError, ConfigError, CorruptCheckpoint
+from runner.system.error import CheckpointError, ConfigError, CorruptCheckpoint, RankError
 from runner.system.files import file_digest
 from tests.crash_world import Holder
 from tests.mechanism.test_ring_on_disk import tensors, write
@@ -555,7 +555,8 @@ def test_a_lost_directory_comes_back(out: Path, url: str, tmp_path: Path) -> Non
     assert restored is not None and [one.step for one in restored.records] == [40]
     store = CheckpointDirectory(tmp_path / "new" / "ring")
     files = store.read(store.folder_of(restored.records[0])).manifest.files.values()
-    size = sum(file.num_bytes for file in files)
+    of_run = RemoteRing(url).run_facts(folders(url)[-1]).values()
+    size = sum(file.num_bytes for file in (*files, *of_run))
     assert shown[-1] == ("taking back", size, size), "how far it is, in bytes"
     (entry,), damaged = CheckpointDirectory(tmp_path / "new" / "ring").entries()
     assert damaged == [] and entry.record == local(out)[-1]
@@ -603,6 +604,20 @@ def test_a_journal_that_is_there_is_kept(out: Path, url: str) -> None:
     shutil.rmtree(out / "ring")
     restored = restorer(out, url).restore_if_lost()
     assert restored is not None and (out / "journal.jsonl").read_text() == text
+    assert [one.step for one in restored.records] == [40]
+
+
+def test_what_a_mismatch_distrusts_is_not_taken_back(out: Path, url: str) -> None:
+    """Nor does it pass for one to go on from: the run was killed before it was marked."""
+    send(out, url)
+    told = {"next_serial": 5, "good_step": 25}
+    line = Incident(kind="replica_mismatch", step=45, decision="go back", reason="x", detail=told)
+    with (out / "journal.jsonl").open("a") as file:
+        file.write(json.dumps(line.to_json() | {"time": 9.0}) + "\n")
+    for record in local(out)[:2]:
+        shutil.rmtree(out / "ring" / folder_name(record))
+    restored = restorer(out, url).restore_if_lost()
+    assert restored is not None and [one.step for one in restored.records] == [20]
 
 
 def flip(path: Path) -> None:
@@ -638,6 +653,38 @@ def test_damage_is_refused_and_an_older_one_used(
     assert folder.name in restored.incidents[0].reason
     entries, damaged = CheckpointDirectory(tmp_path / "new" / "ring").entries()
     assert [entry.record.step for entry in entries] == [30] and damaged == []
+
+
+@pytest.mark.parametrize(
+    "refused", ["rank-00001.bin", "manifest.json", "COMMITTED", *(f"run/{n}" for n in RUN_FILES)]
+)
+@pytest.mark.parametrize("error", [PermissionError, OSError])
+def test_what_the_store_refuses_is_left_out_and_told(
+    refused: str, error: type[OSError], out: Path, url: str, tmp_path: Path
+) -> None:
+    """One object, again and again: an archived one, or one whose disks are gone."""
+    send(out, url)
+    newest = folders(url)[-1]
+    made = restorer(tmp_path / "new", url)
+    files = made.remote.ring.files
+    files._pauses, opened, ill = (0.0,), files._files.open, [newest]
+
+    def open_(path: str, *more: Any, **named: Any) -> Any:
+        if any(path.endswith(f"{folder}/{refused}") for folder in ill):
+            raise error(errno.EIO, "no")
+        return opened(path, *more, **named)
+
+    files._files.open = open_
+    restored = made.restore_if_lost()
+    assert restored is not None and restored.records[0].step == 30
+    told, _ = restored.incidents
+    assert (told.kind, told.decision) == ("remote_unreachable", "an older one is used")
+    assert newest in told.reason and refused in told.reason
+    made = restorer(tmp_path / "none", url)
+    made.remote.ring.files._pauses, made.remote.ring.files._files.open = (), open_
+    ill += folders(url)
+    with pytest.raises(RankError, match="start again when it answers"):
+        made.restore_if_lost()
 
 
 def test_nothing_sound_there_is_an_error_and_leaves_no_checkpoint(

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
+
 from runner.distributed.agreement import Ranks
 from runner.embed.data.loaders import Source
 from runner.embed.loop.measure import Logged
@@ -112,6 +114,10 @@ class RollbackState:
         self._position = position
         self.logged = logged
         self._ranks = ranks
+        # The first rank of those that the script has seeded alike: they draw alike, as ranks do
+        # that compute a sample together.
+        seeds = ranks.gather(torch.initial_seed())
+        self._alike = [seeds.index(seed) for seed in seeds]
         self._last: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -129,7 +135,8 @@ class RollbackState:
             },
         )
         schedulers = own.pop("schedulers")
-        return {**self._state.capture(), "schedulers": schedulers, "ranks": self._ranks.gather(own)}
+        by_rank = {"ranks": self._ranks.gather(own), "alike": self._alike}
+        return {**self._state.capture(), "schedulers": schedulers, **by_rank}
 
     def load_json(self, state: Mapping[str, Any]) -> None:
         """Restore the state, after the tensors were loaded. Collective."""
@@ -186,13 +193,23 @@ class RollbackState:
         self.restore_randomness()
 
     def restore_randomness(self) -> None:
-        """Restore the random generators from the checkpoint that was loaded last."""
-        if self._last is not None:
-            Randomness.from_json(self._own()["random"]).restore()
+        """Restore the random generators from the checkpoint that was loaded last.
 
-    def _own(self) -> Mapping[str, Any]:
-        """This rank's part; another rank's if the world size changed."""
+        If other ranks drew alike then (other meshes, or another world size), those that do now take
+        one state.
+        """
+        if self._last is None:
+            return
+        is_known = self._last.get("alike", self._alike) == self._alike
+        rank = self._ranks.rank
+        source = self._own(rank if is_known else self._alike[rank])
+        Randomness.from_json(source["random"]).restore()
+
+    def _own(self, rank: int | None = None) -> Mapping[str, Any]:
+        """This rank's part, or that of ``rank``; another rank's if the world size changed."""
         assert self._last is not None
         by_rank = self._last["ranks"]
-        own: Mapping[str, Any] = by_rank[self._ranks.rank % len(by_rank)]
+        own: Mapping[str, Any] = by_rank[
+            (self._ranks.rank if rank is None else rank) % len(by_rank)
+        ]
         return own

@@ -182,6 +182,10 @@ class History:
             for serial in range(rollback.serial + 1, rollback.next_serial)
         }
 
+    def refuses(self, record: Record) -> bool:
+        """Whether a rollback has left a checkpoint behind, or a mismatch distrusts it."""
+        return record.serial in self.abandoned_serials() or self.distrusts(record)
+
     def distrusts(self, record: Record) -> bool:
         """Whether a checkpoint was saved between the last good replica check and a mismatch.
 
