@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from runner.__main__ import main
 from runner.health import rank_monitor
-from runner.session import opening
+from runner.session import inventory
 
 
 def _never_returns(*_: object) -> None:
@@ -32,5 +32,5 @@ def _never_returns(*_: object) -> None:
 
 
 rank_monitor._SILENT_LOOKS = int(os.environ["LOOKS"])
-opening._require_equal_settings = _never_returns
+inventory._require_equal_settings = _never_returns
 sys.exit(main())

@@ -38,7 +38,7 @@ from runner.observe.metrics import Throughput
 from runner.policy.retention.records import FEWEST_SLOTS, Record, Tier, memory_every
 from runner.run_dir.paths import ENDLESS, RunDir, keep_for_owner
 from runner.session.group import watched
-from runner.session.opening import (
+from runner.session.inventory import (
     Inventory,
     acquire_lease,
     backlog_of,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from runner.prove.compare import QUIET, differing, find_start, mean_loss, spread
 from runner.prove.inside import marks
-from runner.prove.judge import Judgement, compare_ranks, judge
+from runner.prove.judgement import Judgement, compare_ranks, compare_start
 from runner.prove.record import Save, StartRecord, Trajectory, Undecided, checkpoints
 from runner.prove.starts import Ending, Place, Scratch, Start, on_other_ranks
 from runner.prove.verdict import Repeats, Verdict
@@ -269,7 +269,7 @@ class _Proof:
                 ends=after not in kills,
             )
             own = self._start("killed", f"resumed {number}", goal, resumes=True)
-            judgement = judge(
+            judgement = compare_start(
                 known, own, before,
                 exact_until=None if repeats.exactly else kill, tolerance=repeats.tolerance,
             )  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from runner.prove.compare import Finding
-from runner.prove.judge import Judgement
+from runner.prove.judgement import Judgement
 from runner.system.error import EXIT_CONFIG, EXIT_CRASH, EXIT_DONE
 from runner.system.units import duration
 

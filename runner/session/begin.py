@@ -42,7 +42,7 @@ from runner.run_dir.lease import RunLease
 from runner.run_dir.time_account import Past
 from runner.session import parts
 from runner.session.corpus import digest_notes, open_feed
-from runner.session.opening import Inventory, backlog_of, start_incident, time_before
+from runner.session.inventory import Inventory, backlog_of, start_incident, time_before
 from runner.session.parts import rules_matched, schedule
 from runner.startup.checks import (
     TrialBatch,

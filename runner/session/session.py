@@ -16,7 +16,7 @@ from runner.policy.retention.records import Tier, on_disk
 from runner.run_dir.paths import keep_for_owner
 from runner.session.begin import FaultyRun, begin, build, resume
 from runner.session.group import join
-from runner.session.opening import (
+from runner.session.inventory import (
     acquire_lease,
     open_corpus,
     open_journal,

@@ -19,7 +19,7 @@ from runner.policy.decision.skip_ledger import Ledger
 from runner.session import parts
 from runner.session.corpus import open_dataset, sample_stream
 from runner.session.group import group_at_hand
-from runner.session.opening import has_native_bf16
+from runner.session.inventory import has_native_bf16
 from runner.session.session import open_run
 from runner.train.run import EngineRun
 from scripts.bench.fair import refuse_uneven

@@ -14,10 +14,10 @@ AUTO = ("compute.precision=auto", "checkpoint.memory_every=0")
 # A processor with BF16 on the ranks of NATIVE, one without on the others.
 PROGRAM = """
 import os
-from runner.session import opening
+from runner.session import inventory
 from runner.__main__ import run
 
-opening.has_native_bf16 = lambda *_: os.environ.get("RANK", "0") in os.environ["NATIVE"]
+inventory.has_native_bf16 = lambda *_: os.environ.get("RANK", "0") in os.environ["NATIVE"]
 run()
 """
 

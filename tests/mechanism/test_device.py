@@ -18,7 +18,7 @@ from runner.distributed.rendezvous import _require_own_gpus, difference, start_g
 from runner.engine import zero
 from runner.launch import torchrun
 from runner.run_dir.time_account import past
-from runner.session.opening import start_incident
+from runner.session.inventory import start_incident
 from runner.system.environment import variables
 from runner.system.error import ConfigError, StartError
 from tests.run import train

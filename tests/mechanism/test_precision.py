@@ -12,7 +12,7 @@ import torch
 from runner.config.compose import compose, from_yaml, to_yaml
 from runner.config.schema import Precision, RunConfig
 from runner.run_dir.paths import RunDir, settings_differing
-from runner.session.opening import has_native_bf16, settle_precision
+from runner.session.inventory import has_native_bf16, settle_precision
 from runner.system.error import ConfigError
 from tests.observed import OneRank
 

@@ -47,7 +47,7 @@ class Judgement:
         return all(finding.kind == "rounding" for finding in self.findings)
 
 
-def judge(
+def compare_start(
     reference: Trajectory,
     resumed: Trajectory,
     saves: Sequence[Save],

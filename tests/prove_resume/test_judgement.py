@@ -15,7 +15,7 @@ import pytest
 from runner.prove.compare import KINDS
 from runner.prove.drive import choose_kills
 from runner.prove.inside.hooks import written
-from runner.prove.judge import Judgement, compare_ranks, judge
+from runner.prove.judgement import Judgement, compare_ranks, compare_start
 from runner.prove.record import Save, StartRecord, Step, Trajectory, checkpoints
 from runner.prove.verdict import Repeats, Verdict
 from runner.system.parsing import json_text
@@ -276,7 +276,7 @@ CASES: dict[str, tuple[Callable[[Ranks, int], None], str, int, str]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_what_differs_first(name: str) -> None:
     change, kind, step, words = CASES[name]
-    judgement = judge(trajectory(), resumed(change), SAVES)
+    judgement = compare_start(trajectory(), resumed(change), SAVES)
     first = judgement.findings[0]
     assert (judgement.start, first.kind, first.step) == (START, kind, step)
     assert words in first.sentence
@@ -297,7 +297,7 @@ def test_the_page_says_what_the_record_says() -> None:
 
 def test_every_kind_has_a_name_and_what_was_lost_a_remedy() -> None:
     for kind in KINDS:
-        finding = judge(trajectory(), resumed(each(zero_moments)), SAVES).findings[0]
+        finding = compare_start(trajectory(), resumed(each(zero_moments)), SAVES).findings[0]
         judgement = Judgement(start=1, last=2, findings=(replace(finding, kind=kind),))
         text = Verdict(steps=24, kills=(14,), resumes=(judgement,)).text()
         mends = kind not in ("rounding", "gradients", "frozen", "options")
@@ -305,12 +305,12 @@ def test_every_kind_has_a_name_and_what_was_lost_a_remedy() -> None:
 
 
 def test_what_follows_is_told_as_well() -> None:
-    since = dict(judge(trajectory(), resumed(each(lost_random)), SAVES).since)
+    since = dict(compare_start(trajectory(), resumed(each(lost_random)), SAVES).since)
     assert since == {"random": START, "losses": START, "gradients": START, "weights": START + 1}
 
 
 def test_an_equal_run() -> None:
-    judgement = judge(trajectory(), resumed(), SAVES)
+    judgement = compare_start(trajectory(), resumed(), SAVES)
     assert (judgement.findings, judgement.start, judgement.last) == ((), START, STEPS)
     verdict = Verdict(steps=STEPS, ranks=RANKS, kills=(14,), resumes=(judgement,))
     assert verdict.text().startswith("Equal bit for bit: 24 steps, 1 kill, 2 ranks")
@@ -326,7 +326,7 @@ def test_a_seed_that_is_set_again_at_each_start() -> None:
             step.random, step.batches = source.random, source.batches
             spoiled(step, number)
 
-    first = judge(trajectory(), resumed(change), SAVES).findings[0]
+    first = compare_start(trajectory(), resumed(change), SAVES).findings[0]
     assert (first.kind, first.step) == ("random", START)
     assert "reads the batch of step 1" in first.sentence and "drawn from" in first.sentence
 
@@ -342,7 +342,7 @@ def test_an_order_is_drawn_only_from_what_moves(between: list[str], kind: str) -
         buffered(ranks, number)
         each(lost_random)(ranks, number)
 
-    assert judge(reference, resumed(change), SAVES).findings[0].kind == kind
+    assert compare_start(reference, resumed(change), SAVES).findings[0].kind == kind
 
 
 def test_ranks_that_shuffle_each_for_itself() -> None:
@@ -358,7 +358,7 @@ def test_ranks_that_shuffle_each_for_itself() -> None:
     for number, ranks in other.steps.items():
         for rank, step in ranks.items():
             step.batches = reference.steps[EPOCH + number][rank].batches
-    first = judge(reference, other, SAVES).findings[0]
+    first = compare_start(reference, other, SAVES).findings[0]
     assert (first.kind, first.step) == ("data_restarted", START)
 
 
@@ -366,19 +366,19 @@ def test_a_random_state_that_nothing_reads_is_a_note() -> None:
     def change(step: Step, number: int) -> None:
         step.random = {**step.random, "python": f"other {number}"}
 
-    judgement = judge(trajectory(), resumed(each(change)), SAVES)
+    judgement = compare_start(trajectory(), resumed(each(change)), SAVES)
     assert judgement.is_equal and "(python) differs from step 11" in judgement.notes[0]
 
 
 def test_a_run_that_starts_anew() -> None:
-    judgement = judge(trajectory(), trajectory(), SAVES)
+    judgement = compare_start(trajectory(), trajectory(), SAVES)
     assert judgement.start == 1
     assert judgement.findings[0].kind == "not_resumed"
     assert "though step 10 was saved" in judgement.findings[0].sentence
 
 
 def test_a_whole_older_checkpoint() -> None:
-    judgement = judge(trajectory(), resumed(first=6), SAVES)
+    judgement = compare_start(trajectory(), resumed(first=6), SAVES)
     assert judgement.start == 6
     assert [finding.kind for finding in judgement.findings] == ["older_checkpoint"]
     assert "goes on after step 5" in judgement.findings[0].sentence
@@ -394,7 +394,7 @@ def test_another_ranks_state_is_told() -> None:
     )
     other = copy.deepcopy(other)
     other.steps[1][1].state = other.steps[1][0].state
-    first = judge(reference, other, SAVES).findings[0]
+    first = compare_start(reference, other, SAVES).findings[0]
     assert (first.kind, first.rank) == ("rank", 1)
     assert first.sentence.startswith("Rank 1: Optimizer: ")
     assert "those of rank 0 (step 11)" in first.sentence
@@ -406,7 +406,7 @@ def test_a_snapshot_of_the_weights_is_no_average() -> None:
     for ranks in reference.steps.values():
         for step in ranks.values():
             step.copies["best"] = {n: entry("best", n) for n in step.weights}
-    assert judge(reference, resumed(), SAVES).is_equal
+    assert compare_start(reference, resumed(), SAVES).is_equal
 
 
 def test_micro_batches_are_told_apart() -> None:
@@ -424,7 +424,7 @@ def test_micro_batches_are_told_apart() -> None:
             first = 2 * (number + SAVED) + 1
             step.batches = [(f"{rank} {first}",), (f"{rank} {first + 1}",)]
             spoiled(step, number + SAVED)
-    found = judge(reference, other, SAVES).findings[0]
+    found = compare_start(reference, other, SAVES).findings[0]
     assert found.kind == "data_skipped" and "one batch is skipped" in found.sentence
 
 
@@ -442,7 +442,7 @@ def midway(*, keeps_gradients: bool) -> Judgement:
         step.buffers = {"mean": entry("after the first batch")}
         if not keeps_gradients:
             step.gradients = {name: entry("half") for name in step.gradients}
-    return judge(reference, other, SAVES)
+    return compare_start(reference, other, SAVES)
 
 
 def test_gradients_that_were_accumulated_are_state() -> None:
@@ -455,12 +455,12 @@ def test_buffers_that_ddp_broadcasts_before_they_are_used() -> None:
     """The checkpoint has those of rank 0; the gradient of rank 1 is that of the undisturbed run."""
     other = resumed()
     other.steps[1][1].buffers = step_of(START, 0).buffers
-    assert judge(trajectory(), other, SAVES).is_equal
+    assert compare_start(trajectory(), other, SAVES).is_equal
     other.steps[1][1].gradients = {name: entry("other") for name in other.steps[1][1].gradients}
-    assert judge(trajectory(), other, SAVES).findings[0].kind == "rank"
+    assert compare_start(trajectory(), other, SAVES).findings[0].kind == "rank"
     other = resumed(each(lost_random))
     other.steps[1][1].buffers = step_of(START, 0).buffers
-    assert judge(trajectory(), other, SAVES).findings[0].kind == "random"
+    assert compare_start(trajectory(), other, SAVES).findings[0].kind == "random"
 
 
 def test_frozen_weights_are_compared_with_those_of_the_start() -> None:
@@ -470,7 +470,7 @@ def test_frozen_weights_are_compared_with_those_of_the_start() -> None:
         other.steps[1][rank].frozen = {"base": entry("drawn anew")}
     for number, ranks in other.steps.items():
         each(spoiled)(ranks, number + SAVED)
-    first = judge(reference, other, SAVES).findings[0]
+    first = compare_start(reference, other, SAVES).findings[0]
     assert first.kind == "frozen" and "(base) is" in first.sentence
 
 
@@ -480,14 +480,14 @@ def test_weights_that_are_trained_later_are_not_lost_frozen_ones() -> None:
     for rank in range(RANKS):
         reference.steps[1][rank].frozen = {"base": entry("base"), "top": entry("top")}
         other.steps[1][rank].frozen = {"base": entry("base")}
-    assert judge(reference, other, SAVES).is_equal
+    assert compare_start(reference, other, SAVES).is_equal
 
 
 def test_modules_that_are_found_when_they_are_called() -> None:
     other = resumed()
     for step in other.steps[1].values():
         step.buffers = {}
-    assert judge(trajectory(), other, SAVES).is_equal
+    assert compare_start(trajectory(), other, SAVES).is_equal
 
 
 def test_the_best_weights_are_nothing_to_resume_from() -> None:
@@ -497,7 +497,7 @@ def test_the_best_weights_are_nothing_to_resume_from() -> None:
         Save(after=SAVED, num_bytes=300, names=("last-10.pt", "best.pt")),
         Save(after=12, num_bytes=100, names=("best.pt",)),
     ]
-    assert judge(trajectory(), resumed(), saves).is_equal
+    assert compare_start(trajectory(), resumed(), saves).is_equal
     # A log of some bytes, which are many beside a tiny model's, is written after the checkpoint.
     found = trajectory()
     sizes = {5: 300, SAVED: 300, SAVED + 1: 60, 13: 70}
@@ -507,8 +507,8 @@ def test_the_best_weights_are_nothing_to_resume_from() -> None:
     ]
     merged = checkpoints(found)
     assert [save.after for save in merged] == [5, SAVED + 1, 13]
-    assert judge(trajectory(), resumed(), merged).is_equal
-    older = judge(trajectory(), resumed(first=6), saves).findings
+    assert compare_start(trajectory(), resumed(), merged).is_equal
+    older = compare_start(trajectory(), resumed(first=6), saves).findings
     assert [one.kind for one in older] == ["older_checkpoint"]
     assert "though step 10 was saved" in older[0].sentence
 
@@ -519,7 +519,7 @@ def test_a_module_that_is_called_in_vain_before_the_first_step() -> None:
         right = {"batch": [*step.batches[0]], "random": step.random, "buffers": step.buffers}
         step.later = [right]
         step.batches, step.random, step.buffers = [("zeros",)], {"torch": "?"}, {"mean": entry("?")}
-    judgement = judge(trajectory(), other, SAVES)
+    judgement = compare_start(trajectory(), other, SAVES)
     assert judgement.is_equal and not judgement.notes
 
 
@@ -531,7 +531,7 @@ def test_a_random_state_that_comes_right_explains_nothing_later() -> None:
                 step.random = {**step.random, "torch": "not yet"}
             if number > 3:
                 spoiled(step, number + SAVED, START + 3)
-    first = judge(trajectory(), other, SAVES).findings[0]
+    first = compare_start(trajectory(), other, SAVES).findings[0]
     assert (first.kind, first.step) == ("gradients", START + 3)
 
 
@@ -541,7 +541,7 @@ def test_a_schedule_that_starts_anew_before_it_shows_is_a_note() -> None:
         for number, ranks in found.steps.items():
             for step in ranks.values():
                 step.schedules = [number - first]
-    judgement = judge(reference, other, SAVES)
+    judgement = compare_start(reference, other, SAVES)
     assert judgement.is_equal and "counts [0] at step 11, was [10]" in judgement.notes[0]
 
 
@@ -576,10 +576,14 @@ def test_noise_is_allowed_where_the_script_has_it() -> None:
             step.gradients = {n: entry("noise", n, norm=1.0 + 1e-3) for n in step.gradients}
             step.losses = [step.losses[0] * (1 + 1e-3)]
 
-    assert judge(trajectory(), resumed(each(noisy)), SAVES, exact_until=14, tolerance=1e-2).is_equal
-    exact = judge(trajectory(), resumed(each(noisy)), SAVES)
+    assert compare_start(
+        trajectory(), resumed(each(noisy)), SAVES, exact_until=14, tolerance=1e-2
+    ).is_equal
+    exact = compare_start(trajectory(), resumed(each(noisy)), SAVES)
     assert exact.findings[0].kind == "gradients" and exact.findings[0].step == 15
-    kept = judge(trajectory(), resumed(each(lost_copy)), SAVES, exact_until=14, tolerance=1e-2)
+    kept = compare_start(
+        trajectory(), resumed(each(lost_copy)), SAVES, exact_until=14, tolerance=1e-2
+    )
     assert kept.findings[0].kind == "ema"
 
 
