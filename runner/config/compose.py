@@ -247,8 +247,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
             return f"{error.override}: faults are a list, in quotes: 'faults=[{given.strip('[]')}]'"
         name, equals, value = error.override.partition("=")
         name = re.sub(r"\[\d+\]", "", name)
-        first = name.partition(".")[0]
-        if equals and first.isidentifier() and first not in {k.partition(".")[0] for k in _specs()}:
+        if equals and _is_in_no_group(name):
             return unknown(name)
         is_plain = equals and not set(value) & set("'\"[]{}")
         usual = "key=value; quote values with spaces or '=' as key='\"...\"'"
@@ -263,6 +262,8 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
     several = re.search(r"Ambiguous value for argument '([^=']+)=(.*?)'\n", full, re.DOTALL)
     if several is not None:
         key, value = several.groups()
+        if _is_in_no_group(key):
+            return unknown(key)
         first = value.split(",")[0]
         kind = _kind_of(key)
         return (
@@ -296,6 +297,11 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
             return f"{named[1]}{value}: must be written as a whole number: {named[1]}={whole}"
         return f"{named[1]}{value}: {reason.rstrip('.')}. {_allowed(named[1])}".rstrip()
     return " ".join(line.strip() for line in full.splitlines() if line.strip())
+
+
+def _is_in_no_group(key: str) -> bool:
+    first = key.partition(".")[0]
+    return first.isidentifier() and first not in {name.partition(".")[0] for name in _specs()}
 
 
 def _plain_reason(text: str) -> str:

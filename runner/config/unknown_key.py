@@ -38,9 +38,8 @@ def answer(key: str, ours: Sequence[str]) -> str:
 
 def suggestion(key: str, known: Collection[str]) -> str:
     """``; did you mean ...?``, or nothing where nothing is close."""
-    ending = key.rpartition(".")[2]
-    same = [name for name in known if name == ending or name.endswith(f".{ending}")]
-    close = difflib.get_close_matches(key, same or known, n=3, cutoff=0 if same else 0.6)
+    close = _of_ending(key, [key.rpartition(".")[2]], known)
+    close = close or difflib.get_close_matches(key, known, n=3)
     return f"; {did_you_mean(close)}" if close else ""
 
 
@@ -69,7 +68,8 @@ def _near(key: str, ours: Sequence[str]) -> list[str]:
     plain = {_bare(name): name for name in ours if key.startswith(f"{_group(name)}.")}
     if alike := difflib.get_close_matches(_bare(key), plain, n=1, cutoff=_IN_ITS_GROUP):
         meant = plain[alike[0]]
-        if not words(key) - words(meant) or not words(key) - words(meant) <= {*vocabulary()}:
+        other = words(key) - words(meant)
+        if not other or other - {*vocabulary()}:
             return [meant]  # else its words are others, each rightly spelled
     if of_group and (len(words(ending)) == 1 or not of_group <= words(".".join(_groups(ours)))):
         return []  # in a group of theirs it may be anything
@@ -93,7 +93,7 @@ def _endings(ours: Sequence[str]) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in ours})
 
 
-def _of_ending(key: str, endings: Collection[str], ours: Sequence[str]) -> list[str]:
+def _of_ending(key: str, endings: Collection[str], ours: Collection[str]) -> list[str]:
     """Our keys with one of these last parts, the three that are most like ``key``."""
     same = [name for name in ours if name.rpartition(".")[2] in endings]
     return difflib.get_close_matches(key, same, n=3, cutoff=0)
