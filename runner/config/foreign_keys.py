@@ -105,7 +105,9 @@ def _best(key: str, rules: Iterable[_Rule]) -> str | None:
     typed = _in_order(key)
     fit = [rule for rule in rules if rule.words.issubset(typed)]
     if len(typed) > 3 and "." not in key:  # one of so many words says too little, but the last
-        fit = [r for r in fit if len(r.words) > 1 or r.mark == "^" or {typed[0], typed[-1]} & r.words]
+        fit = [
+            r for r in fit if len(r.words) > 1 or r.mark == "^" or {typed[0], typed[-1]} & r.words
+        ]
 
     def rank(rule: _Rule) -> tuple[bool, int, bool, list[int]]:
         places = sorted(map(typed.index, rule.words), reverse=True)

@@ -343,6 +343,8 @@ def test_what_other_trainers_keys_are_here_exists() -> None:
     assert not foreign_keys.answers().keys() & {name.partition(".")[0] for name in ours}
     answers = {said for _, said in foreign_keys._entries()}
     assert len(answers) > 100
+    rules = [rule.words for rule in foreign_keys._rules()]
+    assert not [words for words in rules if rules.count(words) > 1]  # the second says nothing
     for answer in answers:
         named = set(re.findall(r"\b[a-z]+\.[a-z_0-9]+\b", answer))
         no_keys = {name for name in named if name.endswith((".md", ".json", ".jsonl", ".guard"))}
@@ -417,6 +419,10 @@ def test_every_setting_of_the_large_trainers_is_answered() -> None:
         ("SOLVER.WARMUP_ITERS=9", "Perhaps: schedule.warmup"),  # the words of the name alone
         ("numTrainEpochs=9", "Here: epochs"),
         ("profiler.output_dir=x", "Perhaps: `holdfast profile`"),  # a group that decides
+        ("data.val_max_samples=9", "Perhaps: eval.samples"),  # of two that fit, evaluation's
+        ("restore_callback_states_from_checkpoint=true", "same out=DIR"),  # the first of many words
+        ("split=969,30,1", "Here: data.held_out"),
+        ("num_machines=2", "`holdfast launch --nproc N`"),
         ("datasets.a.vis_processor.train.name=x", "Perhaps: data._target_"),  # the nearest group
         ("model.encoder.freeze_layers=3", "Perhaps: compute.frozen."),
         ("dataset_local_cache_dir=x", "Perhaps: data.cache."),  # the words that stand last
