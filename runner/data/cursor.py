@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from typing import Protocol
 
@@ -60,7 +61,7 @@ def permute(positions: npt.NDArray[np.int64], *, size: int, key: int) -> npt.NDA
     _check_range(inputs, size)
     values = inputs.reshape(-1).astype(np.uint64)
     bits = (size - 1).bit_length()
-    keys = [_mix_int(key + (number + 1) * _GOLDEN) for number in range(_ROUNDS)]
+    keys = _round_keys(key)
     values = _encrypt(values, bits=bits, keys=keys)
     outside = np.flatnonzero(values >= np.uint64(size))
     while outside.size:
@@ -109,7 +110,7 @@ def _check_range(positions: npt.NDArray[np.int64], size: int) -> None:
         )
 
 
-def _encrypt(values: Words, *, bits: int, keys: list[int]) -> Words:
+def _encrypt(values: Words, *, bits: int, keys: tuple[int, ...]) -> Words:
     """One pass of the network over ``[0, 2**bits)``; halves may differ by one bit.
 
     Each round changes one half by a function of the other, which is undone by doing it
@@ -124,6 +125,11 @@ def _encrypt(values: Words, *, bits: int, keys: list[int]) -> Words:
         else:
             low = low ^ (_mix(high + np.uint64(key)) & low_mask)
     return (high << np.uint64(low_bits)) | low
+
+
+@lru_cache  # the same in each step of an epoch
+def _round_keys(key: int) -> tuple[int, ...]:
+    return tuple(_mix_int(key + (number + 1) * _GOLDEN) for number in range(_ROUNDS))
 
 
 def _mix(words: Words) -> Words:
