@@ -178,7 +178,7 @@ def run() -> None:
     is_rank = command not in COMMANDS
     if is_rank or command in _LASTING:
         output.install()
-    if is_hidden() and [command] not in _OF_SCRIPTS:
+    if is_hidden() and ([command] not in _OF_SCRIPTS or "-m runner " in f"{' '.join(sys.argv)} "):
         changeable()["PYTHONSAFEPATH"] = "1"  # for the processes that the command starts
     if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN and is_rank:
         # Inherited from a torchrun that ignores it. Until the run handles the signal, a

@@ -515,7 +515,7 @@ def expanded(arguments: Sequence[str]) -> list[str]:
     """The arguments with each ``--config FILE`` replaced by the settings in the file.
 
     What follows ``--`` belongs to another command, and stays as it is. A setting that is given
-    after the file replaces the file's.
+    after the file replaces the file's; of ``steps`` and ``epochs`` one replaces the other.
 
     Raises:
         ConfigError: there is no such file, or it is no mapping of settings.
@@ -523,11 +523,16 @@ def expanded(arguments: Sequence[str]) -> list[str]:
     given = list(arguments)
     end = given.index("--") if "--" in given else len(given)
     words, result = iter(given[:end]), list[str]()
+    of_file: list[str] = []
     for word in words:
         if word == OPTION or word.startswith(f"{OPTION}="):
             name = word.partition("=")[2] or next(words, "")
-            result += _overrides(name)
+            of_file = _overrides(name)
+            result += of_file
         else:
+            instead = {"epochs": "steps", "steps": "epochs"}.get(_key_of(word))
+            if instead and not word.endswith("=null"):
+                result = [one for one in result if one not in of_file or _key_of(one) != instead]
             result.append(word)
     return result + given[end:]
 

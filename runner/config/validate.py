@@ -234,7 +234,8 @@ def _rules(config: RunConfig, world_size: int) -> list[tuple[bool, str]]:
         ),
         (
             not config.eval.metric.startswith("eval_"),
-            f"eval.metric={config.eval.metric}: must be a held-out number, such as eval_loss",
+            f"eval.metric={config.eval.metric}: must be a held-out number, whose name begins with "
+            f"eval_; eval.metric=eval_{config.eval.metric}?",
         ),
         (not config.out.strip(), "out=: must name a directory"),
     ]

@@ -301,14 +301,21 @@ def _walk(root: Path, endings: tuple[str, ...], left_out: frozenset[str]) -> lis
             for name in files
             if name.endswith(endings) and not name.startswith(".")
         ]
-        others.update("".join(Path(name).suffixes[-2:]) or name for name in files)
+        others.update(_ending(name) or name for name in files)
     if not selected:
         held = ", ".join(f"{count} {ending}" for ending, count in others.most_common(_NAMED_KEYS))
+        most = next((ending for ending, _ in others.most_common() if ending.startswith(".")), ".x")
         raise DataError(
             f"data.path={root}: no file in it ends with one of {list(endings)}; it holds "
-            f"{held or 'none'}; change data.path or data.suffixes"
+            f"{held or 'none'}. Change data.path, or name the ending: 'data.suffixes=[{most}]'"
         )
     return sorted(selected)
+
+
+def _ending(name: str) -> str:
+    """``.parquet``; with a compression's also the one before it, such as ``.txt.zst``."""
+    path = Path(name)
+    return "".join(path.suffixes[-2 if path.suffix in COMPRESSED else -1 :])
 
 
 def _refuse(error: OSError) -> None:

@@ -98,9 +98,14 @@ def open_codec(tokenizer: str | None, *, begin_token: Mark, end_token: Mark) -> 
         opened = tokenizers.Tokenizer.from_buffer(contents)
     # The library raises bare Exception for a file it cannot read as a tokenizer.
     except Exception as error:
+        converter = (
+            f". From SentencePiece the tokenizer's class in transformers makes one, such as "
+            f"LlamaTokenizer.from_pretrained({str(path.parent)!r}).save_pretrained(DIR)"
+        )
         raise DataError(
             f"data.tokenizer={path}: is no readable tokenizers JSON file ({str(error)[:500]}); "
             f"give a {_TOKENIZER} or its folder, or null for bytes"
+            f"{converter if path.suffix == '.model' else ''}"
         ) from error
     marks = _Marks(path, opened)
     end, why_end = marks.end(end_token)

@@ -47,7 +47,13 @@ from runner.launch.process_tree import Preparation
 from runner.system.environment import changeable, variables
 from runner.system.garbage import import_all
 from runner.system.parsing import json_text
-from runner.system.process import adopt_orphans, die_with_parent, stat_fields, take_input
+from runner.system.process import (
+    adopt_orphans,
+    die_with_parent,
+    own_module,
+    stat_fields,
+    take_input,
+)
 
 TORCHRUNS = ("torch.distributed.run", "runner.launch.agent")
 # torch._dynamo comes with the first wrapper of FSDP2 or of an optimizer.
@@ -224,9 +230,10 @@ def suits(args: Sequence[str], *, is_torchrun: bool = False) -> bool:
 
 def prepared(args: Sequence[str]) -> tuple[Preparation | None, list[str]]:
     """Split a prefixed command into its preparation, if it has one, and the command itself."""
-    if list(args[1:3]) != ["-m", Preparation.__module__]:
+    own = own_module(Preparation.__module__)
+    if list(args[: len(own)]) != own:
         return None, list(args)
-    return Preparation(**json.loads(args[3])), list(args[4:])
+    return Preparation(**json.loads(args[len(own)])), list(args[len(own) + 1 :])
 
 
 def _send(to: socket.socket, job: ForkRequest, files: Sequence[int]) -> None:

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from runner.system.parsing import json_text
-from runner.system.process import die_with_parent, exit_status, is_in_kernel, unblock
+from runner.system.process import die_with_parent, exit_status, is_in_kernel, own_module, unblock
 from runner.system.process import parent as parent_of
 
 MARK = "HOLDFAST_MARK"
@@ -48,7 +48,7 @@ class Preparation:
 
     def command(self, command: Sequence[str]) -> list[str]:
         """Prefix ``command`` with this preparation."""
-        return [sys.executable, "-m", __name__, json_text(asdict(self)), *command]
+        return own_module(__name__, json_text(asdict(self)), *command)
 
     @contextlib.contextmanager
     def beginning(self) -> Iterator[None]:

@@ -32,7 +32,7 @@ from runner.policy.restart import HARDWARE, End
 from runner.run_dir.lease import last_beat
 from runner.run_dir.paths import RunDir
 from runner.system.error import EXIT_CRASH, EXIT_DONE, EXIT_HALTED, EXIT_PREEMPTED
-from runner.system.process import in_thread
+from runner.system.process import in_thread, own_module
 
 _POLL_SECONDS = 1.0
 _START_SECONDS = 300.0  # of the check: imports from a slow disk
@@ -173,7 +173,7 @@ class StandBy:
         if self._memory.standing(self._host).is_tested:
             return ""
         seconds = self._rules.burn_in_seconds
-        command = [sys.executable, "-m", "runner.health.rank_checks", str(seconds)]
+        command = own_module("runner.health.rank_checks", str(seconds))
         limit = time.monotonic() + seconds + _START_SECONDS
         with self._start(command, stdout=PIPE, stderr=PIPE) as process:
             while process.poll() is None and time.monotonic() < limit and stop.sleep(0.1):
@@ -206,7 +206,7 @@ class StandBy:
 
 def hosting_command(out: Path, head: tuple[str, int]) -> list[str]:
     """The command that hosts the rendezvous."""
-    return [sys.executable, "-m", "runner.launch.stand_by", str(out), head[0], str(head[1])]
+    return own_module("runner.launch.stand_by", str(out), head[0], str(head[1]))
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -430,8 +430,12 @@ def _repeats_bits(run: EngineRun, config: RunConfig, saved: SavedActivations) ->
 def _greet(run: EngineRun, config: RunConfig, repeats: bool | None) -> None:
     group, corpus, resumed = run.group, run.corpus, run.resumed
     say = group.console.say
+    weights = corpus.network.parameters().values()
+    trained = sum(one.numel() for one in weights if one.requires_grad)
+    is_frozen = any(not one.requires_grad for one in weights)
     say(
-        f"holdfast: {corpus.network.num_parameters():,} parameters, "
+        f"holdfast: {corpus.network.num_parameters():,} parameters"
+        f"{f' ({trained:,} of them trained)' if is_frozen else ''}, "
         f"{counted(len(corpus.dataset), 'sample')} "
         + (f"of {config.data.seq_len} tokens " if corpus.has_tokens else "")
         + f"from {corpus.words}, "

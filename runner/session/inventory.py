@@ -23,6 +23,7 @@ from runner.config.schema import BatchConfig, Precision, RunConfig
 from runner.config.validate import is_zero
 from runner.data.corpus_digest import Progress
 from runner.data.cursor import OneSource
+from runner.data.mixture import MixtureOrder
 from runner.distributed.agreement import Ranks, all_or_none_slowly
 from runner.distributed.device import device_facts, versions
 from runner.distributed.env import WATCHED, JobEnv
@@ -254,7 +255,7 @@ def take_inventory(
 ) -> Inventory:
     """Read what is in ``out``; if it is lost, restore the run from the object store."""
     restorer = restored = None
-    fingerprint = corpus.dataset.fingerprint()
+    fingerprint, order = corpus.dataset.fingerprint(), corpus.stream.order
     if remote is not None:
         restorer = Restorer(
             remote,
@@ -275,6 +276,7 @@ def take_inventory(
         group.ranks,
         lease,
         tensors=lambda: state_shapes(config.optim, corpus.network),
+        sources=order.names if isinstance(order, MixtureOrder) else None,
     )
     inventory = replace(inventory, next_serial=with_highest(inventory.next_serial, remote))
     for name in inventory.torn:

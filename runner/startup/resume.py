@@ -5,7 +5,7 @@ Rank 0 reads and tells all ranks; loading is collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,18 +102,20 @@ def scan(
     ranks: Ranks,
     run_lease: RunLease,
     tensors: Callable[[], Tensors] | None = None,
+    sources: Collection[str] | None = None,
 ) -> RunInventory:
     """Read ``out`` on rank 0 and tell all ranks. Collective.
 
     Args:
         tensors: returns what a checkpoint of these settings holds, to compare with what is there.
+        sources: names of the mixture's sources; None: the data is no mixture.
 
     Raises:
-        ConfigError: the run there has other settings, another model or other data, or a file is
-            not ours.
+        ConfigError: the run there has other settings, another model or other data, has read from
+            a source that is gone, or a file is not ours.
     """
     inventory = ranks.of_first(
-        "opening out", lambda: _read(run_dir, config, fingerprint, run_lease, tensors)
+        "opening out", lambda: _read(run_dir, config, fingerprint, run_lease, tensors, sources)
     )
     inventory["records"] = [
         Record(serial=serial, step=step, cursor=cursor, state=State(state))
@@ -128,6 +130,7 @@ def _read(
     fingerprint: str,
     run_lease: RunLease,
     tensors: Callable[[], Tensors] | None,
+    sources: Collection[str] | None,
 ) -> dict[str, Any]:
     store = ring_directory(run_dir, run_lease)
     torn = store.sweep()  # before the ring is scanned: see CheckpointDirectory.commit
@@ -149,6 +152,7 @@ def _read(
             run_dir.refuse_other_tensors(known, tensors(), changed)
         changed |= _data_changed(config, newest.data_fingerprint, fingerprint)
     lines, length = read_journal(run_dir.journal)
+    refuse_gone_sources(lines, sources)
     if entries:
         _refuse_lost_lines(run_dir, len(lines), entries[-1].manifest)
     serials = [0, *(entry.record.serial for entry in entries), *map(_serial_in, lines)]
@@ -186,11 +190,12 @@ def _settings_changed(run_dir: RunDir, config: RunConfig) -> dict[str, tuple[Any
 
 
 def _change(key: str, was: Any, now: Any, step: int) -> Incident:
+    most = 12 if key == "data" else 200  # a fingerprint is known by its beginning
     return Incident(
         kind="setting_changed",
         step=step,
         decision="go on with the new value",
-        reason=f"{key}: was {str(was)[:200]}, now {str(now)[:200]}, as the command allows",
+        reason=f"{key}: was {str(was)[:most]}, now {str(now)[:most]}, as the command allows",
         detail={"key": key, "was": was, "now": now},
     )
 
@@ -203,6 +208,29 @@ def _refuse_lost_lines(run_dir: RunDir, num_lines: int, newest: Manifest) -> Non
             f"checkpoint {newest.serial} of step {newest.step} was saved: it was removed, cut or "
             "damaged. Put it back from a copy, or choose another out"
         )
+
+
+def refuse_gone_sources(
+    lines: Sequence[Mapping[str, Any]], sources: Collection[str] | None
+) -> None:
+    """Refuse a mixture without a source that was read, before anything is journalled or stored.
+
+    Args:
+        lines: the journal's.
+        sources: names of those there are; None: no mixture.
+
+    Raises:
+        ConfigError: a source that the run has read from is gone.
+    """
+    if sources is None:
+        return
+    for line in lines:
+        read = line["detail"]["weights"] if line["kind"] == "mixture" else ()
+        if gone := next((name for name in read if name not in sources), None):
+            raise ConfigError(
+                f"data.sources: {gone!r} is missing, but this run has read from it; keep it, "
+                "with weight 0 to stop reading it"
+            )
 
 
 def _serial_in(line: Mapping[str, Any]) -> int:
@@ -222,7 +250,8 @@ def _data_changed(config: RunConfig, was: str, now: str) -> dict[str, tuple[Any,
         raise ConfigError(
             f"{_named(config.data)}: the corpus is not the one that out={config.out} was "
             f"trained on (fingerprint {was[:12]}, now {now[:12]}); positions would name other "
-            "samples. Restore the corpus, choose another out, or resume.allow=[data.path]"
+            "samples. Restore the corpus, choose another out, or add data.path to resume.allow: "
+            f"'resume.allow=[{','.join([*config.resume.allow, 'data.path'])}]'"
             f"{unsteady_samples(config.data)}"
         )
     return {"data": (was, now)}
@@ -358,22 +387,12 @@ def settle_mixture(
 
     Returns:
         The new phase for the journal, alike on all ranks; None where nothing changed.
-
-    Raises:
-        ConfigError: a source that the run has read from is gone.
     """
     order = stream.order
     if not isinstance(order, MixtureOrder):
         return None
     history = journal.history
     phases = [Phase(start=start, weights=weights) for start, weights in history.mixtures]
-    for phase in phases:
-        gone = [name for name in phase.weights if name not in order.names]
-        if gone:
-            raise ConfigError(
-                f"data.sources: {gone[0]!r} is missing, but this run has read from it; keep it, "
-                "with weight 0 to stop reading it"
-            )
     wanted = _nonzero(order.wanted)
     incident = None
     if not phases or _nonzero(phases[-1].weights) != wanted:

@@ -217,10 +217,11 @@ def _announced(
     more = "" if config.memory_every is not None else " or more, by cost"
     fewer = "" if plan.slots == requested else f" (for {requested} there is no room)"
     copies = f" and {tightest.spare_slots} of another node's" if tightest.spare_slots else ""
+    one_rank = f"each of {num_ranks} ranks" if num_ranks > 1 else "the rank"
     total = (plan.slots + tightest.spare_slots) * tightest.slot_bytes
     return (
         f"snapshots in memory: every {memory_every(config)} steps{more}, {plan.slots} slots{fewer}"
-        f"{copies} of {format_bytes(layout.num_bytes)} for each of {num_ranks} ranks, "
+        f"{copies} of {format_bytes(layout.num_bytes)} for {one_rank}, "
         f"{format_bytes(total)} of {format_bytes(tightest.budget_bytes)} on a node, "
         f"in {node.folder.parent}"
     )

@@ -273,6 +273,11 @@ def is_hidden() -> bool:
     return any(file.exists() and not file.samefile(ours) for file in files)
 
 
+def own_module(*words: str) -> list[str]:
+    """``python -m WORDS`` for a module of ours, whatever the current directory holds."""
+    return [sys.executable, *(["-P"] if is_hidden() else []), "-m", *words]
+
+
 def run_beside(
     arguments: Sequence[str], *, seconds: float, is_over: Callable[[], bool] = lambda: False
 ) -> bytes | None:
@@ -289,8 +294,7 @@ def run_beside(
         TimeoutError: it took too long.
         OSError: it failed.
     """
-    own = ["-P"] if is_hidden() else []
-    command = [sys.executable, *own, "-m", "runner", *arguments, "--beside", str(os.getpid())]
+    command = own_module("runner", *arguments, "--beside", str(os.getpid()))
     limit = time.monotonic() + seconds
     with subprocess.Popen(
         command,

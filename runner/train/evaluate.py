@@ -453,13 +453,16 @@ class BestEvaluation:
         return self._best_at == updates
 
     def serials(self, records: Iterable[Record]) -> set[int]:
-        """Serial of the best checkpoint on disk with a known value; empty without one."""
+        """Serial of the best checkpoint on disk with a known value; empty without one.
+
+        Of equal ones the first, as :meth:`ending` names it; of one step the newest.
+        """
         known = [
-            (self._sign * self._values[record.step], -record.serial)
+            (self._sign * self._values[record.step], record.step, -record.serial)
             for record in on_disk(records)
             if record.step in self._values and record.state is not State.tainted
         ]
-        return {-min(known)[1]} if known else set()
+        return {-min(known)[2]} if known else set()
 
     def ended(self, written: RunJournal, updates: int) -> str:
         """:meth:`ending`, journalled once."""

@@ -83,6 +83,9 @@ def test_the_best_of_those_on_disk_is_kept() -> None:
     assert best.serials(records) == {2}
     assert best.serials([record(1, 10), record(2, 20, State.tainted), record(3, 30)]) == {3}
     assert best.serials([record(7, 15)]) == set()
+    equal = BestEvaluation(EvalConfig(), [(10, 2.0), (20, 2.0)])
+    found = equal.serials([record(1, 10), record(2, 10), record(3, 20)])
+    assert found == {2}, "the first of equal ones, as an early stop names it, saved last"
     best.note(40, 2.1)
     assert not best.is_new(40)
     best.note(50, 1.9)

@@ -330,3 +330,22 @@ def test_a_dump_that_would_run_code_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "rank2").write_bytes(b"torn")
     found = read_dumps(tmp_path, "rank")
     assert list(found) == [0] and found[0][0]["op"] == "all_reduce"
+
+
+@pytest.mark.parametrize("command", [["run"], ["supervise", "--out", "r"]])
+def test_a_runner_py_of_the_users_own_does_not_hide_what_starts_the_script(
+    command: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "runner.py").write_text("print('mine')")
+    (tmp_path / "train.py").write_text("import runner")
+    given = [*command, "--", sys.executable, "train.py"]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "runner", *given],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "mine" in done.stdout + done.stderr, "the script imports its own"

@@ -286,6 +286,14 @@ class TestTokenizer:
         root = folder(tmp_path, a="12345")
         refused(lambda: text(tmp_path, root, tokenizer=str(path)), f"data.tokenizer={path}")
 
+    def test_a_sentencepiece_model_is_told_what_makes_a_tokenizer_of_it(
+        self, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "spm.model"
+        path.write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
+        root = folder(tmp_path, a="12345")
+        refused(lambda: text(tmp_path, root, tokenizer=str(path)), "LlamaTokenizer.from_pretrained")
+
 
 class TestMarks:
     """Which token ends a document, and which begins it."""
@@ -596,9 +604,13 @@ class TestWhatAFileIs:
     def test_a_folder_that_holds_none_says_what_it_holds(self, tmp_path: Path) -> None:
         root = tmp_path / "x"
         root.mkdir()
-        for name in ("a.txt.zst", "b.txt.zst", "c.parquet"):
+        for name in ("a.txt.zst", "b.txt.zst", "c.1.parquet"):
             (root / name).write_bytes(b"")
-        refused(lambda: text(tmp_path, root), "it holds 2 .txt.zst, 1 .parquet", "data.suffixes")
+        refused(
+            lambda: text(tmp_path, root),
+            "it holds 2 .txt.zst, 1 .parquet",
+            "'data.suffixes=[.txt.zst]'",
+        )
 
     def test_a_table_is_a_document_a_row(self, tmp_path: Path) -> None:
         pyarrow = pytest.importorskip("pyarrow")

@@ -26,7 +26,7 @@ from runner.policy.decision.history import Incident
 from runner.policy.decision.skip_ledger import Ledger
 from runner.run_dir.paths import RunDir
 from runner.session.corpus import open_dataset, sample_stream
-from runner.startup.resume import settle_mixture
+from runner.startup.resume import refuse_gone_sources, settle_mixture
 from runner.system.error import ConfigError, DataError
 from runner.system.json_lines import LineFile
 from runner.train.state import TrainState
@@ -232,8 +232,11 @@ def test_a_change_of_weights_is_journalled_once_and_holds_from_the_cursor_on(
     assert told is not None and told.detail["start"] == 6400
     assert read(fourth, 0, 6400) == read(second, 0, 6400)
     require_whole_epochs(read(fourth, 0, 12_000), added)
+    lines, _ = read_journal(tmp_path / "journal.jsonl")
+    refuse_gone_sources(lines, [*added])
+    refuse_gone_sources(lines, None)
     with pytest.raises(ConfigError, match="'web' is missing"):
-        start(tmp_path, {"books": 1.0}, cursor=6400, lengths={"books": 700, "code": 90})
+        refuse_gone_sources(lines, ["books", "code", "talk"])
 
 
 def test_a_plan_from_before_a_change_of_weights_is_made_anew(tmp_path: Path) -> None:

@@ -44,6 +44,19 @@ def test_a_file_says_what_typed_settings_say(tmp_path: Path) -> None:
     assert settings([*later[:-3]]).optim.lr == 1
 
 
+def test_of_steps_and_epochs_the_command_line_replaces_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text("steps: 9\nmodel: tiny\n")
+    assert compose(expanded(["--config", str(file), "epochs=2"])).epochs == 2
+    kept = compose(expanded(["--config", str(file), "epochs=null"]))
+    assert kept.steps == 9 and kept.epochs is None
+    file.write_text("epochs: 9\n")
+    told = compose(expanded(["--config", str(file), "steps=4"]))
+    assert told.steps == 4 and told.epochs is None
+    with pytest.raises(ConfigError, match="in place of steps"):
+        compose(expanded(["--config", str(file), "steps=4", "epochs=2"]))
+
+
 @pytest.mark.parametrize(
     "given",
     [
