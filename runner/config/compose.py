@@ -331,9 +331,14 @@ def unknown(key: str) -> str:
     return f"{key}: {former}" if former else answer(key, list(_specs()))
 
 
+_FIRST = ("cfg", "get", "version")
+
+
 def unknown_option(word: str) -> str:
     """What ``--learning_rate`` or ``--steps=9`` is here: settings have no dashes."""
     key = word.lstrip("-").partition("=")[0]
+    if key in _FIRST:
+        return f"{word}: comes first: holdfast {word} ..., without another command before it"
     told = f"{key}=..." if key in _specs() else answer(key, list(_specs()))
     return f"{word}: settings are written key=value, without dashes; {told}"
 

@@ -5,6 +5,7 @@ It also warns of settings that are mostly mistakes, and looks for the packages t
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Callable
@@ -434,8 +435,12 @@ def _refuse_hub_names(config: RunConfig) -> None:
     Raises:
         ConfigError: a path is no path here, and looks like a name on the Hugging Face Hub.
     """
-    if Path(config.out, "config.yaml").exists():  # a run that has begun has its own copies
-        return
+    with contextlib.suppress(OSError):  # storage that is away: who reads there says so
+        if not Path(config.out, "config.yaml").exists():  # else the run has its own copies
+            _refuse_names(config)
+
+
+def _refuse_names(config: RunConfig) -> None:
     paths = [("data.path", path) for path in config.data.path if config.data._target_ is None]
     if config.data.tokenizer is not None:
         paths.insert(0, ("data.tokenizer", config.data.tokenizer))

@@ -132,8 +132,9 @@ class Rows:
         columns = self._table.column_names
         if column not in columns:
             raise DataError(
-                f"{key}={column}: {self._name} has no such column; it has "
-                f"{', '.join(columns[:_SHOWN])}" + (", ..." if columns[_SHOWN:] else "")
+                f"{key}={column}: no such column in {self._name}, but "
+                f"{', '.join(columns[:_SHOWN])}{', ...' if columns[_SHOWN:] else ''}. Set "
+                "data.field to the column of the text, or data.messages to that of a chat"
             )
 
 

@@ -89,7 +89,7 @@ class Supervisor(ABC):
             return End(reason=str(asked), code=EXIT_PREEMPTED)
 
     def _run(self) -> End:
-        attempts = self.attempts = self._earlier()
+        attempts = self.attempts = self.until_it_answers(self._earlier)
         diagnose = False
         while True:
             self._await_storage()

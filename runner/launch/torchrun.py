@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner.config.compose import compose, expanded
+from runner.config.compose import compose, expanded, unknown_option
 from runner.config.schema import RunConfig
 from runner.distributed.env import gpus_asked_for, gpus_on_node
 from runner.system.error import ConfigError
@@ -275,6 +275,8 @@ def settings(overrides: Sequence[str]) -> RunConfig:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-dir")
     known, rest = parser.parse_known_args(expanded(overrides))
+    if dashed := [word for word in rest if word.startswith("--")]:
+        raise ConfigError(unknown_option(dashed[0]))
     return compose(rest, config_dir=known.config_dir)
 
 

@@ -31,6 +31,7 @@ from runner.config.compose import (
 from runner.config.schema import RunConfig
 from runner.config.validate import check, check_extras
 from runner.fault.spec import parse_faults
+from runner.launch.torchrun import settings
 from runner.system.error import ConfigError
 from scripts import gpu_check, screenshot, soak, soak_trace
 from tests import golden
@@ -499,6 +500,9 @@ def test_train_is_the_command_without_a_name(capsys: pytest.CaptureFixture[str])
         (["model=hf", "model.path=meta-llama/L-1B", "data=hf"], "hf download meta"),
         (["data.tokenizer=gpt2"], "`hf download gpt2 --local-dir DIR`, then data.tokenizer=DIR"),
         (["data.path=someone/texts"], "hf download someone/texts --repo-type dataset"),
+        (["eval.metric=accuracy"], "eval.metric=eval_accuracy?"),
+        (["--cfg", "job"], "comes first: holdfast --cfg ..."),
+        (["--nproc-per-node", "2"], "`holdfast launch --nproc N`"),
     ],
 )  # fmt: skip
 def test_what_newcomers_type_is_answered_with_what_to_type(
@@ -506,7 +510,7 @@ def test_what_newcomers_type_is_answered_with_what_to_type(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as refused:
-        config = compose(overrides)
+        config = settings(overrides)
         check(config, world_size=1)
         check_extras(config)
     assert words in str(refused.value)

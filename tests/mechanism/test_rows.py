@@ -166,10 +166,12 @@ def test_chats_that_cannot_be_learnt_from_are_told_why(
             open_dataset(config(tmp_path, named, **changes))
 
     refused("the assistant says nothing", messages="messages", tokenizer=folder)
-    refused("no such column; it has messages", messages="chat", tokenizer=folder)
+    refused(r"no such column in rows\.jsonl, but messages\.", messages="chat", tokenizer=folder)
     refused("set data.tokenizer", messages="messages")
     refused("no chat template", messages="messages", tokenizer=str(tokenizer(None)))
-    refused(r"data\.field=text: .* no such column", tokenizer=None)
+    refused(
+        r"data\.field=text: no such column .* or data\.messages to that of a chat", tokenizer=None
+    )
 
 
 def test_short_samples_share_a_window_and_nothing_else(tmp_path: Path) -> None:
