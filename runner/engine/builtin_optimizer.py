@@ -41,6 +41,11 @@ def make_optimizer(optim: OptimConfig, groups: list[dict[str, Any]]) -> torch.op
     return torch.optim.AdamW(groups, betas=betas, eps=optim.eps, fused=True)
 
 
+def counts_updates(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it keeps a number ``step`` for each parameter, beside its kinds of state."""
+    return isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
+
+
 def opened(new: Tensor, old: Tensor, skip: Tensor) -> Tensor:
     """Return ``new``, or ``old`` bit for bit if ``skip`` is 1, even where ``new`` is not finite."""
     return torch.where(skip > 0, old, new)

@@ -24,6 +24,7 @@ from runner.config.schema import OptimConfig, OptimKind
 from runner.engine.builtin_optimizer import (
     Muon,
     Whole,
+    counts_updates,
     make_optimizer,
     opened,
     restored,
@@ -298,7 +299,7 @@ class ShardOptimizer:
         for name, optimizer in self._of.items():
             shard = self._shards[name]
             state = optimizer.state[shard]
-            if isinstance(optimizer, torch.optim.AdamW):
+            if counts_updates(optimizer):
                 state[_COUNT] = torch.zeros((), device=shard.device)
             for kind in self._kinds[name]:
                 if kind != AVERAGE:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.config.schema import OptimKind
 from runner.engine.optimizer import OptimizerSettings, ShardOptimizer, grouped
 from runner.engine.user_optimizer import is_same_when_flat, probe_traits
 from runner.system.error import ConfigError
@@ -163,13 +162,12 @@ def never_whole(name: str, part: Tensor) -> tuple[Tensor, int]:
 
 
 def require_elementwise(settings: OptimizerSettings, dims: frozenset[int]) -> None:
-    """
+    """Of ours :func:`runner.config.validate.check` has refused muon.
+
     Raises:
         ConfigError: it looks at more than single elements, or at shapes.
     """
     where = "ZeRO updates flat partitions, in which no parameter has its shape"
-    if settings.kind is OptimKind.muon:
-        raise ConfigError(f"optim.kind=muon: works on whole matrices, and {where}; {_REMEDY}")
     if settings.make is None:
         return
     traits = probe_traits(settings.make, dims, settings.name)

@@ -17,7 +17,7 @@ from runner.data.feed import named_samples
 from runner.distributed.observers import Failure
 from runner.explain.bundle import Bundles
 from runner.explain.case import Case, inconclusive
-from runner.explain.mark import ObserverNote
+from runner.explain.observer_note import ObserverNote
 from runner.explain.probe import Bench
 from runner.explain.repeated_steps import RepeatedSteps, without_rate
 from runner.explain.replay import Replay

@@ -25,7 +25,7 @@ from runner.explain.audit import Auditor
 from runner.explain.curve_reader import CurveReader, watch_spikes
 from runner.explain.explaining_guard import ExplainingGuard, ExplainRules
 from runner.explain.layers import watch_layers
-from runner.explain.mark import ObserverNote, leave_out_ended
+from runner.explain.observer_note import ObserverNote, leave_out_ended
 from runner.fault.inject import FaultInjector
 from runner.fault.spec import parse_faults
 from runner.fault.wrap import wrap_feed, wrap_group, wrap_heart

@@ -134,7 +134,6 @@ class ByDimensions(torch.optim.Optimizer):
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        (settings("muon"), "optim.kind=muon: works on whole matrices, and ZeRO"),
         (settings("adafactor"), "optim._target_=adafactor: needs whole parameters"),
         (settings("eight-bit"), "needs whole parameters"),
         (PerTensor, "needs whole parameters"),

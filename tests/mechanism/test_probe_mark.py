@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from runner.distributed.observers import Observers
-from runner.explain.mark import ObserverNote
+from runner.explain.observer_note import ObserverNote
 from runner.policy.decision.history import History, Incident
 from runner.system.error import Preempted, RankError, Superseded
 from tests.policy.steps import attempted
