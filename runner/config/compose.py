@@ -261,17 +261,7 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         return unknown(_as_typed(key, overrides))
     several = re.search(r"Ambiguous value for argument '([^=']+)=(.*?)'\n", full, re.DOTALL)
     if several is not None:
-        key, value = several.groups()
-        if _is_in_no_group(key):
-            return unknown(key)
-        first = value.split(",")[0]
-        kind = _kind_of(key)
-        return (
-            f"{key}={value}: is several values, and one command is one run: start one for each, "
-            f"such as {key}={first} with an out of its own"
-            + (f"; a list is {key}=[{value}]" if re.search(r"list|Any", kind) else "")
-            + (f"; text with a comma is quoted, '{key}=\"{value}\"'" if "str" in kind else "")
-        )
+        return _told_of_several(*several.groups())
     missing = re.search(
         r"Could not find '([^/']+)/([^']+)'.*Available options in '[^']+':\n(.*?)\n"
         r"(?:Config|$)",
@@ -290,6 +280,8 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
         return f"{missing[1]}={missing[2]}: no such preset.{meant} Allowed: {choices}.{path}"
     named = re.search(r"full_key: (\S+)", full)
     if named is not None:
+        if (typed := _as_typed(named[1], overrides)) != named[1]:
+            return unknown(typed)  # checkpoint.keep.every: a part of a number
         reason = _plain_reason(str(cause or error).splitlines()[0])
         value = _given_value(named[1], overrides)
         whole = _whole_of(named[1], value)
@@ -297,6 +289,19 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
             return f"{named[1]}{value}: must be written as a whole number: {named[1]}={whole}"
         return f"{named[1]}{value}: {reason.rstrip('.')}. {_allowed(named[1])}".rstrip()
     return " ".join(line.strip() for line in full.splitlines() if line.strip())
+
+
+def _told_of_several(key: str, value: str) -> str:
+    if _is_in_no_group(key):
+        return unknown(key)
+    first = value.split(",")[0]
+    kind = _kind_of(key)
+    return (
+        f"{key}={value}: is several values, and one command is one run: start one for each, "
+        f"such as {key}={first} with an out of its own"
+        + (f"; a list is {key}=[{value}]" if re.search(r"list|Any", kind) else "")
+        + (f"; text with a comma is quoted, '{key}=\"{value}\"'" if "str" in kind else "")
+    )
 
 
 def _is_in_no_group(key: str) -> bool:

@@ -84,13 +84,17 @@ def _named() -> dict[frozenset[str], str]:
     names = {words(name): name for name in reversed(answers())}
     # One word of several is too little: of ``train_file`` only ``dir`` is left.
     told = {of for of, name in names.items() if len(of) > 1 or len(_split(name)) == 1}
+    # Nor do words tell that two names share: every_n_train_steps and update_freq.
+    told -= {
+        words(name) for name, ours in answers().items() if answers()[names[words(name)]] != ours
+    }
     return rules | {of: answers()[name] for of, name in names.items() if of in told}
 
 
 def _by_words(key: str) -> str | None:
     *groups, name = key.split(".")
     deciding = _best(key, [rule for rule in _rules() if rule.mark == "^"])
-    named = _named().get(words(name)) if len(_split(name)) > 1 else None
+    named = answers().get(name) or _named().get(words(name)) if len(_split(name)) > 1 else None
     if deciding or named:
         return deciding or named
     telling = [group for group in groups if {*_in_order(group)} - {"eval"}]
@@ -121,7 +125,7 @@ def _in_order(key: str) -> list[str]:
 
 
 def _split(key: str) -> list[str]:
-    plain = re.sub("learning_?rate", "lr", _HUMP.sub("_", key).lower()).replace("init_args", "")
+    plain = re.sub("learn(ing)?_?rate", "lr", _HUMP.sub("_", key).lower()).replace("init_args", "")
     apart = re.split(r"[^a-z0-9]+", re.sub(r"ies(?![a-z0-9])", "y", plain))
     return [re.sub(r"(?<=[a-z0-9]{3})(?<!s)s$", "", word) for word in apart if word]
 
@@ -142,6 +146,9 @@ def _right(word: str) -> str:
     known = vocabulary()
     if word in known or len(word) < 4:
         return word
+    for at in range(4, len(word) - 3):
+        if {word[:at], word[at:]}.issubset(known):  # clipnorm
+            return f"{word[:at]}_{word[at:]}"
     within = [one for one in known if len(one) > 4 and word.startswith(one)]  # prefetcher
     within += [one for one in known if len(one) > 5 and word.endswith(one)]  # torchcompile
     if within:

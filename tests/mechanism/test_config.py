@@ -424,6 +424,10 @@ def test_every_setting_of_the_large_trainers_is_answered() -> None:
         ("restore_callback_states_from_checkpoint=true", "same out=DIR"),  # the first of many words
         ("split=969,30,1", "Here: data.held_out"),
         ("num_machines=2", "`holdfast launch --nproc N`"),
+        ("clipnorm=1", "Perhaps: optim.clip."),  # two words in one
+        ("checkpoint.keep.every=9", "Did you mean checkpoint.keep_every?"),
+        ("checkpoint.every_steps=9", "Perhaps: checkpoint.every"),  # two names share the words
+        ("optimization.update_freq=[4]", "say how often gradients accumulate"),
         ("datasets.a.vis_processor.train.name=x", "Perhaps: data._target_"),  # the nearest group
         ("model.encoder.freeze_layers=3", "Perhaps: compute.frozen."),
         ("dataset_local_cache_dir=x", "Perhaps: data.cache."),  # the words that stand last
