@@ -132,9 +132,9 @@ def _split(key: str) -> list[str]:
 
 @cache
 def vocabulary() -> list[str]:
-    """The words that the table knows, those of less than four letters left out."""
+    """The words that the table knows."""
     known = frozenset[str]().union(*(words(name.lstrip(_MARKS)) for name, _ in _entries()))
-    return sorted(word for word in {*known, *_same()} if len(word) > 3)
+    return sorted({*known, *_same()})
 
 
 def _spelled(key: str) -> str:

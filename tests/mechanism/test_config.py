@@ -424,6 +424,7 @@ def test_every_setting_of_the_large_trainers_is_answered() -> None:
         ("restore_callback_states_from_checkpoint=true", "same out=DIR"),  # the first of many words
         ("split=969,30,1", "Here: data.held_out"),
         ("num_machines=2", "`holdfast launch --nproc N`"),
+        ("model.lr=1e-3", "Perhaps: optim.lr."),  # a word, and no slip of model.lora
         ("clipnorm=1", "Perhaps: optim.clip."),  # two words in one
         ("checkpoint.keep.every=9", "Did you mean checkpoint.keep_every?"),
         ("checkpoint.every_steps=9", "Perhaps: checkpoint.every"),  # two names share the words
