@@ -10,7 +10,7 @@ import shlex
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -150,10 +150,14 @@ def run_supervised(
         _alert(alert, out, end, supervisor.attempts[-1:])
     supervisor.leave()
     if supervisor.is_left_out and met and met.head and is_head:
-        say("the nodes still meet here; this ends with the run")
-        holding = Job(command=hosting_command(out, met.head), environment=environment)
-        run_once(holding, supervisor.stop)
+        _hold_place(hosting_command(out, met.head), environment, supervisor.stop)
     return end.code
+
+
+def _hold_place(command: list[str], environment: Mapping[str, str], stop: Stop) -> None:
+    """Keep up the place where the nodes meet, which go on without this one."""
+    say("the nodes still meet here; this ends with the run")
+    run_once(Job(command=command, environment=environment), stop)
 
 
 def node_memory(config: RunConfig) -> NodeMemory | None:
