@@ -4,7 +4,7 @@ Called by tests in one process, or on several: ``torchrun frameworks.py FRAMEWOR
 TODO: ``poison`` (KILL_AT in the environment: rank 1 is killed in that step, of a list in one of
 each start), ``calm`` (the same, and nobody is killed), ``told`` (told to skip what that run
 skipped), ``bare`` (the Hugging Face trainers without a guard). RULES: JSON of more rules. Each rank
-leaves ``rankN.json`` in OUT. MORE: JSON of :attr:`ScriptArguments.more`.
+leaves ``rankN.json`` in OUT. MORE, PATIENCE: JSON of these :class:`ScriptArguments`.
 """
 
 from __future__ import annotations
@@ -489,6 +489,7 @@ def main() -> None:
             kill_at=kill_at if name_of_run == "poison" and rank == 1 else None,
             kill=lambda: os.kill(os.getpid(), signal.SIGKILL),
             more=json.loads(os.environ.get("MORE", "{}")),
+            patience=int(os.environ.get("PATIENCE", "0")),
         )
         ended = FRAMEWORKS[name](arguments)
         return {"digest": digest(ended.state), "skipped": ended.skipped}

@@ -17,9 +17,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from runner.embed.opening import OpenRun
+from runner.health.leave import end_within
 from runner.policy.decision.history import Incident
 from runner.system.error import Halted, Preempted, RunnerError, Superseded
 
+_AFTER_GRACE_SECONDS = 1.0  # for what the script does at its end
 _log = logging.getLogger(__name__)
 _under_watch: list[OpenRun] = []  # run directories that this process holds
 _former_hook = sys.excepthook
@@ -63,7 +65,10 @@ def journal_errors(run: OpenRun) -> Iterator[None]:
         if not isinstance(error, Preempted):
             raise
         _log.warning("preempted: %s", error)
-        close_at_exit(run)
+        close_at_exit(run, wait=error.in_time)
+        if not error.in_time:
+            # The interpreter waits at its end for the thread whose disk is too slow.
+            end_within(_AFTER_GRACE_SECONDS, Preempted.exit_code)
         raise GuardPreempted(str(error), in_time=error.in_time) from error
 
 
@@ -94,17 +99,20 @@ def _is_at_prompt() -> bool:
     return hasattr(sys, "ps1")  # of Python and of IPython, and so of notebooks
 
 
-def close_at_exit(run: OpenRun) -> None:
+def close_at_exit(run: OpenRun, *, wait: bool = True) -> None:
     """Release the run directory, without waiting for other ranks.
 
     Nothing is done in a process that the script forked from the one that opened it.
+
+    Args:
+        wait: for a file that is being written.
     """
     if run.owner != os.getpid():
         return
     _under_watch[:] = [other for other in _under_watch if other is not run]
     if not _under_watch and sys.excepthook is _tell_uncaught:
         sys.excepthook = _former_hook
-    run.ring.close(wait=True)
+    run.ring.close(wait=wait)
     run.reporter.close()
     run.backlog.finish()
     run.group.monitor.end()

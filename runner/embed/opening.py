@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
+from runner.checkpoint.memory.snapshot import read_header
 from runner.checkpoint.memory.tier import NO_MEMORY, MemoryParts
 from runner.checkpoint.protocol import Identity
 from runner.checkpoint.ring import CheckpointRing
@@ -46,10 +47,10 @@ from runner.session.inventory import (
     start_incident,
     time_before,
 )
-from runner.startup.resume import RunInventory, resume_from, scan
-from runner.startup.shared_memory import open_memory
+from runner.startup.resume import RunInventory, last_incarnation, resume_from, scan
+from runner.startup.shared_memory import node_folder, open_memory
 from runner.system.environment import variables
-from runner.system.error import ConfigError
+from runner.system.error import ConfigError, CorruptCheckpoint
 from runner.system.process import own_process, pid_namespace
 from runner.train.report import Reporter
 from runner.train.run import RankGroup, Run, ring_directory
@@ -329,18 +330,42 @@ class PendingTensors:
         self._sharded.require_fit(stored["loop"])
         return tensors
 
-    def slots_for(self, records: Sequence[Record]) -> MemoryParts:
-        """Slots in memory for the tensors of the newest checkpoint on disk, if there is one."""
-        if not records:
+    def slots_for(self, records: Sequence[Record], left: Record | None) -> MemoryParts:
+        """Slots in memory for the tensors of the newest checkpoint, if there is one.
+
+        Args:
+            left: the snapshot that the last start left, whose tensors are :attr:`in_memory`.
+        """
+        newest = max([*records, *([left] if left else [])], key=lambda r: r.serial, default=None)
+        if newest is None:
             return NO_MEMORY
         try:
-            self.in_memory = self.announce(max(records, key=lambda record: record.serial))
+            self.in_memory = self.announce(newest)
         except ConfigError:
             raise
         except Exception:  # the checkpoint is damaged; the ring reports that
             return NO_MEMORY
         self._sharded.expected_in_memory()
         return self.slots()
+
+
+def newest_snapshot(group: RankGroup, incarnation: int) -> tuple[Record | None, Mapping[str, Any]]:
+    """The newest snapshot that ``incarnation`` left on every rank's node, and its tensors, alike on
+    all ranks; None without one. Collective."""
+    ranks = group.ranks
+    node = node_folder(ranks.of_first("naming the run", group.run_dir.identity), group.run_dir.out)
+    folder = node.of_rank(incarnation, ranks.rank)
+    headers = []
+    for path in folder.glob("slot-*.json") if node.is_trusted(folder) else []:
+        with suppress(CorruptCheckpoint, OSError):  # the ring reports it
+            headers.append(read_header(path))
+    own = max(headers, key=lambda header: header.serial, default=None)
+    loop = own.train_state.get("loop", {}) if own else {}
+    tensors = loop.get("tensors", {})
+    told = own and [own.serial, own.step, own.cursor, digest(tensors)]
+    if any(other != told for other in ranks.gather(told)) or own is None:
+        return None, {}
+    return own.record(own.serial, Tier.memory), tensors
 
 
 @dataclass(slots=True, kw_only=True)
@@ -404,7 +429,8 @@ def open_run(
         timeout_seconds=config.parallel.timeout_seconds,
     )
     pending = PendingTensors(directory, ranks, sharded, slots)
-    memory = pending.slots_for(inventory.records)
+    left, pending.in_memory = newest_snapshot(group, last_incarnation(inventory.journal))
+    memory = pending.slots_for(inventory.records, left)
     ring = CheckpointRing(
         directory,
         sharded=sharded,

@@ -408,6 +408,8 @@ class CauseReporter:
         """The kind and message of a peer's status (see :class:`PeerProcesses`)."""
         if status is None:
             return "gone without a report: SIGKILL, out of memory, or ended by its launcher"
+        if status == EXIT_PREEMPTED:
+            return "asked to stop, and did not end within preempt.grace_seconds"
         if status >= 0:
             return f"ended with exit code {status} and without a report"
         oom = -status == signal.SIGKILL and num_oom_kills() > self._oom_kills

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import torch
@@ -92,13 +93,13 @@ def sum_up(
     group, state, history = run.group, run.state, run.history
     if not group.is_first:
         return None
-    run.lease.check()
     run_dir, where_time_went = group.run_dir, run.reporter.where_time_went()
     wall = sum(where_time_went.values())
     eval_loss = None
-    for line in iter_lines(run_dir.metrics):
-        value = number_in(line, "eval_loss")
-        eval_loss = eval_loss if value is None else value
+    with suppress(OSError):  # the storage is gone: what is written below says so
+        for line in iter_lines(run_dir.metrics):
+            value = number_in(line, "eval_loss")
+            eval_loss = eval_loss if value is None else value
     summary = Summary(
         status=end.status,
         exit_code=end.exit_code,
@@ -121,6 +122,7 @@ def sum_up(
         data=data,
     )
     try:
+        run.lease.check()
         write_json(run_dir.summary, asdict(summary))
     except OSError as error:  # the run is over, and its exit code still says how it ended
         group.console.say(f"warning: no summary was written: {error}")

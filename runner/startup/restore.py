@@ -95,19 +95,14 @@ class RemoteRun:
         step, stored = run.resumed.step, self.seen.stored
         refused = {one.serial for one in stored if run.history.refuses(one)}
         ahead = [one for one in stored if one.step > step and one.serial not in refused]
-        if self.silence or ahead:
-            newest = max(ahead, key=lambda one: one.serial, default=None)
-            run.written.report(
-                Incident(
-                    kind="remote_ahead" if newest else "remote_unreachable",
-                    step=step,
-                    decision="go on; uploads are still tried",
-                    reason=f"{self.ring.url}: {self.silence}"
-                    if newest is None
-                    else f"{self.ring.url} has checkpoint {newest.serial} of step {newest.step}, "
-                    f"and this start goes on from step {step}: what lies between is trained again",
-                )
-            )
+        reason = f"{self.ring.url}: {self.silence}" if self.silence else ""
+        for newest in ahead[-1:]:
+            reason = f"{self.ring.url} has checkpoint {newest.serial} of step {newest.step}, and "
+            reason += f"this start goes on from step {step}: what lies between is trained again"
+        if reason:
+            kind = "remote_ahead" if ahead else "remote_unreachable"
+            decision = "go on; uploads are still tried"
+            run.written.report(Incident(kind=kind, step=step, decision=decision, reason=reason))
         return Uploads(
             self.ring,
             ring_directory(run.group.run_dir, run.lease),
@@ -270,11 +265,9 @@ class Restorer:
                 f"no checkpoint in {self.run_dir.ring} can be loaded, and none at "
                 f"checkpoint.remote={self.remote.ring.url}: {damage}"
             )
-            raise (
-                RankError(f"{told}; start again when it answers")
-                if has_refused
-                else (CheckpointError(told))
-            )
+            if has_refused:
+                raise RankError(f"{told}; start again when it answers")
+            raise CheckpointError(told)
         return None
 
     def _candidates(self) -> list[str]:

@@ -286,7 +286,7 @@ def resume_from(
         )
     # In memory and on disk: the marks of a mismatch may have come too late for either.
     unused = ring.inherit(
-        _last_incarnation(inventory.journal),
+        last_incarnation(inventory.journal),
         is_refused=history.refuses,
         metrics_bytes=inventory.metrics_bytes,
         journal_lines=len(inventory.journal),
@@ -313,7 +313,7 @@ def resume_from(
     )
 
 
-def _last_incarnation(journal: list[dict[str, Any]]) -> int:
+def last_incarnation(journal: list[dict[str, Any]]) -> int:
     """The last incarnation that trained: only its snapshots agree with all journal lines.
 
     A node that was left out since then may hold older snapshots.

@@ -70,6 +70,33 @@ def test_a_stop_within_a_slow_step_leaves_no_trace(
     assert starts == [0, 6]
 
 
+@pytest.mark.parametrize(
+    ("layout", "stop_at", "disk"),
+    [
+        ("fsdp", "5", "slow"),
+        full("ddp", "14", "slow"),
+        full("micro", "14", "slow"),
+        full("fsdp", "14", "no memory"),
+        full("windows", "26", "no memory"),
+    ],
+)
+def test_a_stop_whose_disk_is_too_slow(
+    tmp_path: Path, layout: str, stop_at: str, disk: str
+) -> None:
+    """The next start goes on from memory, also if nothing but the beginning is on the disk."""
+    how = {"STOP_AT": stop_at, "SLOW_DISK": disk}
+    ends = run(tmp_path, layout, "poison", "told", restarts=1, **how)
+    assert ends["poison"] == ends["told"] and ends["poison"]["skipped"]
+    lines = read_lines(tmp_path / f"{layout}-poison" / "journal.jsonl")
+    [stopped] = [line for line in lines if line["kind"] == "preempted"]
+    assert "could not be saved in preempt.grace_seconds" in stopped["reason"]
+    _, *again = [
+        (line["step"], line["detail"]["tier"]) for line in lines if line["kind"] == "start"
+    ]
+    assert again == [(8, "disk") if disk == "no memory" else (stopped["step"], "memory")]
+    assert not [line for line in lines if line["kind"] == "crash"], "it was told"
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["ddp", "sampler"])
 def test_on_three_ranks_buckets_are_as_before_the_restart(tmp_path: Path, layout: str) -> None:

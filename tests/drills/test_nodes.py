@@ -27,10 +27,11 @@ from tests.drills.compare import (
     same_rates,
 )
 from tests.drills.conftest import remembered
-from tests.drills.test_lost_data import forgetful, why_not
+from tests.drills.test_held_out_sets import text_file
+from tests.drills.test_lost_data import forgetful, reached, trouble_of, why_not
 from tests.drills.test_watch import told, watching
 from tests.namespaces import Network
-from tests.run import TINY, Result, metrics_step, unbroken
+from tests.run import TINY, Result, environment_of, finish, metrics_step, naming, unbroken
 
 REASON = namespaces.unavailable()
 pytestmark = [
@@ -56,6 +57,7 @@ class Job:
     out: Path
     options: tuple[str, ...]
     overrides: tuple[str, ...]
+    logs: Path
     agents: dict[str, list[subprocess.Popen[bytes]]] = field(default_factory=dict)
 
     def start(self, *nodes: str) -> None:
@@ -75,11 +77,11 @@ class Job:
                 os.kill(pid, number)
 
     def log(self, node: str) -> Path:
-        return self.out.with_name(f"{node}.log")
+        return self.logs / f"{node}.log"
 
     @property
     def text(self) -> str:
-        logs = sorted(self.out.parent.glob("*.log"))
+        logs = sorted(self.logs.glob("*.log"))
         return "\n".join(f"{path.name}:\n{path.read_text()[-2500:]}" for path in logs)
 
     def until(self, seen: Callable[[], object], what: str, timeout: float = 60) -> float:
@@ -126,7 +128,7 @@ def job(network: Network, tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
     def make(*overrides: str, nodes: str = "1:2", options: tuple[str, ...] = ()) -> Job:
         words = ("--nodes", nodes, "--head", "nodeA", "--name", "drill", *options)
-        made.append(Job(network, tmp_path / "run", words, overrides))
+        made.append(Job(network, tmp_path / "run", words, overrides, logs=tmp_path))
         return made[-1]
 
     yield make
@@ -443,6 +445,40 @@ def test_a_disk_that_hangs_under_what_is_remembered_stops_nothing(
         assert words.count("no answer within 10 s; the run goes on without") == 1, words
     assert len(run.journal("start")) == 2
     assert_follows(run, clean)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("seconds", "is_killed", "restarts"), [(3.0, False, 0), (9.0, False, 1), (5.0, True, 1)]
+)
+def test_storage_that_is_stale_on_two_nodes(
+    disk: subprocess.Popen[bytes], job: Callable[..., Job], tmp_path: Path, seconds: float,
+    is_killed: bool, restarts: int,
+) -> None:  # fmt: skip
+    """Run, text and tokens lie on it. A read waits for it, and so do both supervisors where it
+    was gone for longer, or where a rank died meanwhile."""
+    place, mount = trouble_of(tmp_path / "backing"), tmp_path / "disk"
+    text_file(tmp_path / "backing" / "corpus.txt", words=20_000, seed=1)
+    text = mount / "corpus.txt"
+    words = ("data=text", f"data.path={text}", f"data.cache={mount}/cache", "eval.every=10")
+    clean = finish(tmp_path / "clean", *words)
+    fixed = job(*words, "faults=[slow@step=14-60,seconds=0.2]", nodes="2")
+    fixed.out = mount / "run"
+    fixed.start("nodeA", "nodeB")
+    fixed.until(lambda: reached(14)(fixed.out), "step 14\n")
+    rank = next(pid for pid in naming(f"out={fixed.out}") if environment_of(pid).get("RANK") == "1")
+    place.write_text("ESTALE *")
+    if is_killed:
+        os.kill(rank, signal.SIGKILL)
+    time.sleep(seconds)
+    place.unlink()
+    run = fixed.wait("nodeA", timeout=RECOVERY + 90)
+    assert fixed.wait("nodeB").code == 0
+    assert run.code == 0, run.tail
+    assert_same_run(run, clean)
+    assert_every_sample_once(run)
+    assert run.summary["restarts"] == restarts
+    assert 'File "' not in run.text, run.text
 
 
 @pytest.mark.full
