@@ -103,7 +103,9 @@ class BegunRanks:
             since, status = self._dead[name]
             is_due = clock - since > _NEIGHBOURS_SECONDS
             if is_over or is_due or not any(is_alive(one["process"]) for one in begun.values()):
-                self._tell(rank, facts, status)
+                # The storage may be gone for a while: the next look tells it.
+                with contextlib.suppress(OSError):
+                    self._tell(rank, facts, status)
 
     def _tell(self, rank: int, facts: dict[str, Any], status: int | None) -> None:
         folder = Path(facts["incident"])
@@ -124,8 +126,7 @@ class BegunRanks:
         )
         # Some signals leave a rank time for a fatal log.
         own = read_fatal_log(Path(facts["fatal"]), report) if facts.get("fatal") else None
-        with contextlib.suppress(OSError):
-            write_report(folder, own or report, for_other=True)
+        write_report(folder, own or report, for_other=True)
 
 
 # How a job ended, from the exit codes of its ranks: torchrun itself always ends with 1.
@@ -148,10 +149,11 @@ EXIT_CODES = ExitCodes(
 def read_exits(folder: Path) -> dict[str, int]:
     """Read the exit code of each process that ended by itself, by its name."""
     exits: dict[str, int] = {}
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        with contextlib.suppress(OSError, ValueError):
-            if not path.name.startswith("."):
-                exits[path.name] = int(path.read_text())
+    with contextlib.suppress(OSError):  # of a job on several nodes it is on their shared storage
+        for path in sorted(folder.iterdir()):
+            with contextlib.suppress(OSError, ValueError):
+                if not path.name.startswith("."):
+                    exits[path.name] = int(path.read_text())
     return exits
 
 
@@ -379,7 +381,7 @@ class _Watch:
             for _ in range(requests):
                 process_tree.send(self.child.pid, signal.SIGUSR1)
             part_of = self.job.part_of
-            if not self.stop.is_set and part_of and (part_of / _STOP_FILE).exists():
+            if not self.stop.is_set and part_of and os.path.exists(part_of / _STOP_FILE):
                 self._told = set()
                 self.stop.ask(signal.SIGUSR1)
             if self.stop.number is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +23,7 @@ TITAN = "torchtitan_trainers.py"
         *((TRL, name, "20", "") for name in ("dpo", "reward", "kto")),
         *((TRL, "grpo", "9", how) for how in ("nan", "none", "raise")),
         *((FSDP2, f"{name}_fsdp", "47", "") for name in ("lightning", "fabric", "accelerate")),
+        *((FSDP2, f"{name}_fsdp", "20", "") for name in ("hf", "sft")),
         *((TITAN, name, "24", "") for name in ("torchtitan", "torchtitan_tp")),
     ],
 )
@@ -49,6 +52,34 @@ def test_poisoned_killed_and_resumed_is_told_to_skip(
     if name == "grpo":
         steps = read_lines(tmp_path / "grpo-poison" / "metrics.jsonl")
         assert all(line["rewards/distinct"] >= 0 for line in steps if line["action"] == "apply")
+
+
+BY_STEPS = {"save_strategy": "steps", "save_steps": 9, "load_best_model_at_end": True}
+THREE = {"accumulate_grad_batches": 3, "gradient_clip_algorithm": "value"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "patience", "more"),
+    [
+        ("hf", 9, BY_STEPS),
+        ("hf", 0, {"gradient_accumulation_steps": 1, "max_steps": 50, "neftune_noise_alpha": 5.0}),
+        ("sft", 0, {"gradient_accumulation_steps": 4, "gradient_checkpointing": True}),
+        ("lightning", 9, {"stops_by": "train_loss_epoch", "val_check_interval": 1.0, **THREE}),
+    ],
+)
+def test_settings_on_shards(tmp_path: Path, name: str, patience: int, more: dict[str, Any]) -> None:
+    """Killed twice or not, the end is one: of early stopping, the best evaluation, accumulation."""
+    pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
+    words = (f"{name}_fsdp", str(tmp_path), "poison", "calm")
+    # A rollback goes where it goes without the kills.
+    rules = json.dumps({"memory_every": 0, "background": False})
+    env = {"MORE": json.dumps(more), "PATIENCE": str(patience), "RULES": rules}
+    ends = ends_of(FSDP2, tmp_path, *words, restarts=2, KILL_AT="11,25", **env)
+    for end in ends:
+        assert end["poison"] == end["calm"] == ends[0]["calm"] and end["calm"]["skipped"]
+    lines = read_lines(tmp_path / f"{name}_fsdp-poison" / "journal.jsonl")
+    assert sum(line["kind"] == "start" for line in lines) == 3
 
 
 @pytest.mark.full
