@@ -468,13 +468,15 @@ class CheckpointRing:
             else:
                 start(self._prove(copy))
 
-    def finish_proofs(self) -> None:
-        """Wait for all writes and proofs under way. Collective.
+    def finish_proofs(self, is_late: Callable[[], bool] = lambda: False) -> bool:
+        """Wait for all writes and proofs under way; False as in :meth:`drain`. Collective.
 
         What is clean then follows from the steps alone, not from the speed of a disk.
         """
-        self.drain()
+        if not self.drain(is_late):
+            return False
         self._retire()
+        return True
 
     def prove_last(self) -> list[str]:
         """Prove the newest checkpoint on disk, whatever followed it. Collective.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from runner.health.preemption import StopRequested
 from runner.policy.decision.history import (
     GO_BACK,
     MIX,
@@ -38,9 +39,22 @@ class Steps(Protocol):
 
 
 class StepGuard:
-    """Decides what to do about a step, and does it."""
+    """Decides what to do about a step, and does it.
 
-    def __init__(self, run: Run, *, rules: RemedyRules, recovery: Recovery, steps: Steps) -> None:
+    Args:
+        leaves: whether a request to stop ends the wait for a checkpoint to go back to.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        rules: RemedyRules,
+        recovery: Recovery,
+        steps: Steps,
+        leaves: bool = False,
+    ) -> None:
+        self._stop = run.group.stop if leaves else None
         self._rules = rules
         self._recovery = recovery
         self._steps = steps
@@ -104,7 +118,12 @@ class StepGuard:
         return None
 
     def _rule(self, info: StepInfo, state: TrainState) -> StepDecision:
-        """Judge the step and decide. Collective if it waits for a checkpoint."""
+        """Judge the step and decide. Collective if it waits for a checkpoint.
+
+        Raises:
+            StopRequested: meanwhile; the next start computes the step again.
+        """
+        before = state.trouble.to_json()
         ruling = decide_step(
             info.signals,
             baseline=state.baseline,
@@ -118,8 +137,12 @@ class StepGuard:
             return ruling
         # Whether the run halts must not depend on how long a proof takes.
         self._heart.enter("roll back")
+        # Else the weights are not those of the last update that was counted.
+        stop = self._stop if info.signals.gated else None
         with self._reporter.stall("rollback"):
-            self._ring.finish_proofs()
+            if not self._ring.finish_proofs(lambda: stop is not None and stop.is_set):
+                state.trouble.load_json(before)
+                raise StopRequested
         return decide_again(ruling, baseline=state.baseline, ring=self._ring.records)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.drills.conftest import POISON
 from tests.rows import full_but
 from tests.run import Result, train
 
@@ -185,6 +186,38 @@ def test_a_stop_in_any_phase_leaves_no_trace(
     else:
         assert again.metrics() == other.metrics(), again.tail
         assert decisions(again) == decisions(other)
+
+
+# What is read back to be proven comes late.
+SLOW_PROOFS = """
+import time
+from runner.checkpoint.disk import tier
+verify = tier.verify_files
+def slowly(*given, **named):
+    time.sleep(5)
+    return verify(*given, **named)
+tier.verify_files = slowly
+import tests.stopped_in
+"""
+
+
+@pytest.mark.full
+def test_a_stop_while_a_rollback_waits_for_its_checkpoint(tmp_path: Path) -> None:
+    """Nothing is decided: the last update is saved, and the next start computes the bad step."""
+    program, out = tmp_path / "program.py", tmp_path / "run"
+    program.write_text(SLOW_PROOFS)
+    settings = ("steps=32", "checkpoint.every=40", "checkpoint.memory_every=0", POISON)
+    env, _ = asking(tmp_path, "SIGTERM", "1")
+    env["STOPPED_IN"] = "runner.checkpoint.ring:CheckpointRing.finish_proofs 1 0"
+    env["PYTHONPATH"] = str(Path(__file__).parents[2])
+    asked = train(out, *settings, program=program, env=env)
+    assert asked.summary["exit_code"] == 75, asked.tail
+    assert "step 22 is bad and not explained yet" in asked.summary["reason"], asked.tail
+    assert "saved at step 21" in asked.summary["reason"] and not asked.journal("rollback")
+    again, other = train(out, *settings), train(tmp_path / "other", *settings)
+    assert again.journal("start")[-1]["step"] == 21 and again.journal("rollback"), again.tail
+    assert again.digest == other.digest and again.counted() == other.counted(), again.tail
+    assert decisions(again) == decisions(other) and not again.journal("crash")
 
 
 STARTS = {
