@@ -360,8 +360,7 @@ def newest_snapshot(group: RankGroup, incarnation: int) -> tuple[Record | None, 
         with suppress(CorruptCheckpoint, OSError):  # the ring reports it
             headers.append(read_header(path))
     own = max(headers, key=lambda header: header.serial, default=None)
-    loop = own.train_state.get("loop", {}) if own else {}
-    tensors = loop.get("tensors", {})
+    tensors = own.train_state.get("loop", {}).get("tensors", {}) if own else {}
     told = own and [own.serial, own.step, own.cursor, digest(tensors)]
     if any(other != told for other in ranks.gather(told)) or own is None:
         return None, {}

@@ -580,7 +580,8 @@ def _loop(run: FaultyRun, config: RunConfig, corpus_check: CorpusCheck) -> Loop:
         max_unreadable=config.data.max_unreadable,
         before_restore=partial(run.faults.at, "rollback"),
     )
-    guard = StepGuard(run, rules=rules, recovery=recovery, steps=steps, leaves=True)
+    guard = StepGuard(run, rules=rules, recovery=recovery, steps=steps)
+    guard.leaves = True
     explaining = ExplainRules.of(config.explain, config.guard, config.steps)
     checkpoints = Checkpoints(
         run, schedule=saves, rules=rules, last=LastProof.of(run), corpus=corpus_check

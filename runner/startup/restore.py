@@ -350,8 +350,7 @@ class Restorer:
         if self.ranks.rank == 0:
             # The journal last of them, so that it marks them as whole.
             own = sorted(of_run, key=lambda name: name == self.run_dir.journal.name)
-            files_of_run = [(f"run/{one}", out / f"{one}.fetched", of_run[one]) for one in own]
-            wanted = files_of_run + wanted
+            wanted[:0] = [(f"run/{one}", out / f"{one}.fetched", of_run[one]) for one in own]
         due, fetched = sum(facts.num_bytes for _, _, facts in wanted), 0
 
         def moved(count: int) -> None:

@@ -41,20 +41,14 @@ class Steps(Protocol):
 class StepGuard:
     """Decides what to do about a step, and does it.
 
-    Args:
+    Attributes:
         leaves: whether a request to stop ends the wait for a checkpoint to go back to.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        *,
-        rules: RemedyRules,
-        recovery: Recovery,
-        steps: Steps,
-        leaves: bool = False,
-    ) -> None:
-        self._stop = run.group.stop if leaves else None
+    leaves = False
+
+    def __init__(self, run: Run, *, rules: RemedyRules, recovery: Recovery, steps: Steps) -> None:
+        self._stop = run.group.stop
         self._rules = rules
         self._recovery = recovery
         self._steps = steps
@@ -138,9 +132,9 @@ class StepGuard:
         # Whether the run halts must not depend on how long a proof takes.
         self._heart.enter("roll back")
         # Else the weights are not those of the last update that was counted.
-        stop = self._stop if info.signals.gated else None
+        may_leave = self.leaves and info.signals.gated
         with self._reporter.stall("rollback"):
-            if not self._ring.finish_proofs(lambda: stop is not None and stop.is_set):
+            if not self._ring.finish_proofs(lambda: may_leave and self._stop.is_set):
                 state.trouble.load_json(before)
                 raise StopRequested
         return decide_again(ruling, baseline=state.baseline, ring=self._ring.records)

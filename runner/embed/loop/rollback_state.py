@@ -200,16 +200,14 @@ class RollbackState:
         """
         if self._last is None:
             return
-        is_known = self._last.get("alike", self._alike) == self._alike
-        rank = self._ranks.rank
-        source = self._own(rank if is_known else self._alike[rank])
-        Randomness.from_json(source["random"]).restore()
+        by_rank, rank = self._last["ranks"], self._ranks.rank
+        if self._last.get("alike", self._alike) != self._alike:
+            rank = self._alike[rank]
+        Randomness.from_json(by_rank[rank % len(by_rank)]["random"]).restore()
 
-    def _own(self, rank: int | None = None) -> Mapping[str, Any]:
-        """This rank's part, or that of ``rank``; another rank's if the world size changed."""
+    def _own(self) -> Mapping[str, Any]:
+        """This rank's part; another rank's if the world size changed."""
         assert self._last is not None
         by_rank = self._last["ranks"]
-        own: Mapping[str, Any] = by_rank[
-            (self._ranks.rank if rank is None else rank) % len(by_rank)
-        ]
+        own: Mapping[str, Any] = by_rank[self._ranks.rank % len(by_rank)]
         return own
