@@ -96,6 +96,7 @@ RemoteFiles.put = slowly("bucket", RemoteFiles.put)
 )
 
 
+@pytest.mark.parametrize("engine", ["fsdp", *map(full, ("zero1", "zero3"))])
 @pytest.mark.parametrize(
     ("slow", "lost", "step", "tier"),
     [
@@ -108,7 +109,7 @@ RemoteFiles.put = slowly("bucket", RemoteFiles.put)
 )
 def test_what_fits_into_a_notice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean: Result, slow: str, lost: str,
-    step: int, tier: str,
+    step: int, tier: str, engine: str,
 ) -> None:  # fmt: skip
     """Memory, another node's memory, disk and bucket; what the reason says is there afterwards."""
     out, nodes, slowness = tmp_path / "run", tmp_path / "nodes", tmp_path / "slow"
@@ -120,7 +121,9 @@ def test_what_fits_into_a_notice(
     monkeypatch.setenv("NODES", str(nodes))
     monkeypatch.setenv("SLOW", str(slowness))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    words = () if engine == "fsdp" else (f"parallel={engine}",)
     settings = (
+        *words,
         *("checkpoint.memory_mirror=true", f"checkpoint.remote={url}", "checkpoint.clean_after=2"),
         *(
             f"preempt.notice=file:{notice}",
@@ -157,7 +160,7 @@ def test_what_fits_into_a_notice(
     run = finish(out, *settings, program=program)
     first = stopped if step == 30 else step
     assert started_at(run) == (first, tier), run.tail
-    assert_same_run(run, clean)
+    assert_same_run(run, finish(tmp_path / "clean", *words) if words else clean)
 
 
 @pytest.mark.twin

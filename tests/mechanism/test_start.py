@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -142,6 +144,16 @@ def test_a_rank_that_was_alone_on_its_node_is_told_of(tmp_path: Path) -> None:
     (told,) = read_reports(tmp_path / "incident")
     assert told.rank == 1 and told.kind in ("signal", "exit") and told.world_size == 2
     assert "supervisor" in told.message
+
+
+def test_a_supervisor_outlives_storage_that_is_stale_when_its_rank_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could not start a rank again, and the other nodes would wait for its node."""
+    stale = OSError(errno.ESTALE, "Stale file handle")
+    monkeypatch.setattr(begun_module, "reported", Mock(side_effect=stale))
+    assert attempt(tmp_path, KILLED).code != 0
+    assert not read_reports(tmp_path / "incident")
 
 
 ABORTED = (
