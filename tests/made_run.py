@@ -30,7 +30,7 @@ class Made:
     bad_at: Sequence[int] = ()
     back_at: int | None = None
     names: Sequence[str] = ("book.txt bytes 0-64",)
-    reason: str = "loss nan, grad norm nan, 1 rank(s) with NaN or Inf"
+    reason: str = "loss nan, grad norm nan, 1 rank with NaN or Inf"
     world_size: int = 2
     status: str | None = "done"
     warnings: Sequence[str] = ()

@@ -36,7 +36,8 @@ class Progress:
 
     ``total`` is 0 if unknown, ``speed`` if nothing is counted: of what ``counted`` says, a second.
     ``goodput`` is the share of wall time, down time included, that counts in the result.
-    ``eval_loss`` is the newest held-out loss, ``is_evaluated`` whether it is of this step.
+    ``eval_loss`` is the newest held-out loss, ``is_evaluated`` whether it is of this step;
+    ``judged`` has name and value of another held-out number that decides which step is the best.
     """
 
     step: int
@@ -54,6 +55,7 @@ class Progress:
     eval_loss: float | None
     is_evaluated: bool
     counted: str = "tok"
+    judged: tuple[str, float] | None = None
 
     def text(self, most: int | None = None) -> str:
         """The numbers that are not 0.
@@ -74,6 +76,7 @@ class Progress:
             "rollbacks": f"rollbacks {self.num_rollbacks}" if self.num_rollbacks else "",
             "goodput": f"goodput {self.goodput:.0%}",
             "held-out": f"held-out {self.eval_loss:.4f}" if self.eval_loss is not None else "",
+            "judged": f"{self.judged[0]} {self.judged[1]:.5g}" if self.judged else "",
         }
         shown = [name for name, text in parts.items() if text]
         for name in ("clean", "lr", "mfu", "grad", "speed", "goodput", "eta"):

@@ -369,6 +369,7 @@ def _open_reporter(run: EngineRun, config: RunConfig, spent: Past) -> None:
             run,
             total_steps=config.steps,
             records_a_step=0 if corpus.has_tokens else config.batch.global_size,
+            judged_by=config.eval.metric,
             past=spent,
             throughput=throughput,
             alone=run.observers.alone,

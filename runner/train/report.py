@@ -43,6 +43,7 @@ class Reporter:
     Args:
         past: seconds by kind before this start.
         records_a_step: samples of a step that are no tokens; 0 for tokens.
+        judged_by: the held-out number of ``eval.metric``, shown beside the held-out loss.
         alone: calls an observer; see :meth:`runner.distributed.observers.Observers.alone`.
             By default what fails is logged and left out on this rank.
         clock: seconds since the epoch; only rank 0's is used.
@@ -56,6 +57,7 @@ class Reporter:
         past: Past,
         throughput: Throughput,
         records_a_step: int = 0,
+        judged_by: str = "eval_loss",
         alone: Alone | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -82,6 +84,8 @@ class Reporter:
         self._ring = ring
         self._total_steps = total_steps
         self._records_a_step = records_a_step
+        self._judged_by = judged_by
+        self._judged: tuple[str, float] | None = None
         self._eval_loss: float | None = None
         self._account = past.account
         self._last_life = past.last_life
@@ -240,6 +244,8 @@ class Reporter:
         pace = self._throughput.note(line.seconds, line.tokens)
         if line.held_out is not None:
             self._eval_loss = line.held_out
+            if self._judged_by != "eval_loss" and self._judged_by in line.columns:
+                self._judged = self._judged_by, line.columns[self._judged_by]
         is_evaluated = line.held_out is not None
         if self._console.shows(state.updates, self._total_steps, is_evaluated=is_evaluated):
             self._console.progress(self._progress(line, state, pace))
@@ -264,6 +270,7 @@ class Reporter:
             goodput=self._account.goodput(self._clock() - self._began),
             eval_loss=self._eval_loss,
             is_evaluated=line.held_out is not None,
+            judged=self._judged,
         )
 
     def _report_losses(self, step: int) -> None:

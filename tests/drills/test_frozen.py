@@ -107,6 +107,7 @@ def test_a_pattern_that_cannot_be_meant_ends_the_command(
 
 def test_a_run_does_not_thaw_by_mistake(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    finish(out, *FROZEN, "steps=5", ranks=0)
+    begun = finish(out, *FROZEN, "steps=5", ranks=0)
+    assert " of them trained), " in begun.text, begun.tail
     run = train(out, "schedule.total=60", "steps=10", ranks=0)
     assert run.code == 2 and "compute.frozen" in run.text, run.tail

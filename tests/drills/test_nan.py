@@ -66,7 +66,7 @@ def assert_discards_explain_themselves(run: Result) -> None:
         assert "1 bad step, then clean again" in episode["reason"]
     assert [d["samples"] for d in discards] == run.summary["skipped"]
     for line in discards:
-        assert "1 rank(s) with NaN or Inf" in line["reason"]
+        assert "1 rank with NaN or Inf" in line["reason"]
         assert line["sample_ids"] and line["cost_steps"] == 1 and line["cost_seconds"] > 0
         first, stop = line["samples"]
         assert all(first <= position < stop for position in line["detail"]["suspects"])

@@ -78,6 +78,8 @@ def test_duration(seconds: float, words: str) -> None:
 def test_the_line_has_every_number_and_leaves_out_what_is_zero() -> None:
     golden.same(PROGRESS.text())
     golden.same(replace(PROGRESS, mfu=0.4123, eval_loss=1.5).text())
+    judged = replace(PROGRESS, eval_loss=1.5, judged=("eval_accuracy", 0.912345)).text()
+    assert judged.endswith("held-out 1.5000  eval_accuracy 0.91234"), judged
     calm = replace(PROGRESS, num_clean=0, num_discarded=0, num_rollbacks=0).text()
     assert not re.search("clean|discarded|rollbacks", calm)
 

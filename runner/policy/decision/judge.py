@@ -344,9 +344,10 @@ class Baseline:
                 "or losses(batch) gives counts of 0"
             )
         if not signals.is_finite:
+            num = signals.nonfinite_ranks
             return Kind.non_finite, (
                 f"loss {signals.loss:g}, grad norm {signals.grad_norm:g}, "
-                f"{signals.nonfinite_ranks} rank(s) with NaN or Inf"
+                f"{num} rank{'' if num == 1 else 's'} with NaN or Inf"
             )
         if self.limits.exceeded(signals):
             return Kind.spike, self._explain_spike(signals)
