@@ -228,10 +228,12 @@ def main(arguments: Sequence[str]) -> None:
 
 def _is_over(run: RunDir, began: float) -> bool:
     summary = run.stored_summary() or {}
-    if summary.get("status") in (*_ENDS, "preempted") and run.summary.stat().st_mtime > began:
-        return True
-    moved = run.metrics.stat().st_mtime if run.metrics.exists() else began
-    return time.time() - max(moved, began) > _SILENT_SECONDS
+    with contextlib.suppress(OSError):  # the storage may be away: the others meet here even so
+        if summary.get("status") in (*_ENDS, "preempted") and run.summary.stat().st_mtime > began:
+            return True
+        moved = run.metrics.stat().st_mtime if run.metrics.exists() else began
+        return time.time() - max(moved, began) > _SILENT_SECONDS
+    return False
 
 
 if __name__ == "__main__":

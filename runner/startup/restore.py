@@ -253,7 +253,7 @@ class Restorer:
                 taken.append(self._take_back(folder, states[folder]))
             except (CorruptCheckpoint, RemoteFault) as error:
                 has_refused |= isinstance(error, RemoteFault)
-                faults.append(_left_out(error, folder))
+                faults.append(_left_out(error))
                 continue
             if states[folder] is State.clean:
                 break
@@ -381,14 +381,9 @@ class Restorer:
         )
 
 
-def _left_out(error: RunnerError, folder: str) -> Incident:
-    is_damaged = isinstance(error, CorruptCheckpoint)
-    return Incident(
-        kind="checkpoint_damaged" if is_damaged else "remote_unreachable",
-        step=0,
-        decision="an older one is used",
-        reason=str(error) if is_damaged else f"{folder}: {error}",
-    )
+def _left_out(error: RunnerError) -> Incident:
+    kind = "checkpoint_damaged" if isinstance(error, CorruptCheckpoint) else "remote_unreachable"
+    return Incident(kind=kind, step=0, decision="an older one is used", reason=str(error))
 
 
 def with_highest(next_serial: int, remote: RemoteRun | None) -> int:

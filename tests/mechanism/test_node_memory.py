@@ -11,7 +11,9 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -363,3 +365,12 @@ def test_the_command_shows_and_forgets(
     for name in ("none", "file"):
         assert main(["nodes", str(tmp_path / name)]) == 2
         assert f"{name} is no folder; name that of cluster.nodes" in capsys.readouterr().err
+
+
+def test_the_nodes_meet_on_while_the_storage_is_away() -> None:
+    """The place is a process of a node that stands by; it ends with the run."""
+    stale = Mock(side_effect=OSError(errno.ESTALE, "Stale file handle"))
+    run: Any = SimpleNamespace(stored_summary=lambda: None, metrics=SimpleNamespace(exists=stale))
+    assert not module_of_stand_by._is_over(run, 0.0)
+    run.metrics.exists = lambda: False
+    assert module_of_stand_by._is_over(run, 0.0), "it has not moved for long"
