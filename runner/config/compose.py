@@ -518,6 +518,7 @@ def _flatten(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 OPTION = "--config"
+_IN_PLACE = {"epochs": "steps", "steps": "epochs"}
 _NUMBER = re.compile(r"[-+]?\d+(\.\d*)?([eE][-+]?\d+)?")  # PyYAML reads 1e-3 as text
 
 
@@ -533,16 +534,12 @@ def expanded(arguments: Sequence[str]) -> list[str]:
     given = list(arguments)
     end = given.index("--") if "--" in given else len(given)
     words, result = iter(given[:end]), list[str]()
-    of_file: list[str] = []
+    replaced = {_IN_PLACE.get(_key_of(word)) for word in given[:end] if word != "epochs=null"}
     for word in words:
         if word == OPTION or word.startswith(f"{OPTION}="):
             name = word.partition("=")[2] or next(words, "")
-            of_file = _overrides(name)
-            result += of_file
+            result += [one for one in _overrides(name) if _key_of(one) not in replaced]
         else:
-            instead = {"epochs": "steps", "steps": "epochs"}.get(_key_of(word))
-            if instead and not word.endswith("=null"):
-                result = [one for one in result if one not in of_file or _key_of(one) != instead]
             result.append(word)
     return result + given[end:]
 

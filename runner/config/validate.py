@@ -227,7 +227,7 @@ def _rules(config: RunConfig, world_size: int) -> list[tuple[bool, str]]:
         ),
         (
             config.epochs is not None and config.data.sources is not None,
-            f"epochs={config.epochs}: the sources of a mixture have no common end; give steps",
+            f"epochs={config.epochs or 0:g}: a mixture's sources have no common end; give steps",
         ),
         (
             config.eval.every == 0 and (config.eval.stop_after > 0 or config.checkpoint.keep_best),

@@ -99,7 +99,7 @@ def open_codec(tokenizer: str | None, *, begin_token: Mark, end_token: Mark) -> 
     # The library raises bare Exception for a file it cannot read as a tokenizer.
     except Exception as error:
         converter = (
-            f". From SentencePiece the tokenizer's class in transformers makes one, such as "
+            "; of SentencePiece transformers makes one: the tokenizer's own class, such as "
             f"LlamaTokenizer.from_pretrained({str(path.parent)!r}).save_pretrained(DIR)"
         )
         raise DataError(
