@@ -37,9 +37,9 @@ STEPS = 60  # as many as the runs that it is compared with
 SETTINGS = (*TINY, f"steps={STEPS}", "track.every=1", "faults=[slow@step=4-60,seconds=0.06]")
 
 
-def launched(out: Path, ranks: int, overrides: Sequence[str]) -> list[str]:
+def launched(out: Path, ranks: int, overrides: Sequence[str], *, restarts: int = 0) -> list[str]:
     """``scripts/train.sh``, without its setup."""
-    words = ["launch", "--restarts", "0", "--nproc", str(ranks), f"out={out}"]
+    words = ["launch", "--restarts", str(restarts), "--nproc", str(ranks), f"out={out}"]
     return [sys.executable, "-m", "runner", *words, *SETTINGS, *overrides]
 
 
@@ -323,12 +323,12 @@ def loaders(started: Started) -> list[int]:
 @pytest.mark.twin
 @pytest.mark.full
 def test_a_crash_is_healed_while_the_reader_sleeps(tmp_path: Path, clean: Result) -> None:
-    """torchrun has much to say about it, and waited for the reader for ever."""
+    """The launcher has much to say about it, and nobody reads."""
     out = tmp_path / "run"
     with pipe() as output:
         output.fill()
         overrides = ["data.workers=2", "faults=[kill@step=8,rank=1]"]
-        started = begin(launched(out, 2, overrides), out, output)
+        started = begin(launched(out, 2, overrides, restarts=1), out, output)
         try:
             assert started.process.wait(200) == 0
             assert not left_behind(out)
