@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,8 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
         callbacks = trainer.callbacks
         if self.guard.is_catching_up:  # what is evaluated meanwhile is the state resumed
             trainer.callbacks = [one for one in callbacks if not isinstance(one, _COMPARING)]
+            # What ``step`` below gives Lightning for each used batch.
+            warnings.filterwarnings("ignore", "`training_step` returned `None`")
         train = pl_module.training_step
         batches = self._batches
 

@@ -7,6 +7,7 @@ import inspect
 import json
 import math
 import sys
+import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partialmethod
@@ -305,6 +306,17 @@ def test_lightnings_own_resume_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="ckpt_path") if how else nullcontext():
             trainer.fit(module, frameworks.loader_of(arguments), **how)
             trainer.save_checkpoint(own)
+
+
+def test_lightning_does_not_warn_of_batches_that_are_passed_over(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    for steps in (8, 12):
+        arguments = ScriptArguments(out=tmp_path / "a", bad=(), more={"max_steps": steps})
+        trainer, _ = frameworks.guarded_lightning(arguments)
+        module = frameworks.lightning_module(frameworks.TinyNet())
+        with warnings.catch_warnings(record=True) as told:
+            trainer.fit(module, frameworks.loader_of(arguments))
+    assert not [one for one in told if "training_step" in str(one.message)]
 
 
 # A Trainer has some hundred settings: those that change what is read, when, or how often it steps.
