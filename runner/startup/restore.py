@@ -128,9 +128,12 @@ def open_remote(settings: CheckpointConfig, run_dir: RunDir, ranks: Ranks) -> Re
     if url is None:
         return None
     ring = ranks.all_or_none("opening checkpoint.remote", lambda: RemoteRing(url))
-    seen, silence = ranks.of_first(
-        "looking at checkpoint.remote", lambda: _look(ring, run_dir, seconds)
+    # One that is silent may be waited for longer than a collective waits.
+    looked = ranks.all_or_none_patiently(
+        "looking at checkpoint.remote",
+        lambda: _look(ring, run_dir, seconds) if ranks.rank == 0 else None,
     )
+    seen, silence = ranks.from_first(looked)
     seen["stored"] = [
         Record(serial=serial, step=step, cursor=0, state=State(state))
         for serial, step, state in seen["stored"]

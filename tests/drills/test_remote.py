@@ -123,6 +123,15 @@ def test_a_server_that_is_down_changes_nothing_and_is_told(
 
 
 @pytest.mark.full
+def test_a_silent_server_is_waited_for_longer_than_a_collective(store: Store, runs: Path) -> None:
+    """Only the first rank asks it, four times within 21 s."""
+    env = store.env | {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
+    waits = ("checkpoint.remote_wait_seconds=60", "parallel.timeout_seconds=10")
+    refused = train(runs / "silent", f"checkpoint.remote={URL}", *waits, env=env)
+    assert refused.code == 1 and "does not answer" in refused.text, refused.tail
+
+
+@pytest.mark.full
 def test_a_run_killed_in_an_upload_goes_on_with_it(store: Store, clean: Result, runs: Path) -> None:
     out, url = runs / "killed-sending", f"checkpoint.remote=s3://{BUCKET}/killed"
     before = len(store.puts)
