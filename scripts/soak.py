@@ -148,12 +148,16 @@ def main() -> int:
         origin = head(["python", "-m", "scripts.soak", *_told(options)])
         with _folder(options.keep, str(len(done))) as folder:
             entry = one(options, folder, done)
+            is_explained = bool(entry["same_digest"] or entry.get("below_limits"))
+            if not is_explained and not options.keep:
+                kept = tempfile.mkdtemp(prefix="holdfast-soak-kept-")
+                print("kept:", shutil.move(folder, kept), file=sys.stderr, flush=True)
         done.append({key: origin[key] for key in ("date", "commit")} | entry)
         print(json.dumps(done[-1]), flush=True)
         if options.record:
             record = origin | {"totals": sum_up(done), name: done}
             options.record.write_text(json.dumps(record, indent=1) + "\n")
-        code |= not (entry["same_digest"] or entry.get("below_limits"))
+        code |= not is_explained
         is_over = entry.get("until_day", 0.0) >= soak_trace.DAYS
         if is_over or time.monotonic() - began > options.minutes * 60:
             return code
@@ -340,26 +344,27 @@ class Soak:
             code = _begun(peace, self._options, log, *told).wait()
             assert code == 0, f"the run in peace ended with {code}: {log}"
             is_same = all(soaked[key] == _summary(peace)[key] for key in SAME)
-            more = [] if is_same else self._first_difference(peace)
+            differs_at, more = (None, []) if is_same else self._first_difference(peace)
             if not set(more) - set(unseen):
                 break
             unseen += more
         return {
             "same_digest": is_same and not unseen,
             "below_limits": unseen if is_same else [],
+            "differs_at": differs_at,
             "digest": soaked["state_digest"][:16],
             "peace_digest": _summary(peace)["state_digest"][:16],
             "steps": soaked["steps"],
             "goodput": soaked["goodput"],
         }
 
-    def _first_difference(self, peace: Path) -> list[str]:
-        """The faults that may stay below the limits, of the first step that is another one."""
+    def _first_difference(self, peace: Path) -> tuple[int | None, list[str]]:
+        """The first step that is another one, and its faults that may stay below the limits."""
         ours, theirs = (Result(out=out, code=0, text="").counted() for out in (self.out, peace))
         for step, line in sorted(ours.items()):
             if any(line[name] != theirs[step][name] for name in ("samples", "loss", "grad_norm")):
                 first, stop = line["samples"]
-                return [
+                return step, [
                     one.text
                     for one in parse_faults(self._inner)
                     if one.kind in BELOW_LIMITS
@@ -368,7 +373,7 @@ class Soak:
                         or first < one.samples[1] > one.samples[0] < stop
                     )
                 ]
-        return []
+        return None, []
 
 
 def _summary(out: Path) -> dict[str, Any]:
