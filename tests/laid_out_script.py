@@ -285,6 +285,7 @@ def train(out: Path, layout: str, name: str, skip: list[Any]) -> Guard:
     given: dict[str, Any] = {"model": net.model, "optimizer": optimizer, "pipeline": net.line}
     guard = Guard(out, **given, skip=skip, **RULES)
     if name == "look":
+        guard._carried.restore_randomness()  # as for the first batch
         return guard
     read = batches(net.data, BAD if name == "poison" else ())
     for count, batch in enumerate(guard.over(read)):
