@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Collection, Sequence
 
 from runner.config.foreign_keys import likely_key, one_slip, our_key, vocabulary, words
@@ -58,10 +57,11 @@ def _near(key: str, ours: Sequence[str]) -> list[str]:
     ending = key.rpartition(".")[2]
     of_group = words(key) - words(ending)
     names = {*ours, *_groups(ours), *(() if of_group else _endings(ours))}
-    last = re.compile(rf"{_group(key)}\.\w+_{ending}" if "." in key else "(?!)")
+    in_group = f"{_group(key)}." if "." in key else "."  # no name begins with a dot
     # Its first or its last word is missing.
     whole = [name for name in ours if key.startswith(name) and "_" not in ending]  # model.dimension
-    if begun := whole or [n for n in names if n.startswith(f"{key}_") or last.fullmatch(n)]:
+    last = [n for n in names if n.startswith(in_group) and n.endswith(f"_{ending}")]
+    if begun := whole or [*last, *(n for n in names if n.startswith(f"{key}_"))]:
         return _of_ending(key, {name.rpartition(".")[2] for name in begun}, ours)
     if alike := one_slip(key, sorted(names)):
         return [name for one in alike for name in _of_ending(key, [one], ours) or [one]][:3]

@@ -318,7 +318,7 @@ def test_overrides(num: int) -> None:
         check(config, world_size=1)
 
     deep = "[" * 100 + "]" * 100
-    for known in ("~=[]", "++={}", f"data.path={deep}", "@model=tiny", "~guard.window"):
+    for known in ("~=[]", "++={}", f"data.path={deep}", "@model=tiny", "~guard.window", "A.(="):
         with pytest.raises(RunnerError):
             work([known])
     try_all(num, st.lists(texts, min_size=1, max_size=2), work)
