@@ -548,7 +548,7 @@ def test_what_is_needed_is_told(base: Path) -> None:
     made, said = opened(base)
     assert made is not None and made.num_slots == 3
     [line] = said
-    assert "every 10 steps or more, by cost, 3 slots of 3.926 KiB for each of 1 ranks" in line
+    assert "every 10 steps or more, by cost, 3 slots of 3.926 KiB for the rank" in line
     assert str(base) in line
     made, said = opened(base, memory_every=5, clean_after=10, memory_slots=4)
     assert made is not None and made.num_slots == 4 and "every 5 steps, 4 slots" in said[0]
