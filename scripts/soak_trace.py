@@ -473,5 +473,7 @@ def totals(segments: list[dict[str, Any]]) -> dict[str, Any]:
         "seconds": round(seconds),
         "waited_for_repair_seconds": round(sum(s["waited_for_repair_seconds"] for s in segments)),
         "goodput": round(sum((s["goodput"] or 0) * s["seconds"] for s in segments) / seconds, 4),
-        "plan": {name: round(value, 4) for name, value in _planned(segments).items()},
+        "plan": {name: round(value, 4) for name, value in _planned(segments).items()}
+        if any("restart_seconds" in one["measured"] for one in segments)
+        else {},  # nothing that struck was met yet
     }
