@@ -13,6 +13,7 @@ from runner.command.export import export_command
 from runner.config.schema import EvalConfig, Goal
 from runner.policy.retention.records import Record, State
 from runner.train.evaluate import BestEvaluation, evaluations
+from tests.rows import full
 from tests.run import Result, train
 
 # A rate that first learns and then destroys.
@@ -40,8 +41,9 @@ def test_the_best_stays(tmp_path: Path, faults: str) -> None:
     assert any(str(best) in name for name in names), (best, names)
 
 
+@pytest.mark.parametrize(("ranks", "fault"), [(1, ""), full(2, "kill@step=27,rank=1")])
 def test_the_best_is_exported_and_outlives_out_at_the_remote(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int, fault: str
 ) -> None:
     """Each new best is sent, and stays there when newer ones come and ``out`` is lost."""
 
@@ -51,12 +53,20 @@ def test_the_best_is_exported_and_outlives_out_at_the_remote(
 
     remote, best = tmp_path / "remote", tmp_path / "best"
     words = (*SETTINGS, f"checkpoint.remote=file://{remote}", "checkpoint.remote_wait_seconds=60")
-    plain = train(tmp_path / "plain", *SETTINGS, ranks=1)
+    plain = train(tmp_path / "plain", *SETTINGS, ranks=ranks)
     assert plain.code == 0, plain.tail
-    half = train(tmp_path / "run", *words, "steps=40", "schedule.total=48", ranks=1)
+    half = train(
+        tmp_path / "run",
+        *words,
+        "steps=40",
+        "schedule.total=48",
+        f"faults=[{fault}]",
+        ranks=ranks,
+        restarts=1,
+    )
     assert half.code == 0, half.tail
     shutil.rmtree(half.out)
-    run = train(half.out, *words, ranks=1)
+    run = train(half.out, *words, ranks=ranks)
     assert run.code == 0 and run.digest == plain.digest, run.tail
     assert run.journal("restored"), run.tail
     step = best_step(plain)

@@ -200,14 +200,16 @@ class RollbackState:
         """
         if self._last is None:
             return
-        by_rank, rank = self._last["ranks"], self._ranks.rank
-        if self._last.get("alike", self._alike) != self._alike:
-            rank = self._alike[rank]
-        Randomness.from_json(by_rank[rank % len(by_rank)]["random"]).restore()
+        is_as_then = self._last.get("alike", self._alike) == self._alike
+        source = self._ranks.rank if is_as_then else self._alike[self._ranks.rank]
+        Randomness.from_json(self._part_of(source)["random"]).restore()
 
     def _own(self) -> Mapping[str, Any]:
-        """This rank's part; another rank's if the world size changed."""
+        return self._part_of(self._ranks.rank)
+
+    def _part_of(self, rank: int) -> Mapping[str, Any]:
+        """A rank's part; another rank's if the world size changed."""
         assert self._last is not None
         by_rank = self._last["ranks"]
-        own: Mapping[str, Any] = by_rank[self._ranks.rank % len(by_rank)]
+        own: Mapping[str, Any] = by_rank[rank % len(by_rank)]
         return own
