@@ -41,6 +41,7 @@ def test_the_best_stays(tmp_path: Path, faults: str) -> None:
     assert any(str(best) in name for name in names), (best, names)
 
 
+@pytest.mark.twin
 @pytest.mark.parametrize(("ranks", "fault"), [(1, ""), full(2, "kill@step=27,rank=1")])
 def test_the_best_is_exported_and_outlives_out_at_the_remote(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int, fault: str
