@@ -129,8 +129,9 @@ def ring_config(out: str | Path, *, memory: bool, given: dict[str, Any]) -> RunC
         if key not in _OF_RING:
             hint = suggestion(key, set(_OF_RING))
             raise ConfigError(f"{key}={value!r}: no such setting{hint}; {', '.join(_OF_RING)}")
-    settings = {"memory_slots": FEWEST_SLOTS} if memory else {"memory_every": 0}
-    settings |= {"clean_after": 1, **given}
+    settings: dict[str, Any] = {"memory_slots": FEWEST_SLOTS} if memory else {"memory_every": 0}
+    # Nothing here looks at a request to stop: it would only end the script when the grace is over.
+    settings |= {"clean_after": 1, "notice": "none", **given}
     return run_config(out, every=_RARELY, accumulate=1, skip=[], given=settings)
 
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from runner import Guard, Sampler
 from runner.embed.data.loaders import batch_digest, source_of
+from runner.embed.loop.measure import Logged
+from runner.embed.loop.rollback_state import DataPosition, RollbackState
+from runner.embed.state.randomness import Randomness
 from runner.system.error import CheckpointError, ConfigError, Halted
 
 pytestmark = pytest.mark.usefixtures("node_memory")
@@ -532,6 +536,70 @@ def test_a_stop_is_saved_and_has_its_exit_code(tmp_path: Path, is_in_evaluation:
     assert again.model.training
     same(job.model.state_dict(), again.model.state_dict())
     other.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stop_at_the_step_of_a_rollback_saves_where_it_went_back_to(
+    tmp_path: Path, kind: str
+) -> None:
+    """The loader itself is still where the bad step was."""
+    data, rules = batches({30, 31, 32}), {"every": 40, "memory_every": 5}
+    job = Job.make()
+    guard = job.guard(tmp_path, clip=CLIP, grace_seconds=60.0, **rules)
+    with pytest.raises(SystemExit):
+        for number, batch in enumerate(guard.over(KINDS[kind](data))):
+            loss = job.backward(batch)
+            if number == 32:
+                guard._run.group.stop.ask("SIGTERM")
+            job.update(guard.ok(loss))
+    [back] = journal(tmp_path, "rollback")
+    [left] = journal(tmp_path, "preempted")
+    assert f"saved at step {back['detail']['to_step']}" in left["reason"]
+    end, skipped = finish(tmp_path, lambda: KINDS[kind](data), **rules)
+    same(end, bare(data, skipped))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pass_left_at_the_step_of_a_rollback_loses_no_batch(tmp_path: Path, kind: str) -> None:
+    """What was undone is trained first where it can be read again; the next pass is whole."""
+    data, more = batches({30, 31, 32}, num=36), batches(num=12)
+    job = Job.make()
+    guard = job.guard(tmp_path, clip=CLIP)
+    for number, batch in enumerate(guard.over(KINDS[kind](data))):
+        job.update(guard.ok(job.backward(batch)))
+        if number == 32:
+            break
+    assert journal(tmp_path, "rollback")
+    job.train(guard, KINDS[kind](more))
+    end = job.state()
+    guard.close()
+    read = data[:33] if kind == "plain" else data
+    same(end, bare([*read, *more], guard.skipped))
+
+
+@pytest.mark.parametrize(
+    ("seeds", "same_as"), [([50, 51, 52], [0, 1, None]), ([7, 7, 7], [0, 0, 0])]
+)
+def test_a_rank_that_was_not_there_draws_what_no_other_does(
+    seeds: list[int], same_as: list[int | None]
+) -> None:
+    """``manual_seed(50 + rank)``, resumed on three ranks of two; those seeded alike stay alike."""
+    saved, left = [], []
+    for number in range(2):
+        torch.manual_seed(90 + number)
+        saved.append({"random": Randomness().to_json()})
+        left.append(torch.rand(1))
+    for rank, seed in enumerate(seeds):
+        torch.manual_seed(seed)
+        own = torch.rand(1)
+        torch.manual_seed(seed)
+        ranks: Any = SimpleNamespace(rank=rank, gather=lambda _: seeds)
+        state = RollbackState(Any, [], DataPosition(), ranks, Logged())  # type: ignore[arg-type]
+        state._last = {"ranks": saved, "alike": [seeds[:2].index(one) for one in seeds[:2]]}
+        torch.manual_seed(0)  # what it draws on the way
+        state.restore_randomness()
+        source = same_as[rank]
+        assert torch.rand(1) == (own if source is None else left[source])
 
 
 _DRAWS_NOTHING = """

@@ -191,6 +191,15 @@ def test_a_state_that_cannot_be_saved_is_named(tmp_path: Path, state: Any, words
             ring.save(-1)
 
 
+def test_a_notice_ends_no_script_that_has_the_ring_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It saves when the script says so, and looks at no request to stop."""
+    monkeypatch.setattr("runner.health.notice._vendor", lambda: "gcp")
+    with Ring(tmp_path / "a", {"box": Box()}) as ring:
+        assert not ring._run.group.monitor.hears_notices
+
+
 def test_plain_values_alone_and_those_of_numpy(tmp_path: Path) -> None:
     with Ring(tmp_path / "a", {"box": Box({"count": np.float64(2.5), "name": None})}) as ring:
         ring.save(1)

@@ -16,8 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from runner import Guard, Sampler
-from runner.embed.data.loaders import _loses_a_buffer, source_of
+from runner.embed.data.loaders import Exhausted, _loses_a_buffer, source_of
 from runner.embed.loop.rollback_state import CannotReadAgain
+from runner.embed.state.codec import pack, unpack
 from runner.system.error import CheckpointError, ConfigError
 from tests import strange_loops
 from tests.frameworks import digest
@@ -385,6 +386,46 @@ def test_a_stream_of_torchdatas_loader_goes_on_where_it_was_at_each_start(worker
         read += [*source.read(drawn).tolist(), *source.read(drawn + 1).tolist()]
         state = source.state()
     assert read == [*range(12)]
+
+
+@pytest.mark.parametrize(("drawn", "is_over"), [(3, False), (8, False), (8, True)])
+@pytest.mark.parametrize("workers", [0, full(2)])
+def test_torchdatas_loader_shuffles_the_next_pass_as_if_it_had_not_been_left(
+    workers: int, drawn: int, is_over: bool
+) -> None:
+    """By a generator of its own, from which it draws more than an order."""
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def source() -> Any:
+        dice = torch.Generator().manual_seed(11)
+        data = [*range(8)]
+        return source_of(
+            torchdata.StatefulDataLoader(
+                data, batch_size=None, shuffle=True, num_workers=workers, generator=dice
+            )
+        )
+
+    def rest(one: Any) -> list[int]:
+        """Of the pass, and the next one."""
+        read = [int(one.read(number)) for number in range(one.drawn, 8)]
+        with pytest.raises(Exhausted):
+            one.read(8)
+        one.begin()
+        return read + [int(one.read(number)) for number in range(8)]
+
+    whole, again = source(), source()
+    whole.begin()
+    for number in range(drawn):
+        whole.read(number)
+    if is_over:
+        with pytest.raises(Exhausted):
+            whole.read(drawn)
+    state = pack(whole.state(), "the loader")
+    then = rest(whole)
+    again.resume(None, unpack(state), drawn, is_over=is_over)
+    assert rest(again) == then
+    whole.resume(None, unpack(state), drawn, is_over=is_over)  # a rollback
+    assert rest(whole) == then
 
 
 # -- the process ------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from runner.system.error import ConfigError
 # By these the wrappers of Accelerate and of Lightning Fabric count their passes, and shuffle each
 # pass in an order of its own. Pinned by tests/mechanism/test_integrations.py.
 _PASSES = ("iteration", "_num_iter_calls")
+_GENERATOR = "runner.generator"  # in the state of a loader of torchdata's
 _NUM_DRAWS = 4  # a state takes 10 KB in a checkpoint
 # Of a batch, for its digest.
 _NUM_LEAVES = 32
@@ -170,8 +171,12 @@ def _counts_twice(loader: Any) -> bool:
     """
     data = getattr(loader, "dataset", None)
     is_a_stream = isinstance(data, IterableDataset) and not hasattr(data, "state_dict")
+    return is_a_stream and _is_torchdatas(loader)
+
+
+def _is_torchdatas(loader: Any) -> bool:
     kinds = [kind.__module__.partition(".")[0] for kind in type(loader).__mro__]
-    return is_a_stream and "torchdata" in kinds
+    return "torchdata" in kinds
 
 
 class Indexed(Source):
@@ -360,12 +365,27 @@ class Resumable(Source):
         finally:
             self._held = None
 
+    @property
+    def _generator(self) -> torch.Generator | None:
+        """The one of a loader of torchdata's whose state lacks what it drew beside an order (0.11,
+        without workers: a seed for them): the order of its next pass would be another."""
+        generator = getattr(self._loader, "generator", None)
+        is_theirs = _is_torchdatas(self._loader) and isinstance(generator, torch.Generator)
+        return generator if is_theirs else None
+
     def state(self) -> Any:
-        return self._loader.state_dict() if self._held is None else self._held
+        if self._held is not None:
+            return self._held
+        state, generator = self._loader.state_dict(), self._generator
+        return state if generator is None else {**state, _GENERATOR: generator.get_state()}
 
     def resume(self, begun: Any, state: Any, drawn: int, *, is_over: bool) -> None:
         self._set_epoch()
-        self._loader.load_state_dict(state)
+        generator, own, left = self._generator, state, None
+        if generator is not None:
+            own = dict(state)
+            left = own.pop(_GENERATOR, None)  # of an older checkpoint: none
+        self._loader.load_state_dict(own)
         _let_begin_again(self._loader, state, is_over=is_over)
         if is_over:
             _end_pass(self._loader)
@@ -378,6 +398,8 @@ class Resumable(Source):
             self._held = state
             iterator = itertools.chain(list(itertools.islice(iterator, 1)), iterator)
         self._begin(iterator, drawn=drawn, is_over=is_over)
+        if generator is not None and left is not None:
+            generator.set_state(left)
 
 
 def _with_epoch(loader: Any) -> Iterator[Any]:

@@ -485,13 +485,15 @@ class Guard(Holder):
             else:
                 self._start(number)
             self._steps.checkpoints.begin(self._run.state)
-        elif place.epoch < number:
-            self._start(number)
+        elif place.epoch < number and not (self._steps.has_rolled_back and self._carried.has_moved):
+            self._start(number)  # else what was undone of an earlier pass comes first
 
     def _start(self, number: int) -> None:
         """Begin a pass that no earlier start has begun."""
         place, source = self._position, self._sources[number]
-        place.epoch, place.start = number, self._run.state.cursor
+        # Behind the cursor where a rollback skips what was read, and that pass was left then.
+        read = place.start + place.source.drawn if place.source is not None else 0
+        place.epoch, place.start = number, max(self._run.state.cursor, read)
         place.begun = source.begin()
         place.source = source
 

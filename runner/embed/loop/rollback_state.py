@@ -59,7 +59,9 @@ class DataPosition:
         }
 
     def load_json(self, stored: Mapping[str, Any]) -> None:
-        """Inverse of :meth:`to_json`; the caller still has to move the source there."""
+        """Inverse of :meth:`to_json`; the caller still has to move a source there. Until then a
+        save has this position, not that of the source before."""
+        self.source = None
         self.epoch, self.start, self.drawn = stored["epoch"], stored["start"], stored["drawn"]
         self.is_over = bool(stored.get("over", False))
         self.begun, self.state = unpack(stored["begun"]), unpack(stored["state"])
@@ -118,6 +120,7 @@ class RollbackState:
         # that compute a sample together.
         seeds = ranks.gather(torch.initial_seed())
         self._alike = [seeds.index(seed) for seed in seeds]
+        self._first = Randomness()
         self._last: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -196,20 +199,22 @@ class RollbackState:
         """Restore the random generators from the checkpoint that was loaded last.
 
         If other ranks drew alike then (other meshes, or another world size), those that do now take
-        one state.
+        one state. A rank that was not there then, and draws alike with none that was, begins with
+        its own seed: with another's state it would draw that rank's data and masks for ever.
         """
         if self._last is None:
             return
+        by_rank, own = self._last["ranks"], self._ranks.rank
         is_as_then = self._last.get("alike", self._alike) == self._alike
-        source = self._ranks.rank if is_as_then else self._alike[self._ranks.rank]
-        Randomness.from_json(self._part_of(source)["random"]).restore()
+        source = own if is_as_then and own < len(by_rank) else self._alike[own]
+        if source < len(by_rank):
+            Randomness.from_json(by_rank[source]["random"]).restore()
+        else:
+            self._first.restore()
 
     def _own(self) -> Mapping[str, Any]:
-        return self._part_of(self._ranks.rank)
-
-    def _part_of(self, rank: int) -> Mapping[str, Any]:
-        """A rank's part; another rank's if the world size changed."""
+        """This rank's part; another rank's if the world size changed."""
         assert self._last is not None
         by_rank = self._last["ranks"]
-        own: Mapping[str, Any] = by_rank[rank % len(by_rank)]
+        own: Mapping[str, Any] = by_rank[self._ranks.rank % len(by_rank)]
         return own
