@@ -310,6 +310,11 @@ class CheckpointRing:
         """Whether the state of this step is on disk, or is being written there."""
         return step == self.saved_step or step in [c.record.step for c in self._disk_saves()]
 
+    def saved_steps(self) -> set[int]:
+        """Steps of the checkpoints that are on disk or being written there, and not tainted."""
+        found = [*on_disk(self.records), *(copy.record for copy in self._disk_saves())]
+        return {record.step for record in found if record.state is not State.tainted}
+
     def held_in_memory(self, step: int) -> tuple[bool, bool]:
         """Whether a snapshot of this step is whole on all ranks, and so are its copies at peers."""
         newest = max(in_memory(self.records), key=lambda record: record.serial, default=None)
@@ -523,19 +528,28 @@ class CheckpointRing:
         )
         pinned = self.uploads.pinned if self.uploads else set()
         also = {serial for serials in self._also_kept for serial in serials()}
-        pinned |= {r.serial for r in leaving if r.serial in also and r.state is State.clean}
+        pinned |= {r.serial for r in leaving if r.serial in also and r.state is not State.tainted}
         for copy in map(self._copy_of, leaving):
             if not copy.is_being_proven and copy.serial not in pinned:
                 self._forget(copy)
                 self.remove(copy.record)
 
     def also_keep(self, serials: Callable[[], Collection[int]]) -> None:
-        """Never retire clean checkpoints whose serials ``serials()`` returns at that time."""
+        """Never retire checkpoints whose serials ``serials()`` returns at that time, but tainted
+        ones."""
         self._also_kept.append(serials)
 
     def keep_best(self, serials: Callable[[Iterable[Record]], set[int]]) -> None:
-        """Never retire the best clean checkpoint by ``serials``, here and at the remote."""
-        self.also_keep(lambda: serials(self.records))
+        """Never retire the best clean checkpoint by ``serials``, here and at the remote, nor here a
+        better one that is not proven yet."""
+
+        def kept() -> set[int]:
+            # The best may be tainted before it is proven; then the one before it is the best again.
+            return serials(self.records) | serials(
+                r for r in self.records if r.state is State.clean
+            )
+
+        self.also_keep(kept)
         if self.uploads is not None:
             self.uploads.best = serials
 

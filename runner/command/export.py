@@ -160,9 +160,7 @@ def export_command(arguments: Sequence[str]) -> int:
             "into a directory and name that directory"
         )
     run, folder = Path(options.run), Path(options.folder)
-    step, notes = _best_step(run) if options.step == _BEST else (options.step, [])
-    notes = export_run(run, folder, step=step, layout=_layout_of(options, run)) + notes
-    for sentence in notes:
+    for sentence in export_run(run, folder, step=options.step, layout=_layout_of(options, run)):
         sys.stdout.write(f"{sentence}\n")
     return 0
 
@@ -171,8 +169,8 @@ def _step(text: str) -> int | str:
     return text if text == _BEST else int(text)
 
 
-def _best_step(run: Path) -> tuple[int, list[str]]:
-    """The step of the best checkpoint that is there, and its value in words.
+def _best(out: RunDir, entries: Sequence[Entry]) -> tuple[Entry, list[str]]:
+    """The best of the checkpoints that are there, and its value in words.
 
     Raises:
         CheckpointError: no checkpoint was evaluated.
@@ -180,30 +178,30 @@ def _best_step(run: Path) -> tuple[int, list[str]]:
     # Imported here: the other exports do not need what evaluates.
     from runner.train.evaluate import BestEvaluation, evaluations
 
-    out, settings = run_of(run), EvalConfig()
+    settings = EvalConfig()
     stored = out.stored_settings()
     settings.metric = stored.get("eval.metric", settings.metric)
     settings.goal = Goal(stored.get("eval.goal", settings.goal))
-    entries, _ = CheckpointDirectory(ring_folder(run)).entries()
     lines = iter_lines(out.metrics) if out.metrics.exists() else ()
     values = dict(evaluations(lines, settings.metric))
     best = BestEvaluation(settings, values.items())
     serials = best.serials(entry.record for entry in entries)
-    found = [entry.record.step for entry in entries if entry.record.serial in serials]
+    found = [entry for entry in entries if entry.record.serial in serials]
     if not found:
         raise CheckpointError(
             f"--step best: none of the checkpoints was evaluated by eval.metric={settings.metric} "
             f"(evaluations: {len(values)}); there are: {_listed(entries)}. "
             "checkpoint.keep_best=true saves and keeps the best one; --step N takes any"
         )
-    step, (of_all, value) = found[0], best.of_all() or (found[0], values[found[0]])
-    notes = [f"{settings.metric} {values[step]:.6g}, the {settings.goal.value} of those kept"]
-    if value != values[step]:
+    own = values[found[0].record.step]
+    of_all, value = best.of_all() or (found[0].record.step, own)
+    notes = [f"{settings.metric} {own:.6g}, the {settings.goal.value} of those kept"]
+    if value != own:
         notes.append(
             f"step {of_all} had {value:.6g}, and its checkpoint is not kept: "
             "checkpoint.keep_best=true keeps it"
         )
-    return step, notes
+    return found[0], notes
 
 
 def _layout_of(options: argparse.Namespace, run: Path) -> LayoutOf:
@@ -254,14 +252,14 @@ def export_run(
     run: Path,
     folder: Path,
     *,
-    step: int | None = None,
+    step: int | str | None = None,
     serial: int | None = None,
     layout: LayoutOf = plain_layout,
 ) -> list[str]:
     """Write the weights of one checkpoint; returns sentences for the user.
 
     Args:
-        step, serial: this checkpoint, proven or not; None: the newest proven one.
+        step, serial: this checkpoint, or the best, proven or not; None: the newest proven one.
         layout: which tensors to write.
 
     Raises:
@@ -273,8 +271,12 @@ def export_run(
         entries, damaged = store.entries()
         if step is None and serial is None:
             return entries, *_newest_proven(entries, damaged, folder, _unproven(out), layout)
-        entry = _asked_for(entries, step=step, serial=serial)
-        return entries, entry, export(entry, folder, layout)
+        words: list[str] = []
+        if isinstance(step, str):
+            entry, words = _best(out, entries)
+        else:
+            entry = _asked_for(entries, step=step, serial=serial)
+        return entries, entry, export(entry, folder, layout) + words
 
     entries, exported, notes = again_while_retired(export_one)
     total, record = _steps(out), exported.record

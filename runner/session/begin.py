@@ -552,7 +552,9 @@ def _loop(run: FaultyRun, config: RunConfig, corpus_check: CorpusCheck) -> Loop:
 
     def evaluate() -> float | None:
         loss = evaluator.loss()
-        best_evaluation.evaluated(state.updates, evaluator, loss)
+        # Not the proof of the end state: its number is in no metrics, so no later start has it.
+        if falls_due(config.eval.every, state.updates):
+            best_evaluation.evaluated(state.updates, evaluator, loss)
         return loss
 
     periodic = Periodic(

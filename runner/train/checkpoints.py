@@ -69,12 +69,13 @@ class Checkpoints:
         return self._schedule.is_due(updates)
 
     def begin(self, state: TrainState) -> None:
-        """Commit the initial state, so that the run has a checkpoint to go back to.
+        """Commit the initial state, so that the run has a checkpoint to go back to; or the best one
+        that was in memory only.
 
         Its proof begins at once, because the very first steps may be bad. So does the proof of a
         checkpoint whose probation was over when the run ended.
         """
-        if self._ring.saved_step < 0:
+        if self._ring.saved_step < 0 or self._schedule.is_best(state.updates):
             with self._reporter.stall("checkpoint"):
                 self._save(state)
                 self._ring.drain()

@@ -7,7 +7,7 @@ is not finite, or no counted token. It becomes a journal line and does not end t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -395,6 +395,10 @@ class BestEvaluation:
 
     Args:
         values: of the evaluations before this start; see :func:`evaluations`.
+
+    Attributes:
+        saved_steps: returns the steps with a checkpoint. The best may have none any more, or never
+            had one: it was tainted, or its save failed. Then a worse one is to be saved.
     """
 
     def __init__(self, settings: EvalConfig, values: Iterable[tuple[int, float]]) -> None:
@@ -402,6 +406,7 @@ class BestEvaluation:
         self._sign = 1.0 if settings.goal is Goal.lowest else -1.0
         self._values = dict(values)
         self._best_at = -1
+        self.saved_steps: Callable[[], Collection[int]] = lambda: self._values
 
     @classmethod
     def of(cls, run: EngineRun, settings: EvalConfig, *, is_kept: bool) -> BestEvaluation:
@@ -420,6 +425,9 @@ class BestEvaluation:
         best = cls(settings, ((int(at), float(value)) for at, value in before if at <= step))
         if is_kept:
             run.ring.keep_best(best.serials)
+            best.saved_steps = run.ring.saved_steps
+            if step in best._values and step not in run.ring.saved_steps():  # it is in memory only
+                best.note(step, best._values[step])
         return best
 
     def evaluated(self, updates: int, evaluator: Evaluator, loss: float | None) -> None:
@@ -443,13 +451,15 @@ class BestEvaluation:
         self._best_at = -1
         if value is None or not math.isfinite(value):
             return
-        best = self.of_all()
-        if best is None or self._sign * value < self._sign * best[1]:
+        saved = self.saved_steps()
+        others = [self._sign * one for step, one in self._values.items() if step in saved]
+        if self._sign * value < min(others, default=math.inf):
             self._best_at = updates
         self._values[updates] = value
 
     def is_new(self, updates: int) -> bool:
-        """Whether the state after ``updates`` updates is the best so far, and so must be saved."""
+        """Whether the state after ``updates`` updates is better than all that are saved, and so
+        must be."""
         return self._best_at == updates
 
     def serials(self, records: Iterable[Record]) -> set[int]:
@@ -497,11 +507,14 @@ class BestEvaluation:
 def evaluations(lines: Iterable[Mapping[str, Any]], metric: str) -> list[tuple[int, float]]:
     """Update and value of each evaluation in the metrics that no rollback undid."""
     by_update: dict[int, float] = {}
+    last = -1
     for line in lines:
         if line.get("action") != "apply":
             continue
         step, value = step_of(dict(line)), line.get(metric)
-        by_update = {at: one for at, one in by_update.items() if at < step}
+        if step <= last:
+            by_update = {at: one for at, one in by_update.items() if at < step}
+        last = step
         if isinstance(value, int | float) and math.isfinite(value):
             by_update[step] = float(value)
     return sorted(by_update.items())

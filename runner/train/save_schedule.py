@@ -186,8 +186,11 @@ class SaveSchedule:
 
     def is_due_on_disk(self, updates: int) -> bool:
         """Whether it is saved to disk."""
-        is_best = self.best is not None and self.best.is_new(updates)
-        return self.disk.is_due(updates) or is_best or updates in self.advised
+        return self.disk.is_due(updates) or self.is_best(updates) or updates in self.advised
+
+    def is_best(self, updates: int) -> bool:
+        """Whether it is saved to disk as the best."""
+        return self.best is not None and self.best.is_new(updates)
 
     def is_due_in_memory(self, updates: int) -> bool:
         """Whether a snapshot is due, regardless of the disk."""

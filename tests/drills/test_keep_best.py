@@ -9,12 +9,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from runner.checkpoint.disk.directory import CheckpointDirectory
+from runner.checkpoint.protocol import Identity
+from runner.checkpoint.ring import CheckpointRing
 from runner.command.export import export_command
-from runner.config.schema import EvalConfig, Goal
+from runner.config.schema import CheckpointConfig, EvalConfig, Goal
 from runner.policy.retention.records import Record, State
 from runner.train.evaluate import BestEvaluation, evaluations
+from tests.conftest import MEMORY_DIR
+from tests.crash_world import Holder
+from tests.observed import OneRank
 from tests.rows import full
 from tests.run import Result, train
+from tests.stored import moment
 
 # A rate that first learns and then destroys.
 SETTINGS = (
@@ -39,6 +46,22 @@ def test_the_best_stays(tmp_path: Path, faults: str) -> None:
     assert 0 < best < 40 and best % 16, run.counted()
     names = [path.name for path in (run.out / "ring").iterdir()]
     assert any(str(best) in name for name in names), (best, names)
+
+
+def test_the_best_that_was_in_memory_only_is_saved_and_the_proof_of_the_end_replaces_it_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while the best is written. The end is better still, but in no metrics."""
+    monkeypatch.setenv(MEMORY_DIR, str(tmp_path))
+    learning = ("optim.lr=0.01", "schedule.warmup=5", "checkpoint.memory_every=4", "steps=14")
+    fault = "faults=[kill@step=12,rank=0,at=save]"
+    run = train(tmp_path / "run", *SETTINGS, *learning, fault, ranks=1, restarts=1)
+    assert run.code == 0 and best_step(run) == 12, run.tail
+    last = run.journal("start")[-1]
+    assert (last["step"], last["detail"]["tier"]) == (12, "memory"), run.tail
+    assert export_command([str(run.out), str(tmp_path / "best"), "--step", "best"]) == 0
+    told = capsys.readouterr().out
+    assert "exported step 12 of 14 (clean)" in told and " had " not in told, told
 
 
 @pytest.mark.twin
@@ -101,6 +124,44 @@ def test_the_best_of_those_on_disk_is_kept() -> None:
     assert not best.is_new(40)
     best.note(50, 1.9)
     assert best.is_new(50) and not best.is_new(40)
+
+
+def test_the_best_stays_until_a_better_one_is_proven(tmp_path: Path) -> None:
+    store = CheckpointDirectory(tmp_path / "ring")
+    store.sweep()
+    ring = CheckpointRing(
+        store,
+        sharded=Holder(),
+        ranks=OneRank(),
+        settings=CheckpointConfig(clean_after=5, keep=1),
+        identity=Identity(config_digest="c", data_fingerprint="d"),
+        report=lambda incident: None,
+    )
+    best = BestEvaluation(EvalConfig(), [])
+    ring.begin()
+    ring.keep_best(best.serials)
+    best.saved_steps = ring.saved_steps
+
+    def save(step: int, value: float, *, is_proven: bool = False) -> list[int]:
+        best.note(step, value)
+        ring.save(moment(step))
+        ring.drain()
+        ring.after_step(step + 5, 99 if is_proven else 0)
+        ring.drain()
+        return [record.step for record in ring.records]
+
+    assert save(10, 2.0, is_proven=True) == [10]
+    assert save(20, 3.0, is_proven=True) == [10, 20]
+    assert save(30, 1.0) == [10, 20, 30]
+    assert save(40, 1.5) == [10, 20, 30, 40] and not best.is_new(40)
+    assert save(50, 1.6) == [10, 20, 30, 40, 50], "the best, and the newest two unproven"
+    ring.abandon_after(2)
+    ring.drain()
+    assert [record.step for record in ring.records] == [10, 20]
+    assert save(30, 1.2, is_proven=True) == [30]
+    ring.abandon_after(0)
+    assert save(40, 2.5) == [40] and best.is_new(40), "better ones are gone"
+    ring.close()
 
 
 def test_what_a_rollback_undid_is_no_best() -> None:

@@ -268,6 +268,43 @@ def test_what_a_rollback_leaves_behind_is_withdrawn(out: Path, url: str) -> None
     assert folder_name(known[3]) not in folders(url) and said == []
 
 
+def test_a_rollback_may_go_back_to_what_was_never_sent(out: Path, url: str) -> None:
+    """The store was slower than the ring, or keeps one: else it would have nothing for long."""
+    made, said = uploads(out, url, keep=1)
+    known = local(out)
+    made.finish(known)
+    made.distrust(lambda record: record.serial > 2)
+    made.finish(known[:2])
+    made.close()
+    assert folders(url) == [folder_name(known[1])] and said == []
+
+
+def test_a_tainted_one_that_stays_there_is_no_best(
+    out: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete, is_open = RemoteFiles.delete, list[bool]()
+
+    def refuse(files: RemoteFiles, name: str) -> None:
+        if "ring/" in name and not is_open:
+            raise RemoteFault(f"{name}: no")
+        delete(files, name)
+
+    monkeypatch.setattr(RemoteFiles, "delete", refuse)
+    order = {30: 0, 10: 1, 20: 2, 40: 3}
+    made, said = uploads(out, url, keep=1)
+    made.best = lambda records: {min((order[one.step], one.serial) for one in records)[1]}
+    first, second, third, fourth = local(out)
+    made.finish([first, second, third])
+    assert folders(url) == [folder_name(third)] and said == []
+    made.distrust(lambda record: record.serial > 2)
+    made.finish([first, second])
+    assert folders(url) == [folder_name(one) for one in (first, second, third)] and said
+    is_open.append(True)
+    made.finish([first, second, fourth])
+    made.close()
+    assert folders(url) == [folder_name(first), folder_name(fourth)]
+
+
 def test_a_failure_is_told_once_while_it_lasts(out: Path, url: str) -> None:
     ring, down = RemoteRing(url, pauses=()), threading.Event()
     files = ring.files._files

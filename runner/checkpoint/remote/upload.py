@@ -62,8 +62,8 @@ class Uploads:
     seconds: float = 0.0  # of this rank's share of the last upload; 0: unknown
     _takes_unproven: bool = False
     _has_claimed: bool = False
-    _tried: int = 0
-    # Tainted ones to remove and best ones to send, tried; again after the next upload.
+    _has_begun: bool = False  # any upload
+    # Those to send and tainted ones to remove, tried; again after the next upload.
     _attempted: set[int] = field(default_factory=set)
     _sending: Record | None = None
     _step: int = 0
@@ -79,7 +79,12 @@ class Uploads:
     @property
     def has_tried(self) -> bool:
         """Whether an upload was begun, and none is under way."""
-        return self._tried > 0 and not self.queue.num_jobs
+        return self._has_begun and not self.queue.num_jobs
+
+    @property
+    def _sound(self) -> list[Record]:
+        """Those at the remote that are not tainted: a store may refuse to remove one."""
+        return [record for record in self.stored if record.serial not in self.tainted]
 
     def after_step(self, records: Sequence[Record], step: int) -> None:
         """Begin the upload that is due; ``records`` are the ring's on disk."""
@@ -89,7 +94,9 @@ class Uploads:
         for stored in self.stored:
             if stored.serial in self.tainted - self._attempted:
                 start(self._withdraw(stored))
-        newest = next_upload(records, self.stored, tried=self._tried, unproven=self._takes_unproven)
+        # A rollback goes back to what is older than the tainted ones.
+        tried = max(self._attempted - self.tainted, default=0)
+        newest = next_upload(records, self._sound, tried=tried, unproven=self._takes_unproven)
         record = newest or (None if self._takes_unproven else self._best_due(records))
         if record is not None:
             start(self._upload(record))
@@ -97,8 +104,9 @@ class Uploads:
     def _best_due(self, records: Sequence[Record]) -> Record | None:
         """The best checkpoint, if it is clean and a newer one was sent in its place."""
         clean = [record for record in records if record.state is State.clean]
-        done = {stored.serial for stored in self.stored} | self.tainted | self._attempted
-        due = self.best([*clean, *self.stored]) - done
+        sound = self._sound
+        done = {stored.serial for stored in sound} | self._attempted
+        due = self.best([*clean, *sound]) - done
         return next((record for record in clean if record.serial in due), None)
 
     def distrust(self, is_tainted: Callable[[Record], bool]) -> None:
@@ -157,7 +165,7 @@ class Uploads:
     def _upload(self, record: Record) -> Process[None]:
         """Upload a checkpoint, its marker last; then remove checkpoints no longer kept."""
         self._attempted.add(record.serial)
-        self._tried, self._sending = max(self._tried, record.serial), record
+        self._has_begun, self._sending = True, record
         # First of all prepared, so that nothing is written into another run's remote.
         prepare = self._on_first(record, self._prepare)
         for job in (prepare, QueuedJob(queue=self.queue, work=lambda: self._send(record))):
@@ -176,15 +184,19 @@ class Uploads:
 
     def _remove_older(self, record: Record) -> Process[None]:
         settings = self.settings
-        kept = kept_there(self.stored, keep=settings.keep, keep_every=settings.keep_every)
-        best = self.best(known for known in self.stored if known.state is State.clean)
-        kept += [known for known in self.stored if known.serial in best and known not in kept]
+        sound = self._sound
+        kept = kept_there(sound, keep=settings.keep, keep_every=settings.keep_every)
         serials = {known.serial for known in kept}
+        serials |= self.best(known for known in sound if known.state is State.clean)
         failures = yield self._on_first(record, lambda to: self._sweep(serials, to))
         if failures:
             self._say(f"older checkpoints could not be removed: {'; '.join(failures)}")
         else:
-            self.stored = kept
+            self.stored = [
+                known
+                for known in self.stored
+                if known.serial in serials or known.serial >= record.serial
+            ]
 
     def _withdraw(self, record: Record) -> Process[None]:
         """Remove a stored checkpoint that is not clean any more."""
