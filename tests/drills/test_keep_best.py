@@ -54,8 +54,8 @@ def test_the_best_that_was_in_memory_only_is_saved_and_the_proof_of_the_end_repl
     """Killed while the best is written. The end is better still, but in no metrics."""
     monkeypatch.setenv(MEMORY_DIR, str(tmp_path))
     learning = ("optim.lr=0.01", "schedule.warmup=5", "checkpoint.memory_every=4", "steps=14")
-    fault = "faults=[kill@step=12,rank=0,at=save]"
-    run = train(tmp_path / "run", *SETTINGS, *learning, fault, ranks=1, restarts=1)
+    fault = ("faults=[kill@step=12,rank=0,at=save]", "checkpoint.background=false")
+    run = train(tmp_path / "run", *SETTINGS, *learning, *fault, ranks=1, restarts=1)
     assert run.code == 0 and best_step(run) == 12, run.tail
     last = run.journal("start")[-1]
     assert (last["step"], last["detail"]["tier"]) == (12, "memory"), run.tail

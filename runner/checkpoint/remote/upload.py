@@ -95,6 +95,7 @@ class Uploads:
             if stored.serial in self.tainted - self._attempted:
                 start(self._withdraw(stored))
         # A rollback goes back to what is older than the tainted ones.
+        records = [record for record in records if record.serial not in self.tainted]
         tried = max(self._attempted - self.tainted, default=0)
         newest = next_upload(records, self._sound, tried=tried, unproven=self._takes_unproven)
         record = newest or (None if self._takes_unproven else self._best_due(records))
