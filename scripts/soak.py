@@ -1,13 +1,13 @@
-"""One long run, hundreds of random faults, one supervisor; then the same run in peace.
+"""One long run, hundreds of random faults, one supervisor; then the same run undisturbed.
 
 The run has everything on: evaluations, a mixture, an average, audits, a tracker, snapshots in
 memory, copies in an object store. Half of the faults end or freeze processes, from within
 (``faults=[...]``) or from outside (everything killed, a signal, a notice, a full disk where a small
 one can be mounted, a store that is gone for a while); the rest are NaNs, spikes, bad samples,
 flipped bits and damaged checkpoints. Where the run recovers from one fault, another strikes now
-and then. The peaceful run has no faults and is told to skip what the soaked one skipped: both must
-end with one digest. No guard sees a wrong number that stays below its limits: where the two first
-differ at the step of such a fault, the peaceful run is made anew with that one fault.
+and then. The undisturbed run is told to skip what the soaked one skipped: both must end with one
+digest. No guard sees a wrong number that stays below its limits: where the two first
+differ at the step of such a fault, that run is made anew with that one fault.
 
 With ``--record FILE`` it goes on from that record with the next seed until ``--minutes`` are over,
 so that a record may be of any number of sittings; one that is broken off is played anew.
@@ -335,16 +335,16 @@ class Soak:
         }
 
     def compare(self, folder: Path) -> dict[str, Any]:
-        """With the run in peace; with that of the faults below the limits where these differ."""
+        """With the undisturbed run; with that of the faults below the limits where these differ."""
         soaked, unseen = _summary(self.out), list[str]()
         while True:
-            peace = folder / f"peace-{len(unseen)}"
+            undisturbed = folder / f"undisturbed-{len(unseen)}"
             told = (skip_override(soaked["skipped"]), f"faults=[{_quoted(unseen)}]")
-            log = peace.with_suffix(".log")
-            code = _begun(peace, self._options, log, *told).wait()
-            assert code == 0, f"the run in peace ended with {code}: {log}"
-            is_same = all(soaked[key] == _summary(peace)[key] for key in SAME)
-            differs_at, more = (None, []) if is_same else self._first_difference(peace)
+            log = undisturbed.with_suffix(".log")
+            code = _begun(undisturbed, self._options, log, *told).wait()
+            assert code == 0, f"the undisturbed run ended with {code}: {log}"
+            is_same = all(soaked[key] == _summary(undisturbed)[key] for key in SAME)
+            differs_at, more = (None, []) if is_same else self._first_difference(undisturbed)
             if not set(more) - set(unseen):
                 break
             unseen += more
@@ -353,14 +353,15 @@ class Soak:
             "below_limits": unseen if is_same else [],
             "differs_at": differs_at,
             "digest": soaked["state_digest"][:16],
-            "peace_digest": _summary(peace)["state_digest"][:16],
+            "undisturbed_digest": _summary(undisturbed)["state_digest"][:16],
             "steps": soaked["steps"],
             "goodput": soaked["goodput"],
         }
 
-    def _first_difference(self, peace: Path) -> tuple[int | None, list[str]]:
+    def _first_difference(self, undisturbed: Path) -> tuple[int | None, list[str]]:
         """The first step that is another one, and its faults that may stay below the limits."""
-        ours, theirs = (Result(out=out, code=0, text="").counted() for out in (self.out, peace))
+        runs = (Result(out=out, code=0, text="") for out in (self.out, undisturbed))
+        ours, theirs = (run.counted() for run in runs)
         for step, line in sorted(ours.items()):
             if any(line[name] != theirs[step][name] for name in ("samples", "loss", "grad_norm")):
                 first, stop = line["samples"]

@@ -29,7 +29,7 @@ def main() -> None:
 def told(totals: dict[str, Any]) -> list[str]:
     """What a record says, in lines."""
     runs = totals.get("sittings") or totals["segments"]
-    same = f"{totals['same_digest']} of {runs} runs with the digest of the run in peace"
+    same = f"{totals['same_digest']} of {runs} runs with the digest of the undisturbed run"
     if "sittings" in totals:
         below = totals.get("same_with_faults_below_limits")
         more = [f"{below} more with what stayed below the guard's limits"] if below else []

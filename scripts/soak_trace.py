@@ -5,7 +5,7 @@ befalls its node, at its time and until it was repaired, so clusters of failures
 of the nodes train, a supervisor and a rank on each. The harness plays the scheduler of a cluster:
 it sees nodes, never the run, asks the supervisor on a bad node to stop, and starts the same command
 on a healthy one; where too few are healthy, the run waits. Segments of one length play the trace
-one after another: each has to end with the digest of the same run in peace. With ``--slurm`` a real
+one after another: each has to end with the digest of its undisturbed run. With ``--slurm`` a real
 Slurm is the scheduler, of a job with one spare node.
 """
 
@@ -413,13 +413,13 @@ def send(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def in_peace(folder: Path) -> str:
+def undisturbed(folder: Path) -> str:
     """The digest of the run that nothing befalls."""
-    out = folder / "peace"
+    out = folder / "undisturbed"
     words = [sys.executable, "-m", "runner", "launch", "--nproc", str(WORLD), f"out={out}"]
     settings = [word for word in SETTINGS.split() if not word.startswith("faults=")]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    with (folder / "peace.log").open("w") as log:
+    with (folder / "undisturbed.log").open("w") as log:
         done = subprocess.run([*words, *settings], stdout=log, stderr=log, env=env, check=True)
     assert done.returncode == 0
     return str(json.loads((out / "summary.json").read_text())["state_digest"][:16])
@@ -429,7 +429,7 @@ def segment(options: Any, folder: Path, earlier: list[dict[str, Any]]) -> dict[s
     """Play on from where the segments with this seed ended."""
     mine = [one for one in earlier if one["seed"] == options.seed]
     clock = mine[-1]["until_day"] if mine else 0.0
-    peace = in_peace(folder)
+    expected = undisturbed(folder)
     nodes = [f"node{number}" for number in range(NODES)]
     played, first = drawn(read_failures(options.trace), options.seed)
     lap = clock // DAYS * DAYS
@@ -451,7 +451,7 @@ def segment(options: Any, folder: Path, earlier: list[dict[str, Any]]) -> dict[s
         with Network(f"ht{os.getpid()}", nodes, folder / "net", 81) as network:
             run = Segment(network, *rest)
             result = run.run(broken)
-    same = result["digest"] == peace and result["skipped"] == []
+    same = result["digest"] == expected and result["skipped"] == []
     days = {"day": round(clock, 3), "until_day": round(run.clock, 3)}
     return {"seed": options.seed, "slurm": options.slurm} | days | {"same_digest": same} | result
 

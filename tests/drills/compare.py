@@ -131,7 +131,7 @@ def assert_killed_is_as_not(
         gone: a folder that was needed at the first start only.
 
     Returns:
-        the run in peace.
+        the undisturbed run.
     """
     whole = finish(folder / "whole", *how, ranks=ranks)
     killed = start(folder / "killed", *how, ranks=ranks)
