@@ -128,8 +128,9 @@ class Store:
 
     def _answer(self, environ: dict[str, Any], begin: Callable[..., Any]) -> Iterable[bytes]:
         dies = False
-        if environ["REQUEST_METHOD"] == "PUT":
-            with self._lock:
+        with self._lock:  # what is in puts is carried out, also beside the one that ends the server
+            is_down = self._server is None  # a connection kept alive must not outlive the server
+            if environ["REQUEST_METHOD"] == "PUT" and not is_down:
                 dies = len(self.puts) + 1 == self.dies_at
                 self.dies_at = None if dies else self.dies_at
                 if not dies:
@@ -137,7 +138,7 @@ class Store:
         if dies:
             self.stop()
             self.died.set()
-        if self._server is None:  # a connection kept alive must not outlive the server
+        if dies or is_down:
             self._hang_up(environ)
         trouble = self.trouble(environ)
         self.met[trouble] += 1
