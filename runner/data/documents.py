@@ -19,8 +19,9 @@ import os
 import sysconfig
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -107,11 +108,17 @@ def decompressed(path: Path, raw: BinaryIO, compression: str | None) -> BinaryIO
     """
     if compression is None:
         return raw
-    if compression == ".zst":
-        return io.BufferedReader(_Text(_zstd_frames(path, raw)), _TEXT_BLOCK)
-    opener: Any = {".gz": gzip.GzipFile, ".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile}[compression]
-    opened = opener(fileobj=raw, mode="rb") if compression == ".gz" else opener(raw)
-    return io.BufferedReader(_Text(_unpacked(opened)), _TEXT_BLOCK)
+    errors: tuple[type[Exception], ...] = (EOFError, zlib.error, lzma.LZMAError)
+    if compression == ".gz":
+        blocks = iter(partial(gzip.GzipFile(fileobj=raw, mode="rb").read1, _TEXT_BLOCK), b"")
+    elif compression == ".zst":
+        zstandard = imported("zstandard", str(path), "text")
+        blocks = _streams(lambda: zstandard.ZstdDecompressor().decompressobj(), raw, _ZSTD_BLOCK)
+        errors += (zstandard.ZstdError,)
+    else:
+        made = bz2.BZ2Decompressor if compression == ".bz2" else lzma.LZMADecompressor
+        blocks = _streams(made, raw, _TEXT_BLOCK, _TEXT_BLOCK)
+    return io.BufferedReader(_Text(_unpacked(blocks, errors)), _TEXT_BLOCK)
 
 
 class _Text(io.RawIOBase):
@@ -136,12 +143,11 @@ class _Text(io.RawIOBase):
         return count
 
 
-def _unpacked(opened: Any) -> Iterator[bytes]:
+def _unpacked(blocks: Iterator[bytes], errors: tuple[type[Exception], ...]) -> Iterator[bytes]:
     """Turns the errors of the libraries into one; those of the storage stay as they are."""
     try:
-        while block := opened.read1(_TEXT_BLOCK):
-            yield block
-    except (EOFError, zlib.error, lzma.LZMAError) as error:
+        yield from blocks
+    except errors as error:
         raise Damaged(str(error)) from error
     except OSError as error:
         if error.errno is not None:
@@ -149,25 +155,33 @@ def _unpacked(opened: Any) -> Iterator[bytes]:
         raise Damaged(str(error)) from error  # BadGzipFile, and what bz2 raises
 
 
-def _zstd_frames(path: Path, raw: BinaryIO) -> Iterator[bytes]:
-    """Reads consecutive Zstandard frames. The library's own reader accepts a torn one as whole.
+def _streams(make: Callable[[], Any], raw: BinaryIO, size: int, *most: int) -> Iterator[bytes]:
+    """Reads consecutive streams, and zeros that fill a file up behind one of them.
+
+    The libraries' own readers accept a torn one as whole (zstandard), or take a damaged one for
+    something else that follows the first (bz2, lzma).
+
+    Args:
+        size: bytes that are read at once; ``most``: that a decompressor gives at once, if it has a
+            limit.
 
     Raises:
-        MissingPackage: the library is missing.
-        Damaged: a frame is damaged, or the last one is torn.
+        EOFError: the last one is torn.
     """
-    zstandard = imported("zstandard", str(path), "text")
-    frame: Any = None
+    stream: Any = None
     block = b""
-    while block := block or raw.read(_ZSTD_BLOCK):
-        frame = frame or zstandard.ZstdDecompressor().decompressobj()
-        try:
-            yield frame.decompress(block)
-        except zstandard.ZstdError as error:
-            raise Damaged(str(error)) from error
-        block, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
-    if frame is not None:
-        raise Damaged("it ends inside a frame")
+    while block := block or raw.read(size):
+        if stream is not None and stream.eof:
+            block = block.lstrip(b"\0")
+            stream = None if block else stream
+            continue
+        stream = stream or make()
+        yield stream.decompress(block, *most)
+        while most and not (stream.eof or stream.needs_input):
+            yield stream.decompress(b"", *most)
+        block = stream.unused_data if stream.eof else b""
+    if stream is None or not stream.eof:
+        raise EOFError("it ends inside a frame")
 
 
 PIECE_BYTES: Final = 1 << 20

@@ -470,13 +470,17 @@ class TestMarks:
 WORDS = "".join(f"some words, number {number}\n" for number in range(3000))
 
 
-def compressed(ending: str, data: bytes) -> bytes:
+def streams(ending: str, data: bytes) -> list[bytes]:
+    """Two of them, as tools that append or that work in parallel leave them."""
+    known = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
     if ending == ".zst":
         library = pytest.importorskip("zstandard")
-        half = len(data) // 2  # two frames, as tools that append leave them
-        frames = (data[:half], data[half:])
-        return b"".join(library.ZstdCompressor(write_checksum=True).compress(f) for f in frames)
-    return {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}[ending](data)
+        known[ending] = library.ZstdCompressor(write_checksum=True).compress
+    return [known[ending](data[: len(data) // 2]), known[ending](data[len(data) // 2 :])]
+
+
+def compressed(ending: str, data: bytes) -> bytes:
+    return b"".join(streams(ending, data))
 
 
 def utf16(text: str) -> bytes:
@@ -512,19 +516,23 @@ class TestWhatAFileIs:
         path.write_bytes(compressed(ending, WORDS.encode()))
         found = text(tmp_path, path, seq_len=len(WORDS))
         assert found[0].tokens.tolist() == expected.tokens.tolist()
+        filled = tmp_path / "c.txt"
+        filled.write_bytes(path.read_bytes() + b"\0" * 512)
+        assert len(text(tmp_path, filled, seq_len=len(WORDS))) == 1, "a tape's blocks"
         assert found.contents == contents_of(1, path.stat().st_size)  # type: ignore[attr-defined]
         lines = tmp_path / f"a.jsonl{ending}"
         lines.write_bytes(compressed(ending, b'{"text": "one"}\n{"text": "two"}\n'))
         assert bytes(text(tmp_path, lines, seq_len=2)[0].tokens.tolist()) == b"one"
 
     @pytest.mark.parametrize("ending", [".gz", ".zst", ".bz2", ".xz"])
-    @pytest.mark.parametrize("damage", ["cut", "flipped", "not compressed"])
+    @pytest.mark.parametrize("damage", ["cut", "flipped", "second", "not compressed"])
     def test_damaged_compressed_text(self, tmp_path: Path, ending: str, damage: str) -> None:
-        data = bytearray(compressed(ending, os.urandom(30_000).hex().encode()))
+        first, second = streams(ending, os.urandom(30_000).hex().encode())
+        data = bytearray(first + second)
         path = tmp_path / f"a.txt{ending}"
-        if damage == "flipped":
-            data[len(data) // 2] ^= 0xFF
-        path.write_bytes({"cut": data[:-20], "flipped": data}.get(damage, b"plain words"))
+        if damage in ("flipped", "second"):
+            data[len(first) // 2 if damage == "flipped" else len(first)] ^= 0xFF
+        path.write_bytes({"cut": data[:-20], "not compressed": b"plain words"}.get(damage, data))
         refused(lambda: text(tmp_path, path), str(path), "cannot be decompressed", "write it again")
         assert not list((tmp_path / "cache").iterdir()), "nothing is left of it"
 
