@@ -87,11 +87,11 @@ class MixtureOrder:
     def load(self, phases: Sequence[Phase]) -> None:
         """Set the phases, the first from position 0 on, each later one from its start on."""
         self._phases, self._before = [], []
-        self._block.cache_clear()
         for phase in phases:
             # A phase that begins where another does, or before it, replaces it.
             while self._phases and self._phases[-1].start >= phase.start:
                 del self._phases[-1], self._before[-1]
+            self._block.cache_clear()  # a replaced phase may have given some under this number
             self._before.append(self._given(phase.start))
             self._phases.append(phase)
 

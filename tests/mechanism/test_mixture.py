@@ -126,6 +126,9 @@ def test_what_lies_before_a_change_stays_as_it_was() -> None:
     again = order(phases=[first, second, Phase(start=4000, weights=WEIGHTS)])
     without = order(phases=[first, Phase(start=4000, weights=WEIGHTS)])
     assert read(again, 0, 6000) == read(without, 0, 6000), "the second began behind the run's end"
+    third = Phase(start=5500, weights={"books": 1})
+    again = order(phases=[first, second, third, Phase(start=4000, weights=WEIGHTS)])
+    assert read(again, 0, 6000) == read(without, 0, 6000), "nor does the third one's place tell"
     require_whole_epochs(read(again, 0, 20_000), LENGTHS)
 
 
