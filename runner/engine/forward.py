@@ -121,19 +121,16 @@ class Forward:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Evaluated:
-        """Run forward passes only. Waits for the device once."""
-        parts, own = [], []
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        count = torch.zeros((), dtype=torch.float64, device=self._device)
+        """Run forward passes only."""
         with self._buffers.untouched(), evaluating(self._model):
-            for batch in batches:
-                losses, _, counts, metrics = self._sums(batch)
-                parts.append(losses)
-                own.append(metrics)
-                total += losses.sum(dtype=torch.float64)
-                count += counts.sum(dtype=torch.float64)
+            parts = [self._sums(batch) for batch in batches]
+        losses, _, counts, metrics = zip(*parts, strict=True)
         return Evaluated(
-            losses=tuple(parts), total=total, num_tokens=int(count), metrics=tuple(own)
+            losses=losses,
+            counts=counts,
+            total=_total(losses),
+            count=_total(counts),
+            metrics=metrics,
         )
 
     def _sums(self, batch: Batch) -> Losses:

@@ -79,13 +79,14 @@ class Evaluated:
     """This rank's part of an evaluation.
 
     ``losses`` are summed cross-entropy in nats per sequence, FP32 [B] per micro-batch, on the
-    device; ``total`` is their sum, an FP64 scalar; ``num_tokens`` is the number of tokens;
-    ``metrics`` are the model's own, [B] per micro-batch.
+    device, and ``counts`` the number of terms in each, as in a step; ``total`` and ``count`` are
+    their sums, FP64 scalars; ``metrics`` are the model's own, [B] per micro-batch.
     """
 
     losses: tuple[torch.Tensor, ...]
+    counts: tuple[torch.Tensor, ...]
     total: torch.Tensor
-    num_tokens: int
+    count: torch.Tensor
     metrics: tuple[Metrics, ...] = ()
 
 

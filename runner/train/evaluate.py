@@ -129,7 +129,7 @@ class Evaluator:
         total = float(evaluated.total.item())
         own = [
             total,
-            float(evaluated.num_tokens),
+            float(evaluated.count),
             float(not math.isfinite(total)),
             float(any(batch.unreadable for batch in self._batches)),
         ]
@@ -161,12 +161,13 @@ class Evaluator:
         return {**dict.fromkeys(names), **self.columns, "eval_loss": loss}
 
     def _own_groups(self, evaluated: Evaluated) -> list[float]:
-        """The summed loss and the token count of each group, on this rank."""
+        """The summed loss and the number of its terms of each group, on this rank."""
         sums = [0.0] * (2 * len(self._samples.names))
         if self._samples.groups is None:
             return sums
-        for batch, losses in zip(self._batches, evaluated.losses, strict=True):
-            rows = zip(batch.positions, losses.tolist(), batch.counts(), strict=True)
+        parts = zip(self._batches, evaluated.losses, evaluated.counts, strict=True)
+        for batch, losses, counts in parts:
+            rows = zip(batch.positions, losses.tolist(), counts.tolist(), strict=True)
             for place, loss, count in rows:
                 if place is not None and count:
                     group = int(self._samples.groups[place])

@@ -63,3 +63,25 @@ def test_each_set_has_a_loss_and_culprits_are_found(tmp_path: Path) -> None:
         assert min(parts) < of_step["eval_loss"] < max(parts)
     assert losses[30]["eval_accuracy/easy"] > losses[30]["eval_accuracy/odd"]
     assert losses[30]["eval_loss/easy"] < losses[30]["eval_loss/odd"] - 0.3
+
+
+def test_terms_are_counted_as_the_model_counts_them(tmp_path: Path) -> None:
+    """Half a term a sample, and an odd number of samples: of each source, and on each rank."""
+    sources = ", ".join(
+        f"{{name: {name}, _target_: tests.uncommon_guests.Uneven}}" for name in "ab"
+    )
+    settings = (
+        "model._target_=tests.uncommon_guests.Counting",
+        "model.how=floats",
+        f"data.sources=[{sources}]",
+        "eval.every=1",
+        "eval.samples=5",
+        "steps=2",
+    )
+    found = [
+        held_out_losses(finish(tmp_path / str(ranks), *settings, ranks=ranks)) for ranks in (1, 3)
+    ]
+    for losses in (by_step[2] for by_step in found):
+        mean = (losses["eval_loss/a"] + losses["eval_loss/b"]) / 2
+        assert losses["eval_loss"] == pytest.approx(mean, rel=1e-6), losses
+    assert found[0][2] == pytest.approx(found[1][2], rel=1e-4)

@@ -214,7 +214,7 @@ def test_evaluation_changes_nothing_and_drops_nothing() -> None:
     parts = [rows_of(whole, range(4)), rows_of(whole, [4, 5, None])]
     told = [engine.evaluate(parts) for _ in range(2)]
     assert same(state(engine), before)
-    assert told[0].total == told[1].total and told[0].num_tokens == sum(whole.counts())
+    assert told[0].total == told[1].total and told[0].count == sum(whole.counts())
     for one, two in zip(told[0].losses, told[1].losses, strict=True):
         assert torch.equal(one, two)
     dropped = [engine.accumulate(works(whole, seed=seed)).loss.item() for seed in (1, 2)]
@@ -224,7 +224,7 @@ def test_evaluation_changes_nothing_and_drops_nothing() -> None:
 def test_evaluation_is_the_training_loss_without_dropout() -> None:
     engine, whole = build(), batch()
     found, sums = engine.evaluate([whole]), engine.accumulate(works(whole))
-    assert found.total.dtype == torch.float64 and found.num_tokens == sum(whole.counts())
+    assert found.total.dtype == torch.float64 and found.count == sum(whole.counts())
     assert found.total.item() == pytest.approx(sums.loss.item(), rel=1e-6)
     # Of each sequence by itself, so that a bad one can be named.
     assert found.losses[0].tolist() == pytest.approx(sums.sequences.losses[0].tolist(), rel=1e-5)

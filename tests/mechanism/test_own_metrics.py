@@ -139,10 +139,11 @@ def test_a_line_keeps_them_and_trackers_get_them_by_kind() -> None:
 
 
 def test_a_metric_called_as_that_of_a_set_keeps_its_own_numbers() -> None:
-    batch = parts(positions=[0, 1], unreadable=[], counts=lambda: [1, 1], to=lambda device: batch)
+    batch = parts(positions=[0, 1], unreadable=[], to=lambda device: batch)
     ones = torch.ones(2)
     metrics = {"right": (ones, ones), "right/wiki": (0 * ones, ones)}
-    found = Evaluated(total=ones.sum(), num_tokens=2, losses=(ones,), metrics=(metrics,))
+    total = ones.sum()
+    found = Evaluated(losses=(ones,), counts=(ones,), total=total, count=total, metrics=(metrics,))
     run: Any = parts(
         engine=parts(device=torch.device("cpu"), evaluate=lambda batches: found),
         ranks=SingleProcessRanks(),
