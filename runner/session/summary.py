@@ -23,7 +23,7 @@ from runner.engine.protocol import Engine
 from runner.observe.page_writer import NAME as PAGE
 from runner.run_dir.paths import RunDir
 from runner.system.files import write_json
-from runner.system.json_lines import iter_lines
+from runner.system.json_lines import iter_lines, step_of
 from runner.system.parsing import number_in
 from runner.system.units import duration
 from runner.train.run import Run
@@ -99,7 +99,8 @@ def sum_up(
     with suppress(OSError):  # the storage is gone: what is written below says so
         for line in iter_lines(run_dir.metrics):
             value = number_in(line, "eval_loss")
-            eval_loss = eval_loss if value is None else value
+            if value is not None and step_of(line) <= state.updates:  # no rollback undid it
+                eval_loss = value
     summary = Summary(
         status=end.status,
         exit_code=end.exit_code,

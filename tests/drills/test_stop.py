@@ -220,6 +220,20 @@ def test_a_stop_while_a_rollback_waits_for_its_checkpoint(tmp_path: Path) -> Non
     assert decisions(again) == decisions(other) and not again.journal("crash")
 
 
+def test_a_stop_behind_a_rollback_names_no_evaluation_that_it_undid(tmp_path: Path) -> None:
+    env, _ = asking(tmp_path, "SIGTERM", "1")
+    env["STOPPED_IN"] = "runner.train.recovery:Recovery.roll_back 1 0"
+    settings = ("steps=32", "checkpoint.memory_every=0", POISON)
+    asked = train(tmp_path / "run", *settings, program=PROGRAM, env=env)
+    summary, evaluated = asked.summary, {}
+    for line in asked.metrics():
+        if line["eval_loss"] is not None:
+            evaluated[line["step"]] = line["eval_loss"]
+    assert summary["exit_code"] == 75 and asked.journal("rollback"), asked.tail
+    assert 8 <= summary["steps"] < 16 and [*evaluated] == [8, 16], asked.tail
+    assert summary["eval_loss"] == evaluated[8], "not that of step 16"
+
+
 STARTS = {
     "first": "runner.engine.fsdp:FsdpEngine.__init__ 1 0",
     "restart": "runner.engine.fsdp:FsdpEngine.finish_load 1 0",
