@@ -142,9 +142,9 @@ class MicroBatch:
         """Replace the rows at the places ``gone``."""
 
         def filled(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            tensor = tensor.clone()
-            tensor[gone] = rows(name, tensor)
-            return tensor
+            result = tensor.clone()
+            result[gone] = rows(name, tensor)  # not of the copy: torch refuses to read and write it
+            return result
 
         return replace(self._map(filled), positions=positions)
 

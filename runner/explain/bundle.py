@@ -127,7 +127,7 @@ class Bundles:
             parts.append(f"\nstream position {position}: {_plain(name)}")
             if str(position) in rows:
                 rank, loss, norm, count = rows[str(position)]
-                loss_of = f"{loss / max(count, 1):.4g}"
+                loss_of = f"{loss / (count or 1):.4g}"
                 if vocabulary:
                     loss_of += f" nats per token over {count} tokens"
                 parts.append(

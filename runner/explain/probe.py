@@ -71,7 +71,7 @@ class Bench:
         self.num_steps = 0
         self._narrow = None
         self._seeds = seeds
-        return self._gather_reading(sums, batches, _positions(batches))
+        return self._gather_reading(sums, _positions(batches))
 
     def compute(
         self,
@@ -98,7 +98,7 @@ class Bench:
             sums = self._engine.accumulate(micro_steps)
             drop_gradients(self._engine)
         self.num_steps += 1
-        return self._gather_reading(sums, batches, names or _positions(batches))
+        return self._gather_reading(sums, names or _positions(batches))
 
     @property
     def wider(self) -> str:
@@ -132,7 +132,7 @@ class Bench:
                     drop_gradients(self._engine)
         finally:
             self._engine.twin.close()
-        return self._gather_reading(sums, batches, _positions(batches))
+        return self._gather_reading(sums, _positions(batches))
 
     def _open_twin(self) -> None:
         """
@@ -231,14 +231,13 @@ class Bench:
         pairs = zip(batches, known, strict=True)
         return self.compute([batch.only(positions, other) for batch, other in pairs])
 
-    def compute_of(self, batches: Sequence[MicroBatch], rank: int) -> Reading:
-        """The step with the samples of one rank; all others compute padding.
+    def compute_of(self, batches: Sequence[MicroBatch], rank: int, *, tokens: float) -> Reading:
+        """The step, of ``tokens``, with the samples of one rank; all others compute padding.
 
         They count as if they had the same level as that rank's.
         """
-        whole = self._ranks.sum([float(sum(sum(batch.counts()) for batch in batches))])[0]
         reading = self.compute(batches if rank == self._ranks.rank else _padding(batches))
-        return replace(reading, tokens=whole, usual_loss=reading.loss)
+        return replace(reading, tokens=tokens, usual_loss=reading.loss)
 
     def micro_batches(self, batches: Sequence[MicroBatch]) -> list[list[int]]:
         """The positions of each micro-batch of all ranks. Collective."""
@@ -281,13 +280,11 @@ class Bench:
         """The host names of all ranks. Collective."""
         return [str(host) for host in self._ranks.gather(host_name())]
 
-    def _gather_reading(
-        self, sums: LocalSums, batches: Sequence[MicroBatch], names: Sequence[Names]
-    ) -> Reading:
-        own_share = _share(sums, batches, names)
+    def _gather_reading(self, sums: LocalSums, names: Sequence[Names]) -> Reading:
+        own_share = _share(sums, names)
         by_rank = self._ranks.gather(own_share)
         rows = {
-            int(name): SampleRow(rank, float(loss), float(norm), int(count))
+            int(name): SampleRow(rank, float(loss), float(norm), count)
             for rank, (_, of_rank) in enumerate(by_rank)
             for name, loss, norm, count in of_rank
         }
@@ -328,13 +325,11 @@ def without_samples(batches: Sequence[MicroBatch], positions: Collection[int]) -
     return [batch.without(positions) for batch in batches]
 
 
-def _share(
-    sums: LocalSums, batches: Sequence[MicroBatch], names: Sequence[Names]
-) -> tuple[list[float], list[list[Any]]]:
+def _share(sums: LocalSums, names: Sequence[Names]) -> tuple[list[float], list[list[Any]]]:
     """One rank's sums, and name, loss, norm and tokens of each of its samples."""
     host_sums = sums.sequences.to_host()
     norms = host_sums.gradient_norms or [0.0] * len(host_sums.losses)
-    counts = [count for batch in batches for count in batch.counts()]
+    counts = [count for of_batch in sums.sequences.counts for count in of_batch.tolist()]
     sample_names = [name for of_batch in names for name in of_batch]
     rows = zip(sample_names, host_sums.losses, norms, counts, strict=True)
     square, count = float(sums.grad_square), float(sums.count)

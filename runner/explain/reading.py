@@ -30,19 +30,19 @@ class SampleRow:
 
     Attributes:
         rank: which computed it.
-        loss: summed nats over ``count`` tokens.
+        loss: summed nats over ``count`` terms: tokens, or what a model's own losses count.
         norm: of the gradient at the embedding's output.
     """
 
     rank: int
     loss: float
     norm: float
-    count: int
+    count: float
 
     @property
     def level(self) -> float:
         """Nats per token."""
-        return self.loss / max(self.count, 1)
+        return self.loss / (self.count or 1)
 
     @property
     def is_finite(self) -> bool:

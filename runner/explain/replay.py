@@ -248,7 +248,7 @@ class _Search(Probes):
         world_size = self.bench.world_size
         while world_size <= _MOST_RANKS_ALONE and self.left >= world_size and not bad:
             for rank in range(world_size):
-                alone = self.bench.compute_of(self.batches, rank)
+                alone = self.bench.compute_of(self.batches, rank, tokens=self.first.tokens)
                 if not self.is_good(self.note(f"rank {rank} alone", alone)):
                     bad.add(rank)
         return bad if len(bad) < world_size else set()

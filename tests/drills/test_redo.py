@@ -127,6 +127,24 @@ def assert_evidence(run: Result, line: dict[str, Any], capsys: pytest.CaptureFix
     assert len(capsys.readouterr().out.split("\n\n")[0].splitlines()) == 2
 
 
+def test_of_samples_without_tokens_only_the_culprits_are_skipped(tmp_path: Path) -> None:
+    """And a sample has as many terms as the model counts."""
+    guests = "tests.uncommon_guests"
+    how = (
+        *(VERDICT, f"model._target_={guests}.Counting", "model.how=floats"),
+        *(f"data._target_={guests}.Uneven", "steps=32"),
+    )
+    hit = finish(tmp_path / "hit", *how, "faults=[poison@samples=410-411]")
+    [line] = redone(hit)
+    assert line["detail"]["skipped"] == [410, 411], hit.tail
+    assert_same_end(hit, finish(tmp_path / "told", *how, skip_override([[410, 412]])))
+    folder = hit.out / "explanations" / f"{line['detail']['cause']['bundle']:06d}"
+    probes = json.loads((folder / "incident.json").read_text())["probes"]
+    for name in ("first", "A", "known", "B"):
+        of_ranks, of_samples = probes[name]["ranks"], probes[name]["samples"].values()
+        assert sum(row[3] for row in of_ranks) == sum(row[3] for row in of_samples) == 16, name
+
+
 LAYERS = (VERDICT, TWO_LAYERS, "steps=48")
 OVERFLOW = "faults=[overflow@step=28-30,module=blocks.1.ffn]"
 

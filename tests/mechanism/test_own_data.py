@@ -199,6 +199,12 @@ def test_anything_else_is_stacked_and_padding_is_flagged() -> None:
     assert (gone.index, gone.error) == (5, "ValueError: image 5 is torn")
     moved = batch.to(torch.device("cpu"))
     assert moved.fields is not None and moved.fields["pixels"].dtype == torch.float32
+    first, *_ = (p for p, real in zip(batch.positions, batch.real.tolist(), strict=True) if real)
+    assert first is not None
+    left = batch.without([first])
+    assert left.real is not None and left.fields is not None and first not in left.positions
+    assert left.real.sum() == batch.real.sum() - 1, "a copy of one that stays is in its place"
+    assert set(left.fields["label"].tolist()) <= set(batch.fields["label"].tolist())
 
 
 class Ragged(list[Any]):
