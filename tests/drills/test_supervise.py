@@ -224,6 +224,7 @@ def test_a_rank_that_leaves_without_a_word_is_diagnosed(
     monkeypatch.setenv("LEAVES", str(tmp_path / "run"))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     overrides = [f"out={tmp_path / 'run'}", *TINY, SLOW, "debug.diagnose_on_crash=true"]
+    overrides += ["launch.warm=false"]  # forked ranks import no sitecustomize
     started = begun(
         tmp_path / "run",
         ["supervise", "--pause", "0.1", "--", *torchrun, "-m", "runner", *overrides],
