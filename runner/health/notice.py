@@ -39,6 +39,7 @@ _AGAIN_SECONDS = 0.5  # a notice counts when it is read twice
 _TIMEOUT_SECONDS = 2.0
 _MOST_BYTES = 1 << 16
 _SOON_SECONDS = 150.0  # a notice of more than this stops nothing yet
+_ADVICE_SECONDS = 600.0  # between checkpoints for advice in other words
 SPARE_SECONDS = 3.0  # of a notice, for the exit
 
 Get = Callable[..., tuple[int, str]]  # as :func:`get`
@@ -80,8 +81,8 @@ class Notices:
         self._stop = stop
         self._over = threading.Event()
         self._has_said = False
-        self._advised = ""
-        self._seen = ""
+        self._advised, self._advised_at = "", -math.inf
+        self._seen: bool | None = None  # whether the notice read before is advice; None: none was
 
     def begin(self) -> None:
         """Begin to ask."""
@@ -108,15 +109,17 @@ class Notices:
     def look(self) -> float:
         """Ask once; returns the seconds until the next time."""
         notice = self._read()
-        seen, self._seen = self._seen, "" if notice is None else notice.reason
+        # Its reason may be another each time, such as one that counts down.
+        seen, self._seen = self._seen, None if notice is None else notice.is_advice
         if notice is None:
             return _EVERY_SECONDS
         if seen != self._seen:
             return _AGAIN_SECONDS
         left = notice.seconds
         if notice.is_far:
-            if self._advised != notice.reason:
-                self._advised = notice.reason
+            now = time.monotonic()
+            if self._advised != notice.reason and now > self._advised_at + _ADVICE_SECONDS:
+                self._advised, self._advised_at = notice.reason, now
                 self._stop.advise(notice.reason)
             return _EVERY_SECONDS
         self._stop.ask(notice.reason, within=None if left is None else left - SPARE_SECONDS)

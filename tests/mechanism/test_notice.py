@@ -191,6 +191,26 @@ def test_a_file(tmp_path: Path) -> None:
         notice.in_file(path)
 
 
+def test_a_reason_that_counts_down(tmp_path: Path) -> None:
+    """It is another one each time that it is read."""
+    path = tmp_path / "leave"
+    made, stop = asking(f"file:{path}")
+
+    def look(seconds: int, advice: str) -> None:
+        told = f'{{"seconds": {seconds}, "reason": "{seconds} s left", "advice": {advice}}}'
+        path.write_text(told)
+        made.look()
+
+    for seconds in (999, 998, 997):
+        look(seconds, "true")
+    assert stop.is_advised() and stop.advice == "998 s left", "once"
+    look(996, "true")
+    look(60, "false")
+    assert not stop.is_advised() and not stop.is_set, "read once"
+    look(58, "false")
+    assert stop.is_set and stop.reason == "58 s left" and 50 < stop.left_seconds <= 55
+
+
 def test_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stop = StopRequest(grace_seconds=1)
     for wrong in ("ec2", "file:", "http:", "none:1", "aws "):
