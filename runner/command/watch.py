@@ -28,6 +28,7 @@ from runner.tools.watch import QuietHours, Rules, Send, Watch
 NOTIFY = "HOLDFAST_NOTIFY"
 _COMMAND_SECONDS = 30.0
 _STATE_BYTES = 64 << 20
+_LOCK_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
 
@@ -58,10 +59,19 @@ def watch_command(arguments: Sequence[str]) -> int:
     end = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: end.set())
-    with _state_of(paths, options.state) as (state, keep):
+
+    def has_launcher() -> bool:
+        return bool(options.launcher == os.getppid())
+
+    with _state_of(
+        paths,
+        options.state,
+        is_needed=options.launcher is None or options.state is not None,
+        waits=lambda: has_launcher() and not end.wait(_LOCK_SECONDS),
+    ) as (state, keep):
         watch = Watch(paths, sends, rules, state=state, keep=keep)
         while True:
-            watch.is_left = options.launcher is not None and os.getppid() != options.launcher
+            watch.is_left = options.launcher is not None and not has_launcher()
             watch.poll()
             has_ended = watch.is_left and watch.is_settled
             if options.once or has_ended or end.wait(options.poll):
@@ -104,25 +114,40 @@ def _parser() -> Parser:
 
 @contextmanager
 def _state_of(
-    paths: Sequence[Path], file: Path | None
+    paths: Sequence[Path], file: Path | None, *, is_needed: bool, waits: Callable[[], bool]
 ) -> Iterator[tuple[dict[str, Any], Callable[[Mapping[str, Any]], None]]]:
-    """The state kept so far, and what writes it; one watcher at a time has it."""
+    """The state kept so far, and what writes it; one watcher at a time has it.
+
+    Args:
+        is_needed: False: where no file can be made, nothing is kept.
+        waits: asked while another watcher has it; whether to try again.
+    """
     names = "\n".join(sorted(str(path.absolute()) for path in paths))
-    home = Path(variables().get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     digest = hashlib.sha256(names.encode()).hexdigest()[:12]
+    home = Path(variables().get("XDG_STATE_HOME") or "~/.local/state")
     path = file or home / "holdfast" / f"watch-{digest}.json"
     try:
+        path = path.expanduser()
         make_folder(path.parent)
         lock = path.with_name(f"{path.name}.lock").open("w")
-    except OSError as error:
-        raise ConfigError(f"--state {path}: {error}; choose another file") from None
+    except (OSError, RuntimeError) as error:  # no home, or one that is read-only on this node
+        if is_needed:
+            raise ConfigError(f"--state {path}: {error}; choose another file") from None
+        yield {}, lambda state: None
+        return
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(
-                f"--state {path}: another watcher has it; end that one, or name another file"
-            ) from None
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if waits():
+                    continue
+                raise ConfigError(
+                    f"--state {path}: another watcher has it; end that one, or name another file"
+                ) from None
+            except OSError:  # a file system without locks
+                break
         is_failing = False
 
         def keep(state: Mapping[str, Any]) -> None:

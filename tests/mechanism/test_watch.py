@@ -22,6 +22,7 @@ from runner.command.help import help_text
 from runner.tools.watch import QuietHours, Rules, Watch
 from tests import warm
 from tests.made_run import BEGAN, incident
+from tests.waiting import until
 
 
 class Run:
@@ -331,6 +332,43 @@ def test_two_watchers_do_not_share_what_was_told(tmp_path: Path) -> None:
         assert "another watcher has it" in told_by([*words[4:], "--once"])[2]
         first.terminate()
         assert first.wait(30) == 0
+
+
+def begun_by_a_launcher(out: Path, told: Path, *more: str, **env: str) -> warm.WarmPopen:
+    """A watcher as ``launch`` begins it, which is this process."""
+    words = ["watch", str(out), "--launcher", str(os.getpid()), "--poll", "1", *more]
+    words += ["--command", f"cat >> {shlex.quote(str(told))}"]
+    return warm.WarmPopen([sys.executable, "-m", "runner", *words], env={**os.environ, **env})
+
+
+def test_one_of_a_launcher_needs_no_home(run: Run, tmp_path: Path) -> None:
+    """Often read-only on a compute node; the ranks tell of nothing, as they rely on it."""
+    run.begins(time.time())
+    run.ends("halted")
+    with begun_by_a_launcher(run.out, tmp_path / "told", XDG_STATE_HOME="/dev/null") as watch:
+        until(lambda: (tmp_path / "told").exists() or watch.poll() is not None)
+        watch.terminate()
+        assert watch.wait(30) == 0
+    assert json.loads((tmp_path / "told").read_text())["kind"] == "halt"
+
+
+def test_one_of_a_launcher_takes_over_from_that_of_the_launch_before(
+    run: Run, tmp_path: Path
+) -> None:
+    """Which goes on to the end of what it has seen, while the next launch begins."""
+    run.begins(time.time())
+    told, state = tmp_path / "told", ("--state", str(tmp_path / "s"))
+    before = warm.WarmPopen([sys.executable, "-m", "runner", "watch", str(run.out), *state])
+    until((tmp_path / "s").exists)
+    with begun_by_a_launcher(run.out, told, *state) as watch:
+        time.sleep(1)
+        before.terminate()
+        assert before.wait(30) == 0
+        run.ends("halted")
+        until(lambda: told.exists() or watch.poll() is not None)
+        watch.terminate()
+        assert watch.wait(30) == 0
+    assert json.loads(told.read_text())["kind"] == "halt"
 
 
 @pytest.fixture
