@@ -205,6 +205,25 @@ def test_a_rollback_to_the_initial_state_goes_back_to_the_first_attempt(tmp_path
     assert path.count("M") == 2, "the line starts again after the rollback"
 
 
+def test_no_counter_falls_at_a_rollback(tmp_path: Path) -> None:
+    """Prometheus takes one that does for one that began anew at 0."""
+    out = Made(steps=60, back_at=40, status=None).write(tmp_path / "run")
+    whole = {file: file.read_text().splitlines(True) for file in out.glob("[jm]*.jsonl")}
+
+    def counters(*, is_back: bool) -> dict[str, float]:
+        for file, lines in whole.items():
+            [at] = [number for number, line in enumerate(lines) if '"rollback"' in line]
+            file.write_text("".join(lines[: at + is_back]))
+        text = metrics_text({"a": samples_of(read(out))})
+        names = re.findall(r"^# TYPE (\S+) counter$", text, re.MULTILINE)
+        told = [line.rpartition(" ") for line in text.splitlines() if line[0] != "#"]
+        return {one: float(value) for one, _, value in told if one.partition("{")[0] in names}
+
+    before, after = counters(is_back=False), counters(is_back=True)
+    assert len(before) > 3 and after['holdfast_rollbacks_total{run="a"}'] == 1
+    assert not [name for name, value in before.items() if after[name] < value]
+
+
 def test_the_state_in_prometheus_text_format(tmp_path: Path) -> None:
     out = Made(steps=100, bad_at=(50,), back_at=80, status=None).write(tmp_path / "run")
     with (out / "journal.jsonl").open("a") as file:
@@ -233,6 +252,9 @@ def test_the_state_in_prometheus_text_format(tmp_path: Path) -> None:
             )
             assert match, line
             samples[match[1] + (f"{{{match[2]}}}" if match[2] else "")] = float(match[3])
+    both = metrics_text({"x" * 60 + end: samples_of(run) for end in "ab"})
+    told = [line.rpartition(" ")[0] for line in both.splitlines() if line[0] != "#"]
+    assert len(set(told)) == len(told) == 2 * len(samples), "each series is there once"
     types = re.findall(r"^# TYPE (\S+) (gauge|counter)$", text, re.MULTILINE)
     assert {name for name, _ in types} == {name.partition("{")[0] for name in samples}
     now = RunStatus(run)

@@ -76,7 +76,7 @@ def samples_of(run: RunReader) -> Iterator[Sample]:
         yield name, kind, words, {"": value}
     yield _status(now.status)
     spent = {f'kind="{kind}"': seconds for kind, seconds in run.time_spent().items()}
-    yield "seconds_total", _COUNTER, "wall time by kind", spent
+    yield "seconds_total", _GAUGE, "wall time by kind, which a rollback changes", spent
     kinds = Counter(line.kind for line in fold.lines)
     lines = {f'kind="{_escaped(kind)}"': count for kind, count in sorted(kinds.items())}
     yield "journal_lines_total", _COUNTER, "lines of the journal by kind", lines
@@ -90,5 +90,5 @@ def samples_of(run: RunReader) -> Iterator[Sample]:
 
 
 def _escaped(text: str) -> str:
-    plain = text[:60].replace("\\", "\\\\").replace('"', '\\"')
+    plain = text.replace("\\", "\\\\").replace('"', '\\"')
     return plain.replace("\n", "\\n")
