@@ -43,12 +43,8 @@ _QUIET = ("KINETO_LOG_LEVEL", "6")
 _ALONE = (
     *("eval.every=0", "eval.stop_after=0", "faults=[]"),
     *("checkpoint.every=1000000000", "checkpoint.memory_every=0", "checkpoint.keep_best=false"),
-    *(
-        "checkpoint.remote=null",
-        "track.read=false",
-        "track.every=1000000000",
-        "debug.audit_every=0",
-    ),
+    *("checkpoint.remote=null", "checkpoint.memory_mirror=false", "checkpoint.memory_slots=null"),
+    *("track.read=false", "track.every=1000000000", "track.command=null", "debug.audit_every=0"),
 )
 _COMMUNICATION = ("nccl", "gloo:", "c10d::")  # in or before the names of kernels and operations
 Spans = list[tuple[float, float]]
@@ -69,7 +65,9 @@ def profile_command(arguments: Sequence[str]) -> int:
     if place.rank == 0 and folder.exists():
         raise ConfigError(f"profile: {folder} exists; remove it, or name another out=")
     config.steps, config.epochs = max(config.steps, _WARMUP + _STEPS + 1), None
-    config.out = str(folder / "run")
+    config.out, track = str(folder / "run"), config.track
+    track.tensorboard = track.wandb = track.mlflow = False
+    track._target_ = None
     check_settings(config, world_size=place.world_size)
     with join(config, place) as group:
         run = open_run(group, config)

@@ -22,13 +22,16 @@ def test_the_union_of_intervals() -> None:
 def test_two_ranks_are_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, folder = tmp_path / "run", tmp_path / "run-profile"
     words = [f"out={out}", *TINY, "faults=[kill@step=3,rank=1]"]
+    # What a run of these settings has, and a profile does without.
+    words += ["checkpoint.memory_mirror=true", "checkpoint.memory_slots=3"]
+    words += ["track._target_=tests.tracking.Recorder", f"track.path={tmp_path / 'told'}"]
     told = torchrun(["-m", "runner", "profile", *words], ranks=2, timeout=200)
     assert told.returncode == 0, told.stdout + told.stderr
     assert "USDT" not in told.stdout + told.stderr
     shown = told.stdout
     for row in ("waiting for data", "communication", "memory at its peak", "FSDP::all_gather"):
         assert row in shown
-    assert not out.exists()
+    assert not out.exists() and not (tmp_path / "told").exists()
     assert sorted(path.name for path in folder.iterdir()) == ["rank-0.json", "rank-1.json"]
     for trace in folder.iterdir():
         names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"]]
