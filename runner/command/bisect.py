@@ -13,9 +13,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from runner.command.arguments import Parser
 from runner.config.compose import override_text
+from runner.run_dir.paths import RunDir
 from runner.system.error import EXIT_CRASH, EXIT_DONE, EXIT_HALTED, ConfigError
 
 _GOOD, _BAD, _UNKNOWN = 0, 1, 125  # as git bisect run reads them
@@ -64,7 +66,10 @@ def _try(command: Sequence[str]) -> int:
             code = subprocess.run(words, check=False).returncode
         except OSError as error:
             raise ConfigError(f"bisect: {words[0]} does not start ({error.strerror})") from None
-    return {EXIT_DONE: _GOOD, EXIT_HALTED: _BAD}.get(code, _UNKNOWN)
+        # torchrun ends with 1, whatever its ranks ended with.
+        summary = RunDir(Path(folder, "run")).stored_summary() or {}
+    codes = {EXIT_DONE: _GOOD, EXIT_HALTED: _BAD}
+    return codes.get(code, _BAD if summary.get("status") == "halted" else _UNKNOWN)
 
 
 def _by_git(commits: Sequence[str], command: Sequence[str]) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from runner.command.bisect import first_bad
+from tests.run import TINY
 
 ROOT = Path(__file__).parents[2]
 _NET = """
@@ -73,6 +74,15 @@ def test_git_is_driven_by_the_exit_code_and_left_as_it_was(tmp_path: Path) -> No
     assert _run(tmp_path, "git", "rev-parse", "HEAD").stdout.strip() == commits[3]
     for code, told in ((0, 0), (3, 1), (2, 125)):
         assert _bisect(tmp_path, "--", "sh", "-c", f"exit {code}").returncode == told
+
+
+def test_a_halt_under_torchrun_is_bad(tmp_path: Path) -> None:
+    """torchrun ends with 1, also where the guard has halted."""
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", *_TRAIN[1:3]]
+    words += ["out={out}", *TINY, "guard.max_rollbacks=0", "explain=off", "steps=20"]
+    words += ["faults=[poison@samples=100-900000]"]
+    done = _bisect(tmp_path, "--", sys.executable, *words)
+    assert done.returncode == 1, done.stdout + done.stderr
 
 
 @pytest.mark.full
