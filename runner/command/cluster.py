@@ -18,6 +18,7 @@ from runner.command.arguments import Parser, at_least, pairs
 from runner.command.supervise import add_restart_options, node_memory, rules_of, say
 from runner.config.validate import check, check_extras
 from runner.launch import slurm, torchrun
+from runner.launch.crash_evidence import short_name
 from runner.launch.kubernetes import Pods, job_set, train_job
 from runner.launch.node_memory import NodeFolder
 from runner.launch.slurm_job import SlurmJob, end_the_chain
@@ -186,7 +187,8 @@ def nodes_command(arguments: Sequence[str]) -> int:
         raise ConfigError(f"nodes: {options.folder} is no folder; name that of cluster.nodes")
     try:
         if options.host:
-            sys.stdout.write(f"{options.host}: {folder.clear(options.host)} events forgotten\n")
+            host = short_name(options.host)
+            sys.stdout.write(f"{host}: {folder.clear(host)} events forgotten\n")
             return 0
         events = folder.events()
     except OSError as error:

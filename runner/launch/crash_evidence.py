@@ -41,8 +41,9 @@ class BadNodes:
         text = "".join(f"{node} {when} {reason}\n" for node in nodes if node not in known)
         if text:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a") as file:
-                file.write(text)
+            with self.path.open("a+") as file:
+                file.seek(0)  # a person's editor may leave the last line without an end
+                file.write(text if (file.read() or "\n").endswith("\n") else f"\n{text}")
 
 
 def refuse_listed(out: Path, node: str) -> None:

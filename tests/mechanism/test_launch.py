@@ -121,8 +121,9 @@ def test_the_list_of_bad_nodes_is_a_file_to_edit(tmp_path: Path) -> None:
     bad.add(["b", "a"], "fell silent")
     lines = (tmp_path / "run" / "bad_nodes").read_text().splitlines()
     assert [line.split()[0] for line in lines] == ["b", "a"] and lines[0].endswith(" died")
-    (tmp_path / "run" / "bad_nodes").write_text(f"# mended\n\n{lines[1]}\n")
-    assert list(bad.read()) == ["a"]
+    (tmp_path / "run" / "bad_nodes").write_text(f"# mended\n\n{lines[1]}")
+    bad.add(["c"], "died")
+    assert list(bad.read()) == ["a", "c"]
 
 
 def test_what_a_slurm_node_is_told(tmp_path: Path) -> None:

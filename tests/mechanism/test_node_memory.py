@@ -357,7 +357,8 @@ def test_the_command_shows_and_forgets(
     assert shown.index("gpu1") < shown.index("gpu2"), "the worst first"
     assert main(["nodes", str(tmp_path), "clear", "gpu1"]) == 0
     assert "gpu1: 1 events forgotten" in capsys.readouterr().out
-    assert main(["nodes", str(tmp_path), "clear", "gpu2"]) == 0
+    assert main(["nodes", str(tmp_path), "clear", "gpu2.cluster.example"]) == 0
+    assert "gpu2: 2 events forgotten" in capsys.readouterr().out
     assert main(["nodes", str(tmp_path)]) == 0
     assert "nothing has happened to any host" in capsys.readouterr().out
     assert main(["nodes", str(tmp_path), "clear"]) == 2
