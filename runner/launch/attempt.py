@@ -451,7 +451,9 @@ class _Watch:
         if self.job.forward is StopTarget.srun:
             return [self.child.pid] if number == signal.SIGUSR1 else []
         if not self._told and not self.job.shielded and not process_tree.ranks(self.mark):
-            return [self.child.pid]  # it has no ranks, and may be one itself
+            # It has no ranks, and may be one itself, or a shell around one.
+            below = process_tree.beneath_shells(self.child.pid, self.mark, number)
+            return [pid for pid in below if process_tree.catches(pid, number)] or [self.child.pid]
         return self._listening(number)
 
     def _listening(self, number: int) -> list[int]:

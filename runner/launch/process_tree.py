@@ -27,6 +27,7 @@ from runner.system.process import parent as parent_of
 
 MARK = "HOLDFAST_MARK"
 _SHIELDED = (signal.SIGTERM, signal.SIGUSR1)
+_SHELLS = [[f"{name}\n"] for name in ("sh", "bash", "dash", "zsh", "ksh")]
 # Ignored by Python from its start, which a command would inherit; see ``restore_signals`` of Popen.
 _PYTHON_IGNORES = ("SIGPIPE", "SIGXFSZ")
 
@@ -88,13 +89,21 @@ def marked(mark: str) -> list[int]:
     """Ids of this user's processes that carry the mark, without zombies."""
     wanted = f"{MARK}={mark}"
     pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-    return [pid for pid in pids if wanted in _environment(pid)]
+    return [pid for pid in pids if wanted in _words(pid, "environ")]
 
 
 def ranks(mark: str) -> list[int]:
     """Ids of the marked processes that are ranks, without those that ranks started."""
     pids = [pid for pid in marked(mark) if _rank(pid) is not None]
     return [pid for pid in pids if parent_of(pid) not in pids]
+
+
+def beneath_shells(pid: int, mark: str, number: int) -> list[int]:
+    """The process; of a shell that does not handle a signal, and would die of it, what it runs."""
+    if catches(pid, number) or _words(pid, "comm")[:1] not in _SHELLS:
+        return [pid]
+    below = [one for one in marked(mark) if parent_of(one) == pid]
+    return [one for child in below for one in beneath_shells(child, mark, number)]
 
 
 def rank_of(pid: int) -> int:
@@ -141,15 +150,15 @@ def end_all(mark: str, *, timeout_seconds: float = 10.0, stuck_seconds: float = 
         time.sleep(0.02)
 
 
-def _environment(pid: int) -> list[str]:
+def _words(pid: int, file: str) -> list[str]:
     try:
-        return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+        return Path(f"/proc/{pid}/{file}").read_bytes().decode(errors="replace").split("\0")
     except OSError:  # ended, or another user's
         return []
 
 
 def _rank(pid: int) -> str | None:
-    return next((entry[5:] for entry in _environment(pid) if entry.startswith("RANK=")), None)
+    return next((entry[5:] for entry in _words(pid, "environ") if entry.startswith("RANK=")), None)
 
 
 if __name__ == "__main__":

@@ -210,8 +210,7 @@ class ScriptSupervisor(Supervisor):
 
     def attempt(self, number: int, *, diagnose: bool) -> Attempt:
         best = max((earlier.clean_after for earlier in self.attempts), default=-1)
-        folder = self._watched.folder / f"attempt-{number:04d}"
-        self.until_it_answers(lambda: folder.mkdir(parents=True, exist_ok=True))
+        folder = self.until_it_answers(lambda: self._new_folder(number))
         reading, writing = os.pipe()
         said = Said(reading, self._watched.progress)
         watchdog = _Watchdog(said, self._watched, folder, self._gpus_work)
@@ -241,6 +240,16 @@ class ScriptSupervisor(Supervisor):
             signature=cause.signature if cause else None,
             reason=cause.reason if cause else None,
         )
+
+    def _new_folder(self, number: int) -> Path:
+        """One for an attempt's evidence; an earlier launch, or one beside it, may have begun it."""
+        while True:
+            folder = self._watched.folder / f"attempt-{number:04d}"
+            try:
+                folder.mkdir(parents=True)
+                return folder
+            except FileExistsError:
+                number += 1
 
 
 def _code_of_ranks(code: int, lines: Iterable[str], final: Collection[int]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shlex
 import socket
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from runner.launch.script import (
 from tests import warm
 from tests.programs import python
 from tests.run import read_lines
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "tests" / "their_script.py")
@@ -59,6 +61,59 @@ def test_an_exception_is_told_and_the_script_started_again(tmp_path: Path) -> No
     assert "run: failed at step 3, newest step 3; attempt 2" in text, "no signature with N in it"
     evidence = tmp_path / "run" / "attempt-0001" / "output.txt"
     assert "ValueError: boom 17" in evidence.read_text()
+
+
+# A script with @record, whose exception torch writes to this file; then one that just dies.
+DIES = """\
+import json, os, signal, sys
+if sys.argv[1] == "record":
+    trace = "Traceback (most recent call last):\\nValueError: of before"
+    with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+        json.dump({"message": {"extraInfo": {"py_callstack": trace}}}, file)
+    sys.exit(1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_later_launch_is_not_told_the_cause_of_an_earlier_one(tmp_path: Path) -> None:
+    """Both in the same folder, where each launch counts its attempts from 1."""
+    script = tmp_path / "dies.py"
+    script.write_text(DIES)
+    options = ["--out", str(tmp_path / "run"), "--restarts", "0"]
+    for how in ("record", "die"):
+        command = [sys.executable, str(script), how]
+        told = [sys.executable, "-m", "runner", "run", *options, "--", *command]
+        assert warm.finished(told, timeout=300).returncode == 1
+    first, second = attempts(tmp_path)
+    assert "ValueError: of before" in first["reason"]
+    assert second["cause"] == "exit" and second["reason"] == "ended with 137"
+
+
+SAVES = """\
+import pathlib, signal, sys, time
+here = pathlib.Path(sys.argv[1])
+def save(*_):
+    print("saving", flush=True)
+    (here / "saved").touch()
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+(here / "ready").touch()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("more", ["exit $?", "| cat"])
+def test_a_script_under_a_shell_is_asked_to_stop(tmp_path: Path, more: str) -> None:
+    """The shell would die of the signal, and the script be killed before it has saved."""
+    (tmp_path / "train.py").write_text(SAVES)
+    words = shlex.join([sys.executable, str(tmp_path / "train.py"), str(tmp_path)])
+    options = ["--out", str(tmp_path / "run"), "--pause", "0"]
+    shell = ["sh", "-c", f"{words} {more}" if more[0] == "|" else f"{words}; {more}"]
+    with warm.WarmPopen([sys.executable, "-m", "runner", "run", *options, "--", *shell]) as run:
+        until((tmp_path / "ready").exists)
+        run.terminate()
+        assert run.wait(60) == (0 if more[0] == "|" else 75)
+    assert (tmp_path / "saved").exists()
 
 
 NO_SCRIPT = """\
