@@ -134,8 +134,8 @@ def run_supervised(
             return _run_as_part(make_job(1, False), out, stand_by)
         supervisor = JobSupervisor(
             out=out,
-            launch_id=met.name if met else new_launch_id(environment),
-            node=os.uname().nodename if met else None,
+            launch_id=new_launch_id({} if met else environment),
+            name=met.name if met else None,
             least_nodes=met.nodes.least if met and met.nodes.is_elastic else None,
             rules=rules_of(options, diagnose=diagnose),
             make_job=make_job,

@@ -178,8 +178,8 @@ class JobSupervisor(Supervisor):
     Args:
         out: the run's directory.
         launch_id: names this launch in every process of it, over all attempts.
-        node: this node's name if each node has its own supervisor. Its attempts are then hidden
-            from the ranks, because all ranks of a group must see the same.
+        name: the same where each node has its own supervisor, which then has a ``launch_id`` of its
+            own: its attempts are hidden from the ranks, because all of a group must see the same.
         least_nodes: without which there is no run, if their number may vary; None if it is fixed.
         make_job: the command of an attempt (number, diagnose), made anew for each.
         ended: called after every attempt with its number.
@@ -190,17 +190,17 @@ class JobSupervisor(Supervisor):
         *,
         out: Path,
         launch_id: str,
-        node: str | None = None,
+        name: str | None = None,
         least_nodes: int | None = None,
         rules: RestartRules,
         make_job: Callable[[int, bool], Job],
         say: Callable[[str], None],
         ended: Callable[[int, Ended], None] = lambda number, ended: None,
     ) -> None:
-        super().__init__(out, launch_id if node is None else f"{launch_id}@{node}", rules, say)
+        super().__init__(out, launch_id, rules, say)
         self._out = out
-        self._shared = {LAUNCH_ID: launch_id}
-        self._node, self._least_nodes = node, least_nodes
+        self._shared = {LAUNCH_ID: name or launch_id}
+        self._node, self._least_nodes = name and os.uname().nodename, least_nodes
         self.memory: NodeMemory | None = None  # is told what happened to hosts
         self.stand_by: StandBy | None = None  # has this node wait for its turn
         self.config: RunConfig | None = None  # of the command, where that is known

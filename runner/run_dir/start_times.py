@@ -39,7 +39,11 @@ class StartTimes:
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> StartTimes:
         """Of this process, as its supervisor tells."""
-        return cls(json.loads(environment.get(RESTART, "{}")))
+        restart = json.loads(environment.get(RESTART, "{}"))
+        is_torchruns = environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        times = cls({} if is_torchruns else restart)  # what was told is of an earlier start
+        times.is_restart = bool(restart)
+        return times
 
     def mark(self, phase: str) -> None:
         """Note that ``phase`` has ended now."""
