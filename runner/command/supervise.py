@@ -100,7 +100,7 @@ def run_supervised(
     met = agent if agent and agent.nodes.most > 1 else None  # each node has a supervisor
     diagnose, begin_seconds, alert, watches = False, None, None, False
     own, memory, stand_by, config = None, None, None, None  # others' commands start as they are
-    if "runner" in command:
+    if torchrun.trains(command):
         overrides = torchrun.overrides_of(command)
         config = torchrun.settings(overrides)
         diagnose, begin_seconds = config.debug.diagnose_on_crash, begin_limit(config)

@@ -103,11 +103,11 @@ class Supervisor(ABC):
             next_ = self.end_for_good() or after(
                 attempts, self._rules, asked_to_stop=self.stop.is_set
             )
+            try:
+                note() if isinstance(next_, End) else self.until_it_answers(note)
+            except OSError as error:
+                self._say(f"attempt {number} is not noted: {error}")
             if isinstance(next_, End):
-                try:
-                    note()
-                except OSError as error:
-                    self._say(f"the last attempt is not noted: {error}")
                 return next_
             self.until_it_answers(note)
             pause = f" in {next_.pause_seconds:g} s" if next_.pause_seconds else ""

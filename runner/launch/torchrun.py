@@ -124,6 +124,11 @@ def is_started_by(command: Sequence[str]) -> bool:
     return bool(names & {"torchrun", _TORCHRUN, _AGENT})
 
 
+def trains(command: Sequence[str]) -> bool:
+    """Whether a command starts the runner."""
+    return _num_before_runner(command) is not None
+
+
 def _num_before_runner(command: Sequence[str]) -> int | None:
     """How many words stand before ``-m runner``; None if it is not there."""
     pairs = list(itertools.pairwise(command))

@@ -122,6 +122,13 @@ def test_one_launch_id_over_all_attempts(fake: Callable[..., Fake]) -> None:
     assert [line["code"] for line in log] == [7, 7, 0]
 
 
+def test_an_attempt_that_cannot_be_noted_is_no_last_one(fake: Callable[..., Fake]) -> None:
+    """As on a disk that has become read-only; the job itself says what it makes of that."""
+    job = fake("(out / 'attempts.jsonl').mkdir() if attempt == 1 else None; exit(attempt == 1)")
+    code, text = job.wait()
+    assert code == 0 and job.attempts() == 2 and "attempt 1 is not noted: [Errno 21]" in text, text
+
+
 def test_the_same_failure_three_times_stops_it(fake: Callable[..., Fake]) -> None:
     job = fake("journal('start', 0); journal('crash', 12, signature='rank 0: ValueError in f');"
                "journal('crash', 13, signature='its consequence'); sys.exit(1)",
@@ -199,6 +206,12 @@ def test_a_requeued_job_knows_its_earlier_attempts(fake: Callable[..., Fake]) ->
         del os.environ["HOLDFAST_LAUNCH_ID"]
     assert code == 3 and again.attempts() == 3, text
     assert [line["HOLDFAST_ATTEMPT"] for line in again.seen()] == ["1", "2", "3"]
+
+
+def test_a_command_that_only_names_the_runner_is_supervised(tmp_path: Path) -> None:
+    words = ["supervise", "--out", str(tmp_path), "--", sys.executable, "-c", "", "runner"]
+    done = warm.finished([sys.executable, "-m", "runner", *words], timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
