@@ -246,7 +246,8 @@ class Ended:
     """How one attempt ended.
 
     ``missing``: those of ``expected`` that never reported; ``reason``: why it was ended
-    from here, if it was; ``stuck``: processes that survive SIGKILL.
+    from here, if it was; ``stuck``: processes that survive SIGKILL; ``is_told``: whether any
+    process told its exit code.
     """
 
     code: int
@@ -254,6 +255,7 @@ class Ended:
     reason: str = ""
     stuck: Sequence[int] = ()
 
+    is_told: bool = False
 
 class Stop:
     """The request to stop: the first signal asks, the second insists."""
@@ -324,7 +326,8 @@ def run_once(job: Job, stop: Stop) -> Ended:
             was_killed = (child.poll() or 0) < 0
             if watch.is_reported:
                 told = read_exits(exits)
-                return Ended(code=outcome(told, max(told.values())), missing=frozenset())
+                code = outcome(told, max(told.values()))
+                return Ended(code=code, missing=frozenset(), is_told=True)
             if job.forward is StopTarget.srun and child.poll() is None:
                 child.terminate()  # srun ends its step on all nodes before it is killed
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -333,11 +336,12 @@ def run_once(job: Job, stop: Stop) -> Ended:
             if not watch.is_reported:
                 process_tree.end_all(mark)
                 child.wait()
-        code = EXIT_PREEMPTED
+        code, told = EXIT_PREEMPTED, read_exits(exits)
         if not watch.is_idle:
-            code = outcome(read_exits(exits), child.returncode, was_killed=was_killed)
+            code = outcome(told, child.returncode, was_killed=was_killed)
+        stuck = process_tree.marked(mark)
         return Ended(
-            code=code, missing=missing, reason=watch.reason, stuck=process_tree.marked(mark)
+            code=code, missing=missing, reason=watch.reason, stuck=stuck, is_told=bool(told)
         )
 
 

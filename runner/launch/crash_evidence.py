@@ -14,9 +14,11 @@ from runner.policy.nodes import DIED, SLOW
 from runner.policy.restart import HARDWARE
 from runner.policy.retention.records import State
 from runner.run_dir.paths import RunDir
-from runner.system.error import ConfigError
+from runner.system.error import EXIT_HALTED, EXIT_PREEMPTED, ConfigError
 from runner.system.json_lines import iter_lines, read_lines, step_of
 from runner.system.units import ranks_in
+
+_ENDS = {"start": None, "halt": EXIT_HALTED, "preempted": EXIT_PREEMPTED}
 
 # The list of nodes that failed (``out/bad_nodes``).
 
@@ -81,6 +83,7 @@ class Evidence:
     ``cause`` (a kind of :mod:`runner.health.root_cause`) and ``signature`` are None where no
     process said what failed; ``time``: when it was journalled, in seconds since the epoch.
     ``hardware``: of every start in the attempt, because torchrun may have started the ranks again.
+    ``code``: an end on purpose that the journal tells, which a user's torchrun hides; None without.
     """
 
     took_up: bool
@@ -90,6 +93,7 @@ class Evidence:
     signature: str | None = None
     reason: str | None = None
     time: float | None = None
+    code: int | None = None
 
 
 def newest_clean(out: Path) -> int:
@@ -127,7 +131,10 @@ def evidence(out: Path, *, since: int) -> Evidence:
     for line in iter_lines(RunDir(out).metrics):
         done = step_of(line) if line.get("action") == "apply" else done
     begun = step_of(starts[-1]) if starts else 0
-    return Evidence(took_up=bool(starts), step=max(done, begun) + 1, hardware=hardware)
+    kinds = (str(line.get("kind")) for line in reversed(lines))
+    last = next((kind for kind in kinds if kind in _ENDS), "")
+    step = max(done, begun) + 1
+    return Evidence(took_up=bool(starts), step=step, hardware=hardware, code=_ENDS.get(last))
 
 
 def has_to_leave(crash: Evidence, *, node: str, least: int) -> bool:

@@ -13,7 +13,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from runner.health.root_cause import RootCause, by_text, find_root_cause
 from runner.launch import process_tree
 from runner.launch.attempt import Ended, Job
 from runner.launch.supervisor import Supervisor
-from runner.policy.restart import Attempt, RestartRules
+from runner.policy.restart import Attempt, ExitCodes, RestartRules
 from runner.system.files import read_bounded
 from runner.system.output import Sink
 from runner.system.process import parent, signal_name
@@ -231,7 +231,7 @@ class ScriptSupervisor(Supervisor):
                 (folder / "output.txt").write_text("\n".join(said.since(said.num_lines - _TAIL)))
             self._say(f"attempt {number}: {cause.reason} (evidence: {folder})")
         return Attempt(
-            code=_code_of_ranks(ended.code, said.lines, self._rules.codes.final),
+            code=_code_of_ranks(ended.code, said.lines, self._rules.codes),
             clean_before=best,
             clean_after=max(best, said.step),
             took_up=said.step >= 0,
@@ -252,10 +252,11 @@ class ScriptSupervisor(Supervisor):
                 number += 1
 
 
-def _code_of_ranks(code: int, lines: Iterable[str], final: Collection[int]) -> int:
-    """torchrun ends with 1 whatever its ranks ended with: theirs, if it forbids a restart."""
+def _code_of_ranks(code: int, lines: Iterable[str], ours: ExitCodes) -> int:
+    """torchrun ends with 1 whatever its ranks ended with: theirs, if it is one of ours."""
     codes = {one for _, one in failures(list(lines)) if one != -signal.SIGTERM}
-    return codes.pop() if code == 1 and len(codes) == 1 and codes <= set(final) else code
+    is_ours = len(codes) == 1 and codes <= {*ours.final, ours.preempted}
+    return codes.pop() if code == 1 and is_ours else code
 
 
 def settings(folder: Path) -> dict[str, str]:

@@ -109,7 +109,6 @@ class Supervisor(ABC):
                 self._say(f"attempt {number} is not noted: {error}")
             if isinstance(next_, End):
                 return next_
-            self.until_it_answers(note)
             pause = f" in {next_.pause_seconds:g} s" if next_.pause_seconds else ""
             how = ", with collectives checked (debug.diagnose_on_crash)" if next_.diagnose else ""
             self._say(f"{next_.reason}; attempt {number + 1}{pause}{how}")
@@ -129,24 +128,8 @@ class Supervisor(ABC):
             self.until_it_answers(lambda: os.scandir(self._log.parent).close())
 
     def until_it_answers(self, ask: Callable[[], T]) -> T:
-        """Ask until the storage is there and has room.
-
-        Raises:
-            OSError: from ``ask``, another one.
-            Preempted: a stop was asked for meanwhile.
-        """
-        has_said = False
-        while True:
-            try:
-                return ask()
-            except OSError as error:
-                if error.errno not in _AWAY:
-                    raise
-                if not has_said:
-                    self._say(f"{error}: no attempt before it answers again")
-                    has_said = True
-                if not self.stop.sleep(_AWAY_SECONDS):
-                    raise Preempted(f"asked to stop, and {error}") from None
+        """As :func:`until_it_answers`; a request to stop ends it."""
+        return until_it_answers(ask, self.stop, self._say)
 
     def _earlier(self) -> list[Attempt]:
         """The attempts of this launch so far; supervisors on other nodes may append to the list."""
@@ -159,6 +142,27 @@ class Supervisor(ABC):
             for line in lines
             if line is not None and line.get("launch_id") == self._id
         ]
+
+
+def until_it_answers(ask: Callable[[], T], stop: Stop, say: Callable[[str], None]) -> T:
+    """Ask until the storage is there and has room.
+
+    Raises:
+        OSError: from ``ask``, another one.
+        Preempted: a stop was asked for meanwhile.
+    """
+    has_said = False
+    while True:
+        try:
+            return ask()
+        except OSError as error:
+            if error.errno not in _AWAY:
+                raise
+            if not has_said:
+                say(f"{error}: no attempt before it answers again")
+                has_said = True
+            if not stop.sleep(_AWAY_SECONDS):
+                raise Preempted(f"asked to stop, and {error}") from None
 
 
 def _append_line(path: Path, line: Mapping[str, Any]) -> None:
@@ -251,11 +255,13 @@ class JobSupervisor(Supervisor):
             job = replace(job, command=self.stand_by.joining(job.command))
         ended = self.run_once(replace(job, environment=dict(job.environment) | variables))
         ended_at = time.time()
+        crash = evidence(self._out, since=lines)
+        if ended.code and not ended.is_told:  # the ranks of a script tell no exit codes
+            ended = replace(ended, code=crash.code or ended.code)
         self._list_bad_nodes(ended)
         if ended.reason:
             self._say(f"attempt {number} was ended: {ended.reason}")
-        self._ended(number, ended)
-        crash = evidence(self._out, since=lines)
+        self.until_it_answers(lambda: self._ended(number, ended))
         self._restart = {"noticed": crash.time or ended_at, "ended": ended_at}
         if crash.reason and ended.code:  # else torchrun has started it again, and it is done
             self._say(f"attempt {number} crashed at step {crash.step}: {crash.reason}")
