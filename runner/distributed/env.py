@@ -27,6 +27,7 @@ WATCHED = "HOLDFAST_WATCHED"  # set: a watcher outside tells of the run; see tra
 END_TIME = "HOLDFAST_END_TIME"
 RESTART = "HOLDFAST_RESTART"  # JSON, see runner.run_dir.start_times
 _BEGUN = ".begun-"  # hidden: not an exit code
+UNWRITTEN = ".writing."  # begins the name of what is being written there
 _FIRST_PORT, _NUM_PORTS = 20_000, 20_000
 _MOST_RANKS = 1 << 20
 _DIGITS = 18  # of any number that a launcher may set
@@ -220,7 +221,8 @@ def _whole(text: str | None) -> int:
 
 def tell_begun(environment: Mapping[str, str], rank: int, facts: Mapping[str, Any]) -> None:
     """Tell the supervisor, if there is one, that this rank has begun, and which process it is."""
-    _leave(environment, f"{_BEGUN}{rank}", json_text(facts))
+    with contextlib.suppress(OSError):
+        _leave(environment, f"{_BEGUN}{rank}", json_text(facts))
 
 
 def read_begun(folder: Path) -> dict[int, dict[str, Any]]:
@@ -246,16 +248,24 @@ def rank_name(rank: int) -> str:
 
 
 def tell_exit(environment: Mapping[str, str], name: str, code: int) -> None:
-    """Write this process's exit code where the supervisor looks, if there is one."""
+    """Write this process's exit code where the supervisor looks, if there is one and it can."""
+    with contextlib.suppress(OSError):  # the supervisor is gone
+        report_exit(environment, name, code)
+
+
+def report_exit(environment: Mapping[str, str], name: str, code: int) -> None:
+    """As :func:`tell_exit`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     _leave(environment, name, f"{code}\n")
 
 
 def _leave(environment: Mapping[str, str], name: str, text: str) -> None:
-    if EXIT_DIR not in environment:
-        return
-    folder = Path(environment[EXIT_DIR])
-    temporary = folder / f".writing.{name}.{os.getpid()}"
-    with contextlib.suppress(OSError):  # the supervisor is gone
+    if EXIT_DIR in environment:
+        folder = Path(environment[EXIT_DIR])
+        temporary = folder / f"{UNWRITTEN}{name}.{os.getpid()}"
         temporary.write_text(text)
         temporary.rename(folder / name)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from runner.distributed.env import EXIT_DIR, rank_name, read_begun
+from runner.distributed.env import EXIT_DIR, UNWRITTEN, rank_name, read_begun
 from runner.health.rank_report import CAUSE, Report, read_fatal_log, reported, write_report
 from runner.launch import process_tree, torchrun
 from runner.launch.process_tree import Preparation
@@ -65,7 +65,8 @@ class BegunRanks:
         """A message when ranks exist and have not begun in time; empty while all is well."""
         if self._have_begun:
             return ""
-        if read_begun(self._exits):
+        # A full disk may have taken the name of what a rank wrote, and nothing else.
+        if read_begun(self._exits) or any(self._exits.glob(f"{UNWRITTEN}*")):
             self._have_begun = True
             return ""
         clock = time.monotonic()
@@ -254,8 +255,8 @@ class Ended:
     missing: frozenset[str]
     reason: str = ""
     stuck: Sequence[int] = ()
-
     is_told: bool = False
+
 
 class Stop:
     """The request to stop: the first signal asks, the second insists."""
@@ -443,7 +444,8 @@ class _Watch:
         number = signal.SIGTERM if number in (signal.SIGINT, signal.SIGHUP) else number
         if self._told is None:
             if self.job.forward is StopTarget.srun and number == signal.SIGUSR1:
-                (self.exits / _STOP_FILE).touch()
+                with contextlib.suppress(OSError):  # it is on the job's storage
+                    (self.exits / _STOP_FILE).touch()
             by_slurm = self.job.forward is StopTarget.step
             self._told = set(self._listening(number)) if by_slurm else set()
         for pid in self._whom(number):

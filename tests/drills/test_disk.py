@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from runner.distributed.env import EXIT_DIR
+from runner.launch import process_tree
+from runner.launch.attempt import BegunRanks
+from runner.launch.process_tree import MARK
 from tests.drills.compare import assert_every_sample_once, assert_same_end, assert_same_run
 from tests.drills.test_lost_data import forgetful, reached, trouble_of
 from tests.drills.test_lost_data import why_not as why_no_fuse
@@ -46,6 +51,14 @@ def small_disk(place: Path, size: str) -> Iterator[Path]:
         yield place
     finally:
         subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Leave no room on a disk; returns the file that has it."""
+    with (disk / "fill").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"x" * 4096)
+    return disk / "fill"
 
 
 @contextlib.contextmanager
@@ -375,3 +388,33 @@ def test_killed_at_a_call(tmp_path: Path, clean: Result) -> None:
         shutil.rmtree(out)
     print(f"{len(seconds)} of {num} were killed")
     assert len(seconds) >= num / 2
+
+
+def test_a_rank_that_cannot_say_that_it_has_begun_is_not_ended_for_it(tmp_path: Path) -> None:
+    """The disk for temporary files is full when it is started again."""
+    code = "import os, time; from runner.distributed.env import tell_begun; "
+    code += "tell_begun(os.environ, 0, {'process': 1}); time.sleep(60)"
+    with small_disk(tmp_path / "exits", "64k") as disk:
+        fill(disk)
+        own = {EXIT_DIR: str(disk), MARK: tmp_path.name, "RANK": "0"}
+        with subprocess.Popen([sys.executable, "-c", code], env=os.environ | own) as rank:
+            begun = BegunRanks(disk, tmp_path.name, 0.0)
+            until(lambda: process_tree.ranks(tmp_path.name) and list(disk.glob(".*")))
+            assert not begun.late() and not begun.late()
+            rank.kill()
+
+
+def test_a_node_of_a_job_reports_its_end_when_there_is_room_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the storage that the job's nodes share, which was full at its end."""
+    out = tmp_path / "run"
+    with small_disk(tmp_path / "exits", "64k") as disk:
+        monkeypatch.setenv("HOLDFAST_EXIT_DIR", str(disk))
+        filled = fill(disk)
+        started = launch(out, "steps=3")
+        started.until(lambda _: bool(list(disk.glob(".writing.*"))))
+        filled.unlink()
+        run = started.wait()
+        assert run.code == 0 and "no attempt before it answers again" in run.text, run.tail
+        assert (disk / os.uname().nodename).read_text() == "0\n"
