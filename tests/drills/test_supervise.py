@@ -300,6 +300,7 @@ def test_a_node_alone_ends_where_the_run_is_done_and_waits_where_it_is_not(
     assert started.pids() == []
 
 
+@pytest.mark.twin
 def test_a_launch_on_nodes_has_a_budget_of_its_own(tmp_path: Path) -> None:
     """An earlier launch of the same run, which met under the same name, has used none of it up."""
     out = tmp_path / "run"
