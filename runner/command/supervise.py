@@ -18,7 +18,7 @@ from runner.command.arguments import Parser, at_least
 from runner.command.watch import begin_watch
 from runner.config.schema import RunConfig
 from runner.config.validate import check, check_extras
-from runner.distributed.env import EXIT_DIR, WATCHED, report_exit, tell_exit
+from runner.distributed.env import EXIT_DIR, WATCHED, recorded_exit, tell_exit
 from runner.fault.spec import parse_faults
 from runner.launch import torchrun
 from runner.launch.attempt import EXIT_CODES, Job, Stop, StopTarget, run_once
@@ -27,7 +27,7 @@ from runner.launch.node_memory import NodeMemory
 from runner.launch.script import PROGRESS, ScriptSupervisor, Watched
 from runner.launch.slurm import meeting, orders
 from runner.launch.stand_by import StandBy, hosting_command
-from runner.launch.supervisor import JobSupervisor, new_launch_id, until_it_answers
+from runner.launch.supervisor import JobSupervisor, new_launch_id
 from runner.launch.warm_start import WarmStart, rank_modules
 from runner.observe.tracker import CommandAlerts
 from runner.policy.restart import Attempt, End, RestartRules
@@ -208,18 +208,18 @@ def _run_as_part(job: Job, out: Path, stand_by: StandBy | None) -> int:
     outcome = run_once(replace(job, forward=forward, part_of=part_of), stop)
     if outcome.reason:
         say(outcome.reason)
-
-    def report() -> None:
-        if outcome.stuck:
-            pids = ", ".join(map(str, outcome.stuck))
+    if outcome.stuck:
+        pids = ", ".join(map(str, outcome.stuck))
+        with contextlib.suppress(OSError):
             BadNodes(out).add([name], f"processes that cannot be ended (state D): {pids}")
-        report_exit(job.environment, name, outcome.code)
-
-    # A node that says nothing counts as failed, and where none says anything the job waits.
+    tell_exit(job.environment, name, outcome.code)
     stop = Stop()
     stop.listen()
-    with contextlib.suppress(OSError):  # the job is gone
-        until_it_answers(report, stop, say)
+    # Its disk may be full. A node that says nothing has failed; where none does, the job waits.
+    while os.path.isdir(part_of) and recorded_exit(job.environment, name) is None:
+        if not stop.sleep(1.0):
+            break
+        tell_exit(job.environment, name, outcome.code)
     return outcome.code
 
 

@@ -221,8 +221,7 @@ def _whole(text: str | None) -> int:
 
 def tell_begun(environment: Mapping[str, str], rank: int, facts: Mapping[str, Any]) -> None:
     """Tell the supervisor, if there is one, that this rank has begun, and which process it is."""
-    with contextlib.suppress(OSError):
-        _leave(environment, f"{_BEGUN}{rank}", json_text(facts))
+    _leave(environment, f"{_BEGUN}{rank}", json_text(facts))
 
 
 def read_begun(folder: Path) -> dict[int, dict[str, Any]]:
@@ -248,24 +247,16 @@ def rank_name(rank: int) -> str:
 
 
 def tell_exit(environment: Mapping[str, str], name: str, code: int) -> None:
-    """Write this process's exit code where the supervisor looks, if there is one and it can."""
-    with contextlib.suppress(OSError):  # the supervisor is gone
-        report_exit(environment, name, code)
-
-
-def report_exit(environment: Mapping[str, str], name: str, code: int) -> None:
-    """As :func:`tell_exit`.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write this process's exit code where the supervisor looks, if there is one."""
     _leave(environment, name, f"{code}\n")
 
 
 def _leave(environment: Mapping[str, str], name: str, text: str) -> None:
-    if EXIT_DIR in environment:
-        folder = Path(environment[EXIT_DIR])
-        temporary = folder / f"{UNWRITTEN}{name}.{os.getpid()}"
+    if EXIT_DIR not in environment:
+        return
+    folder = Path(environment[EXIT_DIR])
+    temporary = folder / f"{UNWRITTEN}{name}.{os.getpid()}"
+    with contextlib.suppress(OSError):  # the supervisor is gone
         temporary.write_text(text)
         temporary.rename(folder / name)
 

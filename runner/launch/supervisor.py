@@ -128,8 +128,24 @@ class Supervisor(ABC):
             self.until_it_answers(lambda: os.scandir(self._log.parent).close())
 
     def until_it_answers(self, ask: Callable[[], T]) -> T:
-        """As :func:`until_it_answers`; a request to stop ends it."""
-        return until_it_answers(ask, self.stop, self._say)
+        """Ask until the storage is there and has room.
+
+        Raises:
+            OSError: from ``ask``, another one.
+            Preempted: a stop was asked for meanwhile.
+        """
+        has_said = False
+        while True:
+            try:
+                return ask()
+            except OSError as error:
+                if error.errno not in _AWAY:
+                    raise
+                if not has_said:
+                    self._say(f"{error}: no attempt before it answers again")
+                    has_said = True
+                if not self.stop.sleep(_AWAY_SECONDS):
+                    raise Preempted(f"asked to stop, and {error}") from None
 
     def _earlier(self) -> list[Attempt]:
         """The attempts of this launch so far; supervisors on other nodes may append to the list."""
@@ -142,27 +158,6 @@ class Supervisor(ABC):
             for line in lines
             if line is not None and line.get("launch_id") == self._id
         ]
-
-
-def until_it_answers(ask: Callable[[], T], stop: Stop, say: Callable[[str], None]) -> T:
-    """Ask until the storage is there and has room.
-
-    Raises:
-        OSError: from ``ask``, another one.
-        Preempted: a stop was asked for meanwhile.
-    """
-    has_said = False
-    while True:
-        try:
-            return ask()
-        except OSError as error:
-            if error.errno not in _AWAY:
-                raise
-            if not has_said:
-                say(f"{error}: no attempt before it answers again")
-                has_said = True
-            if not stop.sleep(_AWAY_SECONDS):
-                raise Preempted(f"asked to stop, and {error}") from None
 
 
 def _append_line(path: Path, line: Mapping[str, Any]) -> None:

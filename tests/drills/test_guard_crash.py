@@ -51,10 +51,13 @@ def test_a_loop_that_ends_on_purpose_under_torchrun(tmp_path: Path, by: str, how
     words += [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     words += [str(script), str(out), how]
     with warm.WarmPopen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as supervisor:
-        if how == "stop":
-            until(lambda: metrics_step(out) >= 12 or supervisor.poll() is not None)
-            supervisor.terminate()
-        text, _ = supervisor.communicate(timeout=300)
+        try:
+            if how == "stop":
+                until(lambda: metrics_step(out) >= 12 or supervisor.poll() is not None)
+                supervisor.terminate()
+            text, _ = supervisor.communicate(timeout=120)
+        finally:
+            supervisor.kill()
     code = 75 if how == "stop" else 3
     assert supervisor.returncode == code, text[-3000:].decode()
     assert [line["code"] for line in read_lines(out / "attempts.jsonl")] == [code]
