@@ -253,10 +253,10 @@ class ScriptSupervisor(Supervisor):
 
 
 def _code_of_ranks(code: int, lines: Iterable[str], ours: ExitCodes) -> int:
-    """torchrun ends with 1 whatever its ranks ended with: theirs, if it is one of ours."""
+    """torchrun ends with 1, or is ended, whatever its ranks ended with: theirs, if one of ours."""
     codes = {one for _, one in failures(list(lines)) if one != -signal.SIGTERM}
     is_ours = len(codes) == 1 and codes <= {*ours.final, ours.preempted}
-    return codes.pop() if code == 1 and is_ours else code
+    return codes.pop() if code in (1, 128 + signal.SIGKILL) and is_ours else code
 
 
 def settings(folder: Path) -> dict[str, str]:
