@@ -400,7 +400,7 @@ class MetricNames:
         by_group = {f"{name}/{group}" for name in names for group in self._groups}
         for name in sorted(first.keys() - by_group):
             check_name(name, self._where, is_evaluated=self._are_evaluated)
-        if len(names) - len(by_group) > _MOST_NAMES:
+        if len(set(names) - by_group) > _MOST_NAMES:
             raise ConfigError(
                 f"{self._where}: {len(names)} metrics by different names, such as {names[-1]!r}; "
                 f"at most {_MOST_NAMES}; leave numbers of steps and samples out of names"

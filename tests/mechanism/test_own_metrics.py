@@ -22,6 +22,7 @@ from runner.system.error import ConfigError
 from runner.system.parsing import NONFINITE
 from runner.tools.report.page import page, read_runs
 from runner.tools.report.run_reader import RunStatus
+from runner.train.agreed_step import MetricNames
 from runner.train.evaluate import Evaluator, FixedSet
 from tests.mechanism.test_guard_loop import CLIP, Job, Killed, batches, die
 
@@ -119,6 +120,20 @@ def test_what_is_no_metric_is_refused(tmp_path: Path, given: dict[str, Any], wor
     with pytest.raises(ConfigError, match=words):
         guard.log(given)
     guard.close()
+
+
+def test_names_that_differ_in_each_evaluation_are_refused_whatever_the_groups_are() -> None:
+    groups = [f"set{number}" for number in range(4)]
+    names = MetricNames(SingleProcessRanks(), "it", are_evaluated=True, groups=groups)
+    one = (torch.tensor(1.0), torch.tensor(1.0))
+
+    def agree(count: int) -> None:
+        given = [f"at_{number}" for number in range(count)]
+        names.agree({name: one for own in given for name in (own, *(f"{own}/{g}" for g in groups))})
+
+    agree(256)
+    with pytest.raises(ConfigError, match="different names"):
+        agree(257)
 
 
 def test_a_line_keeps_them_and_trackers_get_them_by_kind() -> None:
