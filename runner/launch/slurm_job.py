@@ -188,11 +188,15 @@ class SlurmJob:
     def _blame_the_dead(self) -> None:
         """List the nodes whose part of the attempt never ended and that are dead now."""
         for folder in sorted(self._exits.glob(f"{self._job_id}-*")):
-            names = (folder / _NODES_FILE).read_text().split() if folder.is_dir() else []
-            if names:
+            nodes = folder / _NODES_FILE
+            if nodes.exists():
+                names = nodes.read_text().split()
                 dead = slurm.unusable(names)
                 self._list([n for n in names if n in dead], "died")
-            shutil.rmtree(folder)
+                # Ranks behind a cut link tell their ends here, and their supervisor reads them.
+                nodes.unlink()
+            else:  # of the start before that one
+                shutil.rmtree(folder)
 
     def _list(self, nodes: Sequence[str], reason: str) -> None:
         self._bad.add(nodes, reason)

@@ -321,7 +321,7 @@ def test_a_cut_off_node_publishes_nothing(
     if not isinstance(cluster.machines, Namespaced):
         pytest.skip("no network namespaces: a link cannot be cut")
     network = cluster.machines.network
-    job = submit("faults=[slow@step=10-60,seconds=0.5]", nodes=1)
+    job = submit("faults=[slow@step=10-40,seconds=2]", nodes=1)  # longer than Slurm waits
     job.until_step(15)
     (node,) = job.job["NodeList"].split(",")
     network.cut(node)
