@@ -44,6 +44,15 @@ ANY_CONFIG = cast(
 )
 
 
+def disk_ring(folder: Path, settings: CheckpointConfig, **given: Any) -> CheckpointRing:
+    """Of one rank and on an empty disk, but for what is given."""
+    store = CheckpointDirectory(folder / "ring")
+    store.sweep()
+    usual = {"sharded": Holder(), "ranks": OneRank(), "report": lambda incident: None}
+    identity = Identity(config_digest="c", data_fingerprint="d")
+    return CheckpointRing(store, settings=settings, identity=identity, **usual | given)
+
+
 class Holder:
     """A state with one tensor in two named halves."""
 

@@ -458,8 +458,8 @@ class _Watch:
             return [self.child.pid] if number == signal.SIGUSR1 else []
         if not self._told and not self.job.shielded and not process_tree.ranks(self.mark):
             # It has no ranks, and may be one itself, or a shell around one.
-            below = process_tree.beneath_shells(self.child.pid, self.mark, number)
-            return [pid for pid in below if process_tree.catches(pid, number)] or [self.child.pid]
+            pid = self.child.pid
+            return process_tree.beneath_shells(pid, self.mark, number) or [pid]
         return self._listening(number)
 
     def _listening(self, number: int) -> list[int]:

@@ -27,7 +27,7 @@ from runner.system.process import parent as parent_of
 
 MARK = "HOLDFAST_MARK"
 _SHIELDED = (signal.SIGTERM, signal.SIGUSR1)
-_SHELLS = [[f"{name}\n"] for name in ("sh", "bash", "dash", "zsh", "ksh")]
+_SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
 # Ignored by Python from its start, which a command would inherit; see ``restore_signals`` of Popen.
 _PYTHON_IGNORES = ("SIGPIPE", "SIGXFSZ")
 
@@ -99,9 +99,12 @@ def ranks(mark: str) -> list[int]:
 
 
 def beneath_shells(pid: int, mark: str, number: int) -> list[int]:
-    """The process; of a shell that does not handle a signal, and would die of it, what it runs."""
-    if catches(pid, number) or _words(pid, "comm")[:1] not in _SHELLS:
+    """The process if it handles a signal; of a shell that does not, and would die of it, what it
+    runs that does."""
+    if catches(pid, number):
         return [pid]
+    if "".join(_words(pid, "comm")).strip() not in _SHELLS:
+        return []
     below = [one for one in marked(mark) if parent_of(one) == pid]
     return [one for child in below for one in beneath_shells(child, mark, number)]
 

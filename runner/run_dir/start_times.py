@@ -23,14 +23,15 @@ class StartTimes:
         restart: when the attempt before showed its end (``noticed``), when the last of its
             processes had ended (``ended``), and when this one was started (``started``), in seconds
             since the epoch; empty without a supervisor or for its first attempt.
+        is_first: of the attempt's starts. Of later ones, by torchrun, nobody told the times.
     """
 
-    def __init__(self, restart: Mapping[str, float]) -> None:
+    def __init__(self, restart: Mapping[str, float], *, is_first: bool = True) -> None:
         began = process_began()
         self.is_restart = bool(restart)  # by a supervisor, after an attempt of its own
         self._last = began
         self._seconds: dict[str, float] = {}
-        if restart:
+        if restart and is_first:
             self._last = restart["noticed"]
             self._mark("evidence", restart["ended"])
             self._mark("decision", restart["started"])
@@ -39,11 +40,8 @@ class StartTimes:
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> StartTimes:
         """Of this process, as its supervisor tells."""
-        restart = json.loads(environment.get(RESTART, "{}"))
-        is_torchruns = environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        times = cls({} if is_torchruns else restart)  # what was told is of an earlier start
-        times.is_restart = bool(restart)
-        return times
+        is_first = environment.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        return cls(json.loads(environment.get(RESTART, "{}")), is_first=is_first)
 
     def mark(self, phase: str) -> None:
         """Note that ``phase`` has ended now."""

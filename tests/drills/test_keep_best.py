@@ -9,16 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from runner.checkpoint.disk.directory import CheckpointDirectory
-from runner.checkpoint.protocol import Identity
-from runner.checkpoint.ring import CheckpointRing
 from runner.command.export import export_command
 from runner.config.schema import CheckpointConfig, EvalConfig, Goal
 from runner.policy.retention.records import Record, State
 from runner.train.evaluate import BestEvaluation, evaluations
 from tests.conftest import MEMORY_DIR
-from tests.crash_world import Holder
-from tests.observed import OneRank
+from tests.crash_world import disk_ring
 from tests.rows import full
 from tests.run import Result, train
 from tests.stored import moment
@@ -127,16 +123,7 @@ def test_the_best_of_those_on_disk_is_kept() -> None:
 
 
 def test_the_best_stays_until_a_better_one_is_proven(tmp_path: Path) -> None:
-    store = CheckpointDirectory(tmp_path / "ring")
-    store.sweep()
-    ring = CheckpointRing(
-        store,
-        sharded=Holder(),
-        ranks=OneRank(),
-        settings=CheckpointConfig(clean_after=5, keep=1),
-        identity=Identity(config_digest="c", data_fingerprint="d"),
-        report=lambda incident: None,
-    )
+    ring = disk_ring(tmp_path, CheckpointConfig(clean_after=5, keep=1))
     best = BestEvaluation(EvalConfig(), [])
     ring.begin()
     ring.keep_best(best.serials)

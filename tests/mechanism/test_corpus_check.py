@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
-from runner.checkpoint.protocol import Identity
-from runner.checkpoint.ring import CheckpointRing
 from runner.config.schema import CheckpointConfig
 from runner.data.corpus_digest import Whole
 from runner.data.dataset import TokenFile, TokenStream, Windows, name_in_files
@@ -24,7 +22,7 @@ from runner.policy.retention.records import State, on_disk
 from runner.system.error import ConfigError, DataError
 from runner.train import corpus_check as corpus_module
 from runner.train.corpus_check import CorpusCheck
-from tests.crash_world import Holder
+from tests.crash_world import Holder, disk_ring
 from tests.observed import OneRank
 from tests.stored import moment
 
@@ -70,14 +68,8 @@ class World:
         )
         self.dataset.sampled_files = [("a.bin", path)]
         self.holder = Holder()
-        self.ring = CheckpointRing(
-            CheckpointDirectory(self.folder / "ring"),
-            sharded=self.holder,
-            ranks=self.ranks,
-            settings=CheckpointConfig(clean_after=2, keep=9),
-            identity=Identity(config_digest="c", data_fingerprint="d"),
-            report=self.told.append,
-        )
+        of_test = {"sharded": self.holder, "ranks": self.ranks, "report": self.told.append}
+        self.ring = disk_ring(self.folder, CheckpointConfig(clean_after=2, keep=9), **of_test)
 
     def read(self, *_: Any, **__: Any) -> Whole:
         assert self.may_end.wait(30)

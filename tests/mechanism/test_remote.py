@@ -20,11 +20,9 @@ import torch
 from runner.checkpoint.disk.directory import CheckpointDirectory
 from runner.checkpoint.jobs import LockstepQueue
 from runner.checkpoint.manifest import FileFacts
-from runner.checkpoint.protocol import Identity
 from runner.checkpoint.remote.retrying_files import RemoteFault, RemoteFiles
 from runner.checkpoint.remote.store import RUN_FILES, RemoteRing, RemoteTaken, WriterClaim
 from runner.checkpoint.remote.upload import Uploads
-from runner.checkpoint.ring import CheckpointRing
 from runner.command.ring import ring_command
 from runner.config.compose import compose, to_yaml
 from runner.config.schema import CheckpointConfig
@@ -36,7 +34,7 @@ from runner.run_dir.paths import RunDir
 from runner.startup.restore import RemoteRun, Restorer, is_lost, run_name
 from runner.system.error import CheckpointError, ConfigError, CorruptCheckpoint, RankError
 from runner.system.files import file_digest
-from tests.crash_world import Holder
+from tests.crash_world import disk_ring
 from tests.mechanism.test_ring_on_disk import tensors, write
 from tests.observed import OneRank
 from tests.rows import full
@@ -881,16 +879,7 @@ def test_a_store_in_trouble_at_each_request_gets_the_whole_of_it(
 
 def test_a_checkpoint_is_not_retired_while_it_is_sent(tmp_path: Path, url: str) -> None:
     folder = tmp_path / "run"
-    store = CheckpointDirectory(folder / "ring")
-    store.sweep()
-    ring = CheckpointRing(
-        store,
-        sharded=Holder(),
-        ranks=OneRank(),
-        settings=CheckpointConfig(clean_after=1, keep=1),
-        identity=Identity(config_digest="c", data_fingerprint="d"),
-        report=lambda incident: None,
-    )
+    ring = disk_ring(folder, CheckpointConfig(clean_after=1, keep=1))
     remote, go_on = RemoteRing(url, pauses=()), threading.Event()
     put = remote.files.put
     remote.files.put = lambda *what: (go_on.wait(60), put(*what))  # type: ignore[method-assign]
