@@ -8,7 +8,10 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from runner.command.export import export_command
 from tests.drills.compare import assert_same_end
 from tests.run import Result, finish, skip_override
 
@@ -85,3 +88,31 @@ def test_terms_are_counted_as_the_model_counts_them(tmp_path: Path) -> None:
         mean = (losses["eval_loss/a"] + losses["eval_loss/b"]) / 2
         assert losses["eval_loss"] == pytest.approx(mean, rel=1e-6), losses
     assert found[0][2] == pytest.approx(found[1][2], rel=1e-4)
+
+
+@pytest.mark.twin
+def test_samples_without_tokens_meet_all_that_goes_back_and_on(tmp_path: Path) -> None:
+    """A mixture, accumulation, a model's own counts, numbers read late, the best of one source kept
+    and snapshots in memory: a bad sample, a rollback and a kill leave no trace, nor in what is
+    exported as the best."""
+    sources = ", ".join(
+        f"{{name: {name}, weight: {weight}, _target_: tests.uncommon_guests.Uneven}}"
+        for name, weight in (("a", 1), ("b", 3))
+    )
+    settings = (
+        *("model._target_=tests.uncommon_guests.Counting", "model.how=floats"),
+        *(f"data.sources=[{sources}]", "batch.micro_size=4", "guard.sync=false"),
+        *("eval.every=6", "eval.samples=5", "eval.metric=eval_loss/b", "guard.remedy=discard"),
+        *("checkpoint.keep_best=true", "checkpoint.memory_every=4", "steps=40"),
+    )
+    faults = "faults=[poison@samples=700-830,kill@step=36,rank=0]"
+    hit = finish(tmp_path / "hit", *settings, faults, restarts=1)
+    assert hit.summary["restarts"] == 1 and hit.summary["rollbacks"] == 1, hit.tail
+    told = finish(tmp_path / "told", *settings, skip_override(hit.summary["skipped"]))
+    assert_same_end(hit, told)
+    assert held_out_losses(hit) == held_out_losses(told)
+    for run in (hit, told):
+        assert export_command([str(run.out), f"{run.out}-best", "--step", "best"]) == 0
+    best = [load_file(f"{run.out}-best/model.safetensors") for run in (hit, told)]
+    assert best[0].keys() == best[1].keys()
+    assert all(torch.equal(tensor, best[1][name]) for name, tensor in best[0].items())
